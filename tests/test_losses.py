@@ -1,0 +1,173 @@
+"""Every formula of losses.py against a slow, obvious reference in float64 loops, and against numbers done by hand."""
+import math
+
+import pytest
+import torch
+
+import losses
+
+torch.manual_seed(0)
+
+
+# ---------------------------------------------------------------- advantages
+
+def slow_advantages(rewards, G, kind):
+    result = []
+    for start in range(0, len(rewards), G):
+        group = rewards[start:start + G]
+        scored = [r for r in group if not math.isnan(r)]
+        for i, r in enumerate(group):
+            if math.isnan(r):
+                result.append(0.0)
+                continue
+            mean = sum(scored) / len(scored)
+            if kind == "grpo":
+                std = math.sqrt(sum((x - mean) ** 2 for x in scored) / (len(scored) - 1)) if len(scored) > 1 else 0
+                result.append((r - mean) / (std + 1e-4))
+            elif kind == "dr_grpo":
+                result.append(r - mean)
+            elif kind == "rloo":
+                others = [x for j, x in enumerate(group) if j != i and not math.isnan(x)]
+                result.append(r - sum(others) / len(others) if others else 0.0)
+    return result
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("G", [2, 4, 7])
+def test_group_advantages(kind, G):
+    rewards = torch.randn(5 * G, dtype=torch.float64)
+    rewards[::3] = rewards[::3].round()
+    assert losses.group_advantages(rewards, G, kind).tolist() == pytest.approx(slow_advantages(rewards.tolist(), G, kind))
+
+
+@pytest.mark.parametrize("kind, expected", [("grpo", [1.5, -0.5, -0.5, -0.5]), ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
+                                            ("rloo", [1, -1 / 3, -1 / 3, -1 / 3])])
+def test_group_advantages_by_hand(kind, expected):
+    assert losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind).tolist() == pytest.approx(expected, abs=4e-4)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_group_advantages_without_spread_or_score(kind):
+    nan = math.nan
+    rewards = torch.tensor([1.0, 1, 1, 0, nan, 2, nan, nan, 3, nan, nan, nan], dtype=torch.float64)
+    adv = losses.group_advantages(rewards, 3, kind).tolist()
+    assert adv == pytest.approx(slow_advantages(rewards.tolist(), 3, kind))
+    assert adv[:3] == [0, 0, 0] and adv[6:] == [0] * 6 and adv[4] == 0 and adv[3] < 0 < adv[5]
+
+
+def test_a_group_never_sees_another():
+    rewards = torch.rand(12)
+    moved = rewards.clone()
+    moved[8:] += 5
+    for kind in ("grpo", "dr_grpo", "rloo"):
+        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind)[:8], losses.group_advantages(moved, 4, kind)[:8])
+
+
+# ---------------------------------------------------------------- aggregation
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_sequence_weights(aggregation):
+    lengths = [3, 1, 5, 2]
+    token_losses = [torch.randn(n, dtype=torch.float64) for n in lengths]
+    if aggregation == "token_mean":
+        expected = sum(x.item() for seq in token_losses for x in seq) / sum(lengths)
+    elif aggregation == "sequence_mean":
+        expected = sum(sum(x.item() for x in seq) / len(seq) for seq in token_losses) / len(lengths)
+    else:
+        expected = sum(sum(x.item() for x in seq) / 8 for seq in token_losses) / len(lengths)
+    for split in ([[0, 1, 2, 3]], [[0, 3], [2, 1]], [[2], [0], [1], [3]]):  # however the batch is split
+        total = 0.0
+        for rows in split:
+            weight = losses.sequence_weights(torch.tensor([lengths[r] for r in rows]), aggregation, sum(lengths), 4, 8)
+            total += sum((w.double() * token_losses[r]).sum().item() for w, r in zip(weight, rows))
+        assert total == pytest.approx(expected, rel=1e-6)
+
+
+# ---------------------------------------------------------------- policy loss
+
+def slow_policy_loss(logp, old, adv, low, high, kind):
+    """Value, derivative in logp, clipped low, clipped high of one token."""
+    ratio = math.exp(logp - old)
+    clipped_low, clipped_high = adv < 0 and ratio < 1 - low, adv > 0 and ratio > 1 + high
+    if kind == "cispo":
+        weight = min(ratio, 1 + high)
+        return -weight * adv * logp, -weight * adv, clipped_low, clipped_high
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    if ratio * adv <= bounded * adv:
+        return -ratio * adv, -ratio * adv, clipped_low, clipped_high
+    return -bounded * adv, 0.0, clipped_low, clipped_high
+
+
+@pytest.mark.parametrize("kind", ["clip", "cispo"])
+def test_policy_loss(kind):
+    old = -torch.rand(400, dtype=torch.float64) * 3
+    logp = (old + torch.randn(400, dtype=torch.float64) * 0.3).requires_grad_()
+    adv = torch.randn(400, dtype=torch.float64)
+    loss, low, high = losses.policy_loss(logp, old, adv, 0.2, 0.28, kind)
+    loss.sum().backward()
+    slow = [slow_policy_loss(*token, 0.2, 0.28, kind) for token in zip(logp.tolist(), old.tolist(), adv.tolist())]
+    for fast, column in zip((loss, logp.grad, low, high), zip(*slow)):
+        assert fast.tolist() == pytest.approx(list(column), abs=1e-12)
+    assert low.any() and high.any()
+
+
+@pytest.mark.parametrize("ratio, adv, loss, gradient", [
+    (1.5, 1.0, -1.28, 0.0),       # already far up and still pushed up: clipped
+    (1.5, -1.0, 1.5, 1.5),        # far up but pushed down: not clipped
+    (0.5, 1.0, -0.5, -0.5),       # far down but pushed up: not clipped
+    (0.5, -1.0, 0.8, 0.0),        # already far down and still pushed down: clipped
+    (1.0, 2.0, -2.0, -2.0)])      # on policy: the plain policy gradient
+def test_clip_by_hand(ratio, adv, loss, gradient):
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    value = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64), torch.tensor([adv], dtype=torch.float64),
+                               0.2, 0.28, "clip")[0]
+    value.backward()
+    assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient))
+
+
+def test_all_losses_are_the_policy_gradient_at_ratio_one():
+    for kind in ("clip", "cispo"):
+        logp = (-torch.rand(50)).requires_grad_()
+        adv = torch.randn(50)
+        losses.policy_loss(logp, logp.detach(), adv, 0.2, 0.2, kind)[0].sum().backward()
+        torch.testing.assert_close(logp.grad, -adv)
+
+
+# ---------------------------------------------------------------- KL
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_value_and_gradient(kind):
+    logp = (-torch.rand(100, dtype=torch.float64) * 3).requires_grad_()
+    ref = -torch.rand(100, dtype=torch.float64) * 3
+    kl = losses.kl_penalty(logp, ref, kind)
+    kl.sum().backward()
+    for p, r, value, gradient in zip(logp.tolist(), ref.tolist(), kl.tolist(), logp.grad.tolist()):
+        ratio = math.exp(r) / math.exp(p)                                  # reference over policy
+        expected = {"k1": (-math.log(ratio), 1.0), "k2": (math.log(ratio) ** 2 / 2, -math.log(ratio)),
+                    "k3": (ratio - 1 - math.log(ratio), 1 - ratio)}[kind]
+        assert (value, gradient) == pytest.approx(expected, abs=1e-12)
+
+
+def test_kl_estimators_by_enumeration():
+    """Over all outcomes of a small distribution: which estimator is unbiased, and whose gradient is whose."""
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    logp, ref = logits.log_softmax(0), torch.randn(6, dtype=torch.float64).log_softmax(0)
+    p = logp.exp().detach()
+    kl, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
+    gradient = lambda value: torch.autograd.grad(value, logits, retain_graph=True)[0]
+    estimate = {kind: (p * losses.kl_penalty(logp, ref, kind)).sum() for kind in ("k1", "k2", "k3")}  # as sampled from p
+    assert estimate["k1"].item() == pytest.approx(kl.item()) and estimate["k3"].item() == pytest.approx(kl.item())
+    assert estimate["k2"].item() != pytest.approx(kl.item(), rel=1e-3)
+    torch.testing.assert_close(gradient(estimate["k1"]), torch.zeros(6, dtype=torch.float64))
+    torch.testing.assert_close(gradient(estimate["k2"]), gradient(kl))
+    torch.testing.assert_close(gradient(estimate["k3"]), gradient(reverse))
+
+
+@pytest.mark.parametrize("call, key", [
+    (lambda: losses.group_advantages(torch.ones(4), 4, "gae"), "advantage='gae'"),
+    (lambda: losses.sequence_weights(torch.ones(1), "mean", 1, 1, 1), "loss_aggregation='mean'"),
+    (lambda: losses.policy_loss(torch.ones(1), torch.ones(1), torch.ones(1), 0.2, 0.2, "ppo"), "loss_type='ppo'"),
+    (lambda: losses.kl_penalty(torch.ones(1), torch.ones(1), "k4"), "kl_estimator='k4'")])
+def test_an_unknown_choice_names_the_key(call, key):
+    with pytest.raises(ValueError, match=key):
+        call()

@@ -1,0 +1,118 @@
+"""Overrides a script's settings, from left to right: `python train.py config/name.py --key=value ...`.
+
+The settings are the simple values that a script assigns at module level between two rules (comment lines of
+dashes), before it calls configure(globals()). The type of the default decides what a setting accepts, and
+whatever cannot be taken exactly as written stops the script: a typo must not cost a training run.
+"""
+import ast
+import contextlib
+import difflib
+import math
+import sys
+import tokenize
+from pathlib import Path
+
+MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
+
+
+def fail(message):
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def did_you_mean(name, names, dashes=""):
+    nearest = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1, cutoff=0.4)
+    return f"; did you mean {dashes}{nearest[0]}?" if nearest else ""
+
+
+def read_layout(path):
+    """The script's [key, comment lines] in order; the heading of a group has '' for its key."""
+    with tokenize.open(path) as script:
+        statements = ast.parse(script.read()).body
+        script.seek(0)
+        parts = [(token.start, "", token.string.lstrip("#").strip())
+                 for token in tokenize.generate_tokens(script.readline) if token.type == tokenize.COMMENT]
+    rules = [start for start, _, text in parts if start[1] == 0 and set(text) == {"-"}]
+    assert len(rules) >= 2, f"{path}: the settings belong between two comment lines of dashes"
+    parts += [((node.lineno, node.col_offset), ast.unparse(node.targets[0]), "")
+              for node in statements if isinstance(node, ast.Assign)]
+    layout = []
+    for start, key, text in sorted(part for part in parts if rules[0] < part[0] < rules[1]):
+        if key or not layout or (start[1] == 0 and layout[-1][0]):
+            layout.append([key, []])
+        if not key:  # a comment: a heading if it starts at the margin, else about the key above it
+            layout[-1][1].append(text)
+    return layout
+
+
+def show_help(docstring, layout, settings):
+    print(docstring.strip().split("\n\n")[0])
+    flags = {key: f"  --{key}={default!r}  " for key, default in settings.items()}
+    width = min(48, max(map(len, flags.values()), default=0))  # one long default must not move all comments
+    for key, lines in layout:
+        if not key:
+            print("", *lines, sep="\n")
+        elif key in flags:
+            print((flags[key].ljust(width) + ("\n" + " " * width).join(lines)).rstrip())
+
+
+def read_config(path):
+    """Yields (place, key, source of the value). The file is parsed, never run: it can only set values."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except OSError as error:
+        nearest = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
+        fail(f"cannot read {path} ({error.strerror}){nearest}")
+    except SyntaxError as error:
+        fail(f"{path}:{error.lineno}: {error.msg}")
+    for node in tree.body[ast.get_docstring(tree) is not None:]:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=key)], value=value):
+                yield f"{path}:{node.lineno}: ", key, ast.unparse(value)
+            case _:
+                fail(f"{path}:{node.lineno}: a config file holds only lines of key = literal")
+
+
+def read_value(source, kind):
+    """The literal in `source` as a `kind`, None if it is not one: 1 will do for 1.0 and 1e5 for 100000."""
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
+        value = ast.literal_eval(source)
+        alike = type(value) is kind or {type(value), kind} == {int, float}
+        if alike and kind(value) == value and value not in (math.inf, -math.inf):
+            return kind(value)
+
+
+def configure(namespace, argv=None):
+    """Applies the command line to `namespace`, a script's globals(); returns all the settings in order."""
+    argv = sys.argv[1:] if argv is None else argv
+    layout = read_layout(namespace["__file__"])
+    settings = {key: namespace[key] for key, _ in layout
+                if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
+    if "--help" in argv or "-h" in argv:
+        show_help(namespace["__doc__"] or "", layout, settings)
+        sys.exit()
+    on_command_line = set()
+    for arg in argv:
+        key, equals, text = arg.removeprefix("--").partition("=")
+        if arg.endswith(".py") and not arg.startswith("--"):
+            found, seen = read_config(arg), set()
+        elif arg.startswith("--") and equals:
+            found, seen = [("", key, text)], on_command_line
+        else:
+            fail(f"cannot take {arg}; write --{key.lstrip('-')}={text or 'value'}, or config/name.py")
+        for place, key, text in found:
+            dashes = "" if place else "--"
+            if key not in settings:
+                nearest = did_you_mean(key, settings, dashes)
+                fail(f"{place}unknown setting {dashes}{key}{nearest} (--help lists all)")
+            if key in seen:
+                fail(f"{place}{dashes}{key} given twice")
+            seen.add(key)
+            kind = type(settings[key])
+            bare = {str: repr, bool: str.capitalize}.get(kind, str)  # a shell word needs no quotes or capital
+            settings[key] = read_value(text if place else bare(text), kind)
+            if settings[key] is None:
+                literal = "a literal and " if place else ""
+                fail(f"{place}{dashes}{key} must be {literal}{MUST_BE[kind]}, not `{text}`")
+    namespace.update(settings)
+    return settings

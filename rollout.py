@@ -1,0 +1,186 @@
+"""Rollout: prompts in, sampled tokens and their logprobs out. Two engines with the same three methods.
+
+    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> list of Rollout, n per prompt, adjacent
+    load_weights(named_tensors)                                              -> the next generate samples from these
+    close()
+
+Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. `logprobs` are those of the
+distribution that was sampled from (after temperature, top_p and top_k), in nats. Every prompt has its own seed, and
+its completions the seeds seed, seed + 1, …, so a run repeats, whatever else is in the batch.
+"""
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+
+@dataclass
+class Rollout:
+    prompt_ids: list
+    completion_ids: list     # with the end-of-sequence token where finish_reason is stop
+    logprobs: list           # one a completion token
+    finish_reason: str       # stop, or length where max_tokens cut it off
+
+
+def engine_class(engine):
+    """The class for engine `vllm`, `hf`, or `auto`: vLLM where it is installed. Raises ValueError where it is not."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if engine == "vllm" and not installed:
+        raise ValueError("engine=vllm, but vLLM is not installed: install requirements.txt, or take --engine=hf")
+    return VLLMEngine if installed and engine != "hf" else HFEngine
+
+
+def end_tokens(model, tokenizer):
+    """Ids that end a completion: those of the model's generation config, else the tokenizer's. ValueError if none."""
+    try:
+        ids = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # a model without a generation config
+        ids = None
+    ids = tokenizer.eos_token_id if ids is None else ids
+    if ids is None:
+        raise ValueError(f"model={model}: neither its generation config nor its tokenizer names an end-of-sequence token")
+    return ids if isinstance(ids, list) else [ids]
+
+
+class VLLMEngine:
+    """vLLM in this very process, on this rank's device, asleep (its memory released) while the trainer works."""
+    name = "vllm"
+
+    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine core in this process, not in a child
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        self.cuda = torch.cuda.is_available()
+        if not self.cuda:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first generate compiles for 30 s
+        import vllm
+        self.SamplingParams, self.eos_ids = vllm.SamplingParams, eos_ids
+        self.llm = vllm.LLM(model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
+                            skip_tokenizer_init=True, enable_sleep_mode=self.cuda, enforce_eager=not self.cuda,
+                            gpu_memory_utilization=gpu_memory_utilization if self.cuda else 0.9,
+                            logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
+                            enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
+                            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        self._sleep()
+
+    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+        self._wake()
+        params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p,
+                                      top_k=top_k, logprobs=0, detokenize=False, stop_token_ids=self.eos_ids)
+                  for seed in seeds]
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        self._sleep()
+        return [Rollout(list(request.prompt_token_ids), list(sample.token_ids),
+                        [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids)],
+                        sample.finish_reason)
+                for request in outputs for sample in sorted(request.outputs, key=lambda sample: sample.index)]
+
+    def load_weights(self, named_tensors):
+        if self.cuda:
+            self.llm.wake_up(tags=["weights"])                 # the KV cache stays released until generate
+            self.llm.apply_model(lambda model: model.load_weights(named_tensors))
+        else:  # the CPU build repacks linear weights and drops the originals: only a reload can replace them
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        self.llm.reset_prefix_cache()                          # its keys and values came from the old weights
+
+    def close(self):
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+    def _sleep(self):
+        if self.cuda:
+            self.llm.sleep(level=1)                            # weights to host memory, KV cache dropped
+
+    def _wake(self):
+        if self.cuda:
+            self.llm.wake_up()
+
+
+class HFEngine:
+    """Plain PyTorch with a KV cache: no vLLM needed, and short enough to read."""
+    name = "hf"
+    max_seqs = 256           # sequences generated at a time
+
+    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization):
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device).eval()
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))  # a tied head has two names
+        self.eos_ids = torch.tensor(eos_ids, device=self.device)
+
+    @torch.no_grad()
+    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+        rollouts, step = [], max(1, self.max_seqs // n)
+        for i in range(0, len(prompts), step):
+            rollouts += self._generate_batch(prompts[i:i + step], n, seeds[i:i + step], max_tokens, temperature,
+                                             top_p, top_k)
+        return rollouts
+
+    def _generate_batch(self, prompts, n, seeds, max_tokens, temperature, top_p, top_k):
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)               # [B, L]
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)   # left-padded
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(ids, mask, cache)                                                            # [B, V]
+        cache.batch_repeat_interleave(n)                       # each prompt is read once for its n completions
+        logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)                         # [R, …]
+        # One uniform number per token, all drawn up front from the completion's own seed.
+        uniform = torch.stack([torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + j))
+                               for seed in seeds for j in range(n)]).to(self.device)                        # [R, max_tokens]
+        alive = torch.ones(len(mask), dtype=torch.bool, device=self.device)
+        tokens, logprobs, lengths = [], [], torch.zeros_like(alive, dtype=torch.long)
+        for t in range(max_tokens):
+            token, logprob = sample_tokens(logits, uniform[:, t], temperature, top_p, top_k)                # [R]
+            tokens.append(token)
+            logprobs.append(logprob)
+            lengths += alive
+            alive = alive & ~torch.isin(token, self.eos_ids)
+            if t + 1 == max_tokens or not alive.any():
+                break
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            logits = self._forward(token[:, None], mask, cache)
+        tokens, logprobs = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()               # [R, t]
+        return [Rollout(prompts[r // n], tokens[r][:length], logprobs[r][:length], "length" if cut else "stop")
+                for r, (length, cut) in enumerate(zip(lengths.tolist(), alive.tolist()))]
+
+    def _forward(self, ids, mask, cache):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+                          use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors):
+        for name, tensor in named_tensors:
+            self.parameters[name].copy_(tensor)
+
+    def close(self):
+        self.model = self.parameters = None
+
+
+def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
+    """One token a row by inverting the cumulative distribution at `uniform`; logits [R, V], uniform [R] in [0, 1).
+
+    Returns tokens [R] and their logprobs [R] under the distribution sampled from: softmax(logits / temperature)
+    restricted to the top_k likeliest tokens (0: all), then to the fewest that hold top_p of the probability.
+    temperature 0 takes the likeliest token.
+    """
+    if temperature == 0:
+        return logits.argmax(-1), logits.float().log_softmax(-1).amax(-1)
+    probs, order = (logits.float() / temperature).softmax(-1), None                             # [R, V]
+    if top_k > 0 or top_p < 1:                                 # only a truncated distribution needs the sort
+        probs, order = probs.sort(-1, descending=True)
+        if top_k > 0:
+            probs[:, top_k:] = 0
+        # A token goes when what lies before it already holds top_p of the probability.
+        probs[probs.cumsum(-1) - probs >= top_p * probs.sum(-1, keepdim=True)] = 0
+    cumulative = probs.cumsum(-1)
+    total = cumulative[:, -1:]
+    slot = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)                 # [R, 1]
+    # Rounding at the upper end must not choose a token of probability 0: fall back on the last one above it.
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)
+    slot = torch.minimum(slot, last)
+    token = slot if order is None else order.gather(1, slot)
+    return token[:, 0], (probs.gather(1, slot) / total).log()[:, 0]

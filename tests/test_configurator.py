@@ -1,0 +1,256 @@
+"""What may be written on a command line and in a config file, and what is refused with which words."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configurator import configure
+
+SCRIPT = '''"""
+Trains a policy,
+and more.
+
+The second paragraph is not for --help.
+"""
+import math  # ----
+from configurator import configure
+before = 1
+# ----------------------------------------------------------------
+# model and task
+model = "base"               # folder or hub id
+separator = "#### # "        # a hash in a string is no comment
+# optimisation,
+# a heading of two lines
+learning_rate = 2e-4         # peak, after warm-up
+max_steps = 10 * 10          # an expression will do for a default
+epsilon_high = 0.2           # upper clip bound;
+                             # DAPO: 0.28
+kl_coef = 0.0
+chat = True
+__version__ = "1"
+betas = [0.9, 0.95]          # not a simple value
+def helper(): pass
+# ----------------------------------------------------------------
+if __name__ == "__main__":
+    final = configure(globals())
+    print(final, learning_rate)
+after = 1
+# ----------------------------------------------------------------
+later = 1
+# ----------------------------------------------------------------
+'''
+DEFAULTS = {"model": "base", "separator": "#### # ", "learning_rate": 2e-4, "max_steps": 100,
+            "epsilon_high": 0.2, "kl_coef": 0.0, "chat": True}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Call configure as the script would, from the folder that holds it and its config files."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+    def run(*argv, **configs):
+        for name, source in configs.items():
+            (tmp_path / "config" / f"{name}.py").write_text(source)
+        namespace = {"__file__": "train.py", "__name__": "script"}
+        exec(SCRIPT, namespace)
+        before = dict(namespace)
+        try:
+            settings = configure(namespace, list(argv))
+        except SystemExit:
+            assert namespace == before, "a refused command line must change nothing"
+            raise
+        assert settings.keys() == DEFAULTS.keys() and namespace == before | settings, "only settings change"
+        return settings
+    return run
+
+
+@pytest.fixture
+def refusal(run, capsys):
+    """The one line on stderr that a refused command line leaves."""
+    def refusal(*argv, **configs):
+        with pytest.raises(SystemExit) as stop:
+            run(*argv, **configs)
+        captured = capsys.readouterr()
+        assert stop.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1
+        assert captured.err.startswith("train.py: ")
+        return captured.err.removeprefix("train.py: ").strip()
+    return refusal
+
+
+def test_defaults_in_order_of_definition(run):
+    assert list(run().items()) == list(DEFAULTS.items())
+
+
+@pytest.mark.parametrize("text, value", [
+    ("model=", ""), ("model=123", "123"), ("model=a=b=c", "a=b=c"), ("model='x'", "'x'"),
+    ("model=x.py", "x.py"), ("model=True", "True"), (r"model=a\n", r"a\n"), ("model= a ", " a "),
+    ("max_steps=5", 5), ("max_steps=-5", -5), ("max_steps=1e5", 100_000), ("max_steps=1_000", 1000),
+    ("max_steps=12345678901234567891", 12345678901234567891),
+    ("kl_coef=0", 0.0), ("kl_coef=1", 1.0), ("kl_coef=-1e-3", -1e-3), ("kl_coef=.5", 0.5),
+    ("chat=true", True), ("chat=False", False), ("chat=FALSE", False), ("chat=tRuE", True),
+])
+def test_flag(run, text, value):
+    result = run("--" + text)[text.split("=")[0]]
+    assert result == value and type(result) is type(value)
+
+
+@pytest.mark.parametrize("text, words", [
+    *[(f"max_steps={bad}", "a whole number") for bad in ("1.5", "", "ten", "true", "nan", "1e999", "1+1")],
+    *[(f"kl_coef={bad}", "a finite number") for bad in ("", "x", "True", "nan", "inf", "-inf", "1e999")],
+    *[(f"chat={bad}", "True or False") for bad in ("", "1", "0", "yes", "no", "None", "'True'", "(true)")],
+])
+def test_flag_of_the_wrong_type(refusal, text, words):
+    key, value = text.split("=")
+    assert refusal("--" + text) == f"--{key} must be {words}, not `{value}`"
+
+
+@pytest.mark.parametrize("source, value", [
+    ("model = 'x'", "x"), ("model = 'a' 'b'", "ab"), ("model = ''", ""), ("max_steps = 1_000", 1000),
+    ("max_steps = 1e5", 100_000), ("max_steps = -1", -1), ("kl_coef = 1", 1.0), ("kl_coef = -0.5", -0.5),
+    ("chat = False", False), ("model = ('x'\n 'y')", "xy"),
+    ('"""Why."""\n# a comment\nmodel = "x"  # another\n', "x"),
+])
+def test_config(run, source, value):
+    settings = run("config/x.py", x=source)
+    (result,) = (settings[key] for key in settings if settings[key] != DEFAULTS[key])
+    assert result == value and type(result) is type(value)
+
+
+@pytest.mark.parametrize("source", ["", "# nothing\n", '"""Only a docstring."""'])
+def test_config_that_sets_nothing(run, source):
+    assert run("config/x.py", x=source) == DEFAULTS
+
+
+@pytest.mark.parametrize("line, message", [
+    ("model = 5", "model must be a literal and a string, not `5`"),
+    ("model = None", "model must be a literal and a string, not `None`"),
+    ("model = f'{1}'", "model must be a literal and a string"),
+    ("max_steps = 64 * 1024", "max_steps must be a literal and a whole number, not `64 * 1024`"),
+    ("max_steps = other", "max_steps must be a literal and a whole number, not `other`"),
+    ("max_steps = int('5')", "max_steps must be a literal"),
+    ("max_steps = 1.5", "max_steps must be a literal and a whole number, not `1.5`"),
+    ("max_steps = '5'", "max_steps must be a literal and a whole number, not `'5'`"),
+    ("max_steps = True", "max_steps must be a literal and a whole number, not `True`"),
+    ("kl_coef = False", "kl_coef must be a literal and a finite number, not `False`"),
+    ("kl_coef = 1e999", "kl_coef must be a literal and a finite number"),
+    ("kl_coef = {[]: 1}", "kl_coef must be a literal and a finite number"),
+    ("chat = 1", "chat must be a literal and True or False, not `1`"),
+    ("chat = true", "chat must be a literal and True or False, not `true`"),
+    ("chat = 'True'", "chat must be a literal and True or False, not `'True'`"),
+    ("learnig_rate = 1", "unknown setting learnig_rate; did you mean learning_rate? (--help lists all)"),
+    ("kl_coef = 1; kl_coef = 2", "kl_coef given twice"),
+    *[(line, "a config file holds only lines of key = literal") for line in (
+        "import os", "print(1)", "max_steps += 1", "max_steps: int = 5", "model = separator = 'x'",
+        "a, b = 1, 2", "math.pi = 3", "if True: max_steps = 1", "del model", "'a string further down'")],
+])
+def test_config_line_refused(refusal, line, message):
+    assert refusal("config/x.py", x=f"learning_rate = 1\n\n{line}\n").startswith(f"config/x.py:3: {message}")
+
+
+def test_config_is_never_run(refusal, tmp_path):
+    refusal("config/x.py", x="open('trace', 'w')")
+    assert not (tmp_path / "trace").exists()
+
+
+def test_config_with_a_syntax_error(refusal):
+    assert refusal("config/x.py", x="max_steps = 1\nkl_coef 0.1\n") == "config/x.py:2: invalid syntax"
+
+
+@pytest.mark.parametrize("path, suggestion", [
+    ("config/countdwn.py", "; did you mean config/countdown.py?"), ("nowhere/x.py", ""), ("config/.py", None),
+])
+def test_config_that_is_missing(refusal, path, suggestion):
+    message = refusal(path, countdown="", gsm8k="")
+    assert message.startswith(f"cannot read {path} (No such file or directory)")
+    assert suggestion is None or message.endswith(f"){suggestion}")
+
+
+@pytest.mark.parametrize("flag, suggestion", [
+    ("--learnig_rate", "; did you mean --learning_rate?"),
+    ("--learning-rate", "; did you mean --learning_rate?"),
+    ("--LEARNING_RATE", "; did you mean --learning_rate?"),
+    ("--steps", "; did you mean --max_steps?"),
+    ("---chat", "; did you mean --chat?"), ("--zzz", ""), ("--", ""),
+])
+def test_unknown_flag(refusal, flag, suggestion):
+    assert refusal(flag + "=1") == f"unknown setting {flag}{suggestion} (--help lists all)"
+
+
+@pytest.mark.parametrize("name", ["before", "after", "later", "betas", "helper", "math", "configure",
+                                  "__version__", "__name__", "__file__", "settings", "namespace"])
+def test_what_is_no_setting(refusal, name):
+    assert refusal(f"--{name}=1").startswith(f"unknown setting --{name}")
+    assert refusal("config/x.py", x=f"{name} = 1").startswith(f"config/x.py:1: unknown setting {name}")
+
+
+@pytest.mark.parametrize("arg, meant", [
+    ("--chat", "--chat=value"), ("--max_steps", "--max_steps=value"), ("max_steps=5", "--max_steps=5"),
+    ("-max_steps=5", "--max_steps=5"), ("model=a=b", "--model=a=b"), ("countdown", "--countdown=value"),
+])
+def test_malformed_argument(refusal, arg, meant):
+    assert refusal(arg) == f"cannot take {arg}; write {meant}, or config/name.py"
+
+
+def test_value_after_a_space(refusal):
+    assert "write --max_steps=value" in refusal("--max_steps", "5")
+
+
+def test_the_later_wins_across_files_and_command_line(run):
+    configs = {"x": "max_steps = 1\nkl_coef = 0.1", "y": "max_steps = 2"}
+    assert run("config/x.py", "--max_steps=3", **configs)["max_steps"] == 3
+    assert run("--max_steps=3", "config/x.py", **configs)["max_steps"] == 1
+    assert run("config/x.py", "config/y.py", **configs) == DEFAULTS | {"max_steps": 2, "kl_coef": 0.1}
+
+
+@pytest.mark.parametrize("between", [[], ["config/x.py"], ["--kl_coef=1"]])
+def test_twice_on_the_command_line(refusal, between):
+    assert refusal("--max_steps=1", *between, "--max_steps=1", x="max_steps = 2") == "--max_steps given twice"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--nonsense", "config/none.py", "--help"]])
+def test_help(run, capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        run(*argv)
+    assert not stop.value.code
+    assert capsys.readouterr().out == '''\
+Trains a policy,
+and more.
+
+model and task
+  --model='base'          folder or hub id
+  --separator='#### # '   a hash in a string is no comment
+
+optimisation,
+a heading of two lines
+  --learning_rate=0.0002  peak, after warm-up
+  --max_steps=100         an expression will do for a default
+  --epsilon_high=0.2      upper clip bound;
+                          DAPO: 0.28
+  --kl_coef=0.0
+  --chat=True
+'''
+
+
+def test_as_a_script(tmp_path):
+    """In a process of its own: sys.argv is read, changed globals are seen, exit codes are the shell's."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def shell(*argv):
+        return subprocess.run([sys.executable, "train.py", *argv], cwd=tmp_path, capture_output=True,
+                              text=True, env={"PYTHONPATH": str(Path(__file__).resolve().parents[1])})
+    assert shell("--learning_rate=1").stdout == f"{DEFAULTS | {'learning_rate': 1.0}} 1.0\n"
+    refused = shell("--learnig_rate=1")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == \
+        "train.py: unknown setting --learnig_rate; did you mean --learning_rate? (--help lists all)\n"
+    assert shell("--help").returncode == 0
+
+
+def test_script_without_rules(tmp_path):
+    (tmp_path / "train.py").write_text("max_steps = 1\n")
+    with pytest.raises(AssertionError, match="between two comment lines of dashes"):
+        configure({"__file__": str(tmp_path / "train.py"), "max_steps": 1}, [])

@@ -1,0 +1,163 @@
+"""Packing, masks, and logprobs against plain forwards of one sequence at a time."""
+import json
+import os
+import random
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel
+
+import model as model_file
+from model import LogprobsFromHidden, check_model, load_policy, pack
+
+
+def rollout(prompt_ids, completion_ids):
+    return SimpleNamespace(prompt_ids=prompt_ids, completion_ids=completion_ids)
+
+
+def random_rollouts(count, vocab, seed=0, longest=20):
+    rng = random.Random(seed)
+    ids = lambda: [rng.randrange(vocab) for _ in range(rng.choice([1, 1, 2, rng.randint(1, longest)]))]
+    return [rollout(ids(), ids()) for _ in range(count)]
+
+
+# ---------------------------------------------------------------- packing and masks
+
+def test_pack_by_hand():
+    (batch,) = pack([rollout([5, 6], [7, 8]), rollout([5], [9])], [0, 1], 8, "cpu")
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 5, 9]] and batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert batch.bounds == [0, 4, 6] and batch.index.tolist() == [1, 2, 4] and batch.targets.tolist() == [7, 8, 9]
+    assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 2.0]
+    assert batch.flat([torch.tensor([1, 2]), torch.tensor([3])]).tolist() == [1, 2, 3]
+    assert {row: part.tolist() for row, part in batch.split(torch.tensor([1, 2, 3]))} == {0: [1, 2], 1: [3]}
+
+
+@pytest.mark.parametrize("budget", [40, 64, 1000])
+def test_pack_trains_every_completion_token_once_and_no_prompt_token(budget):
+    rollouts = random_rollouts(50, 300)
+    rows = list(range(0, 50, 2))
+    batches = pack(rollouts, rows, budget, "cpu")
+    assert sorted(row for batch in batches for row in batch.rows) == rows
+    for batch in batches:
+        assert batch.input_ids.shape[1] <= budget
+        trained = iter(zip(batch.index.tolist(), batch.targets.tolist()))
+        for row, start, end in zip(batch.rows, batch.bounds, batch.bounds[1:]):
+            prompt, completion = rollouts[row].prompt_ids, rollouts[row].completion_ids
+            assert batch.input_ids[0, start:end].tolist() == prompt + completion
+            assert batch.position_ids[0, start:end].tolist() == list(range(end - start))
+            for t, token in enumerate(completion):
+                assert next(trained) == (start + len(prompt) + t - 1, token)
+        assert next(trained, None) is None
+
+
+def test_eos_is_trained_even_where_it_is_the_pad_token():
+    eos = 0
+    (batch,) = pack([rollout([eos, 3], [4, eos]), rollout([3], [4, 4])], [0, 1], 16, "cpu")  # the second is truncated
+    assert batch.targets.tolist() == [4, eos, 4, 4]
+
+
+def test_a_sequence_over_the_budget_is_refused():
+    with pytest.raises(ValueError, match="5 tokens does not fit token_budget=4"):
+        pack([rollout([1, 2, 3], [4, 5])], [0], 4, "cpu")
+
+
+# ---------------------------------------------------------------- logprobs and entropy
+
+def plain_logps(model, rollouts, temperature):
+    """Logprob and entropy of each completion token, one sequence at a time, by full logits."""
+    for r in rollouts:
+        logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0] / temperature
+        table = logits.log_softmax(-1)
+        for t, token in enumerate(r.completion_ids):
+            row = table[len(r.prompt_ids) + t - 1]
+            yield row[token], -(row.exp() * row).sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("budget", [40, 90, 4000])
+def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh, temperature, budget):
+    rollouts = random_rollouts(30, 256)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    logps, entropies = zip(*plain_logps(plain, rollouts, temperature))
+    weight = torch.randn(len(logps))
+    (torch.stack(logps) * weight).sum().backward()
+
+    policy = load_policy(folder, mesh, torch.float32)
+    order = [t for r in rollouts for t in r.completion_ids]
+    offsets = torch.tensor([len(r.completion_ids) for r in rollouts]).cumsum(0).tolist()
+    weights = weight.tensor_split(offsets[:-1])
+    fast = {}
+    for batch in pack(rollouts, range(30), budget, "cpu"):
+        logp, entropy = policy(batch, temperature)
+        (logp * batch.flat(weights)).sum().backward()
+        fast |= {row: (a, b) for (row, a), (_, b) in zip(batch.split(logp.detach()), batch.split(entropy))}
+    assert sum(len(fast[row][0]) for row in fast) == len(order)
+    torch.testing.assert_close(torch.cat([fast[row][0] for row in range(30)]), torch.stack(logps).detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([fast[row][1] for row in range(30)]), torch.stack(entropies).detach(), atol=1e-5, rtol=1e-5)
+    for (name, ours), theirs in zip(policy.hf.named_parameters(), plain.parameters()):
+        gap = (ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
+        assert gap < 1e-5, (name, gap)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 1024])
+def test_logprobs_from_hidden(monkeypatch, bias, chunk):
+    monkeypatch.setattr(model_file, "LOGIT_CHUNK", chunk)
+    C, H, V, temperature = 10, 8, 37, 0.7
+    inputs = [torch.randn(C, H), torch.randn(V, H)] + ([torch.randn(V)] if bias else [])
+    targets, d_logp = torch.randint(V, (C,)), torch.randn(C)
+    slow = [x.double().requires_grad_() for x in inputs]
+    logits = slow[0] @ slow[1].T / temperature + (slow[2] / temperature if bias else 0)
+    expected = torch.stack([logits[c].log_softmax(0)[targets[c]] for c in range(C)])
+    (expected * d_logp).sum().backward()
+    fast = [x.clone().requires_grad_() for x in inputs]
+    logp, entropy = LogprobsFromHidden.apply(*fast, *([] if bias else [None]), targets, temperature)
+    (logp * d_logp).sum().backward()
+    torch.testing.assert_close(logp.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5, rtol=1e-5)
+    assert not entropy.requires_grad
+    for ours, theirs in zip(fast, slow):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(folder, mesh):
+    rollouts = random_rollouts(6, 256)
+    gradients = []
+    for checkpointing in (False, True):
+        policy = load_policy(folder, mesh, torch.float32, gradient_checkpointing=checkpointing)
+        (batch,) = pack(rollouts, range(6), 500, "cpu")
+        policy(batch, 1.0)[0].sum().backward()
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in policy.parameters()]))
+    torch.testing.assert_close(*gradients)
+
+
+# ---------------------------------------------------------------- what cannot be trained is refused
+
+def test_softcapped_heads_are_refused(tmp_path, mesh):
+    Gemma2Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        load_policy(str(tmp_path), mesh, torch.float32)
+
+
+def test_dropout_is_refused(tmp_path, mesh):
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=20)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="dropout"):
+        load_policy(str(tmp_path), mesh, torch.float32)
+
+
+@pytest.mark.parametrize("missing, message", [("config.json", "no config.json"), ("model.safetensors", "no weights"),
+                                              ("tokenizer", "no tokenizer")])
+def test_an_incomplete_model_folder_is_named(folder, tmp_path, missing, message):
+    path = shutil.copytree(folder, tmp_path / "model")
+    for name in os.listdir(path):
+        if name.startswith(missing):
+            os.remove(path / name)
+    with pytest.raises(ValueError, match=message):
+        check_model(str(path))
+
+
+def test_a_missing_model_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        check_model(str(tmp_path / "nothing"))

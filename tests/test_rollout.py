@@ -1,0 +1,160 @@
+"""Both engines against a full forward of a Hugging Face model, before and after a weight sync; seeds; sampling."""
+import importlib.util
+import math
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import rollout
+
+PROMPTS = [[72, 105], [50, 43, 50, 61], [65], list(range(97, 117))]
+ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request, folder, mesh):  # mesh: vLLM joins the process group that the scripts have made before it
+    made = rollout.engine_class(request.param)(folder, torch.float32, 64, [10, 20, 30], 0.4)
+    yield made
+    made.close()
+
+
+@pytest.fixture()
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def generate(engine, prompts=PROMPTS, n=3, seeds=None, max_tokens=24, temperature=0.8, **kwargs):
+    return engine.generate(prompts, n, seeds or list(range(100, 100 + len(prompts))), max_tokens, temperature, **kwargs)
+
+
+def largest_gap(rollouts, model, temperature):
+    gaps = []
+    for r in rollouts:
+        with torch.no_grad():
+            table = (model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0] / temperature).log_softmax(-1)
+        for t, (token, logprob) in enumerate(zip(r.completion_ids, r.logprobs)):
+            gaps.append(abs(table[len(r.prompt_ids) + t - 1, token].item() - logprob))
+    return max(gaps)
+
+
+def test_shape_of_the_answer(engine):
+    rollouts = generate(engine)
+    assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(3)]
+    assert len({tuple(r.completion_ids) for r in rollouts[:3]}) == 3                 # a prompt's completions differ
+    for r in rollouts:
+        assert len(r.logprobs) == len(r.completion_ids) <= 24
+        *body, last = r.completion_ids
+        assert not {10, 20, 30} & set(body)
+        assert r.finish_reason == ("stop" if last in (10, 20, 30) else "length")     # the end token is a token of it
+        assert r.finish_reason == "stop" or len(r.completion_ids) == 24
+    assert {r.finish_reason for r in generate(engine, n=16)} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, model, temperature):
+    engine.load_weights((name, p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False))
+    before = generate(engine, temperature=temperature)
+    assert largest_gap(before, model, temperature) < 1e-5
+
+    torch.manual_seed(1)
+    moved = AutoModelForCausalLM.from_pretrained(model.config._name_or_path, dtype=torch.float32)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p += 0.05 * torch.randn_like(p)
+    engine.load_weights((name, p.detach().clone()) for name, p in moved.named_parameters(remove_duplicate=False))
+    after = generate(engine, temperature=temperature)
+    assert largest_gap(after, moved, temperature) < 1e-5
+    assert largest_gap(after, model, temperature) > 1e-2                             # the old weights are really gone
+    engine.load_weights((name, p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False))
+    assert [r.completion_ids for r in generate(engine, temperature=temperature)] == [r.completion_ids for r in before]
+
+
+def test_a_generation_repeats_under_its_seeds_whatever_is_beside_it(engine):
+    first = generate(engine)
+    generate(engine, seeds=[7, 8, 9, 10])
+    assert generate(engine) == first
+    alone = generate(engine, prompts=PROMPTS[1:2], seeds=[101])
+    assert [r.completion_ids for r in alone] == [r.completion_ids for r in first[3:6]]
+    assert [r.completion_ids for r in generate(engine, seeds=[1, 2, 3, 4])] != [r.completion_ids for r in first]
+
+
+def test_more_prompts_than_fit_one_batch(engine):
+    prompts = [[65 + i % 26] * (1 + i % 7) for i in range(150)]
+    many = generate(engine, prompts=prompts, n=4, seeds=list(range(150)), max_tokens=4)
+    assert [r.prompt_ids for r in many] == [p for p in prompts for _ in range(4)]
+    some = generate(engine, prompts=prompts[140:141], n=4, seeds=[140], max_tokens=4)
+    assert [r.completion_ids for r in many[560:564]] == [r.completion_ids for r in some]
+
+
+def test_truncated_sampling_reports_the_truncated_distribution(engine, model):
+    for r in generate(engine, temperature=0.8, top_p=0.9, top_k=5):
+        with torch.no_grad():
+            table = (model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0] / 0.8).softmax(-1)
+        for t, (token, logprob) in enumerate(zip(r.completion_ids, r.logprobs)):
+            kept = slow_truncation(table[len(r.prompt_ids) + t - 1].tolist(), 0.9, 5)
+            assert math.exp(logprob) == pytest.approx(kept[token], abs=1e-4)
+
+
+def test_greedy_takes_the_likeliest_token(engine, model):
+    for r in generate(engine, n=1, temperature=0.0):
+        with torch.no_grad():
+            table = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0]
+        assert r.completion_ids == table[len(r.prompt_ids) - 1:-1].argmax(-1).tolist()
+
+
+# ---------------------------------------------------------------- sample_tokens, without a model
+
+def slow_truncation(probs, top_p, top_k):
+    """{token: probability} of the top_k likeliest tokens, then of the fewest of them that hold top_p."""
+    ranked = sorted(enumerate(probs), key=lambda pair: -pair[1])[:top_k or None]
+    total, kept, held = sum(p for _, p in ranked), {}, 0.0
+    for token, p in ranked:
+        if held >= top_p * total:
+            break
+        kept[token] = p
+        held += p
+    return {token: p / sum(kept.values()) for token, p in kept.items()}
+
+
+@pytest.mark.parametrize("temperature, top_p, top_k", [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 3), (1.5, 0.7, 4)])
+def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top_k):
+    logits = torch.tensor([0.3, -1.0, 2.0, 1.1, 0.0, -3.0])
+    expected = slow_truncation((logits.double() / temperature).softmax(-1).tolist(), top_p, top_k)
+    uniform = (torch.arange(20000) + 0.5) / 20000                                    # every twenty-thousandth once
+    tokens, logprobs = rollout.sample_tokens(logits.expand(20000, 6), uniform, temperature, top_p, top_k)
+    assert set(tokens.tolist()) == set(expected)
+    for token, p in expected.items():
+        assert (tokens == token).float().mean().item() == pytest.approx(p, abs=2e-4)
+        assert logprobs[tokens == token].exp().tolist() == pytest.approx([p] * int((tokens == token).sum()), rel=1e-4)
+
+
+def test_sample_tokens_never_draws_an_impossible_token():
+    logits = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
+    for u in (0.0, 1 - 2 ** -24):
+        token, logprob = rollout.sample_tokens(logits, torch.tensor([u]), 1.0)
+        assert token.item() in (0, 1) and logprob.isfinite().all()
+
+
+def test_hf_engine_keeps_the_logits_of_one_step_only(folder, monkeypatch):
+    seen, most_alive, original = [], [], rollout.sample_tokens
+
+    def spy(logits, *args):
+        seen.append(weakref.ref(logits.untyped_storage()))
+        most_alive.append(sum(ref() is not None for ref in seen))
+        return original(logits, *args)
+    monkeypatch.setattr(rollout, "sample_tokens", spy)
+    generate(rollout.HFEngine(folder, torch.float32, 64, [10], 0.4), max_tokens=16)
+    assert len(seen) == 16 and max(most_alive) <= 2
+
+
+# ---------------------------------------------------------------- choosing
+
+def test_engine_choice(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert rollout.engine_class("auto") is rollout.HFEngine and rollout.engine_class("hf") is rollout.HFEngine
+    with pytest.raises(ValueError, match="engine=vllm, but vLLM is not installed"):
+        rollout.engine_class("vllm")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert rollout.engine_class("auto") is rollout.engine_class("vllm") is rollout.VLLMEngine

@@ -1,0 +1,459 @@
+"""
+GRPO, the whole run in one file: rollout, reward, advantage, loss, step, weight sync, evaluation, checkpoint.
+
+    torchrun train_grpo.py                                   # one process, laptop or GPU
+    torchrun --nproc_per_node=8 train_grpo.py --model=Qwen/Qwen3-1.7B --task=gsm8k
+    python train_grpo.py config/countdown.py --kl_coef=0.01  # a recipe, and an override
+    python train_grpo.py --help                              # every setting
+
+Without arguments it trains the small model that tiny.py makes, on algebra problems, on a CPU without network.
+
+Where it differs from the paper (Shao et al. 2024, https://arxiv.org/abs/2402.03300):
+1. The loss is averaged over tokens of the global batch, not over sequences (DAPO, https://arxiv.org/abs/2503.14476,
+   3.3): long completions count as much a token as short ones. --loss_aggregation=sequence_mean is the paper's.
+2. No KL term by default, so no reference model in memory: with a verifier as the reward, newer recipes drop it.
+   --kl_coef=0.04 is the paper's.
+3. One update a step by default: strictly on-policy, the ratio is 1, and nothing is clipped.
+"""
+import datetime
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import time
+import zlib
+from collections import defaultdict
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import data, _extra; data.encode_prompt, data.evaluation = _extra.encode_prompt, _extra.evaluation
+import losses
+import rollout
+import tiny
+import weights
+from configurator import configure
+from model import check_model, load_policy, pack
+# ----------------------------------------------------------------------------------------------------------------
+# model and task
+model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
+task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
+difficulty = 1                  # of generated problems (algebra, countdown): 1 suits the tiny model, 3 a 1 B one
+train_prompts = 8192            # training rows; generated tasks make so many, others use the first so many (0: all)
+train_file = ""                 # JSONL or parquet, for task=file
+eval_file = ""                  # JSONL or parquet, for task=file
+reward = ""                     # file.py:function; empty: the task's own verifier
+reward_timeout = 10.0           # seconds after which a hanging reward is cut off
+chat = True                     # apply the tokenizer's chat template to message prompts; false: join their contents
+system_prompt = ""              # put before every message prompt, e.g. to ask for \boxed{}
+# rollout
+engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
+prompts_per_step = 32           # B, over all ranks
+num_generations = 8             # G, completions a prompt
+max_prompt_length = 64          # tokens; longer prompts are left out
+max_completion_length = 64      # tokens; longer completions are cut off
+temperature = 1.0               # of sampling, and of the trainer's logprobs
+top_p = 1.0                     # only 1.0: the trainer's logprobs are of the whole distribution
+top_k = 0                       # only 0, for the same reason
+vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
+# algorithm
+advantage = "grpo"              # grpo, dr_grpo (no std), rloo
+loss_type = "clip"              # clip (PPO), cispo
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO)
+epsilon = 0.2                   # ratio clipped below 1 - epsilon
+epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high; DAPO: 0.28
+updates_per_step = 1            # optimizer steps a rollout batch is split into
+kl_coef = 0.0                   # weight of the KL to the initial model in the loss; 0: no reference model at all
+kl_estimator = "k3"             # k1, k2, k3; see losses.kl_penalty
+# optimizer
+max_steps = 100                 # rollout batches
+learning_rate = 3e-4            # peak; a 1 B model wants about 1e-6
+warmup_steps = 5                # linear, from learning_rate / warmup_steps
+lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
+weight_decay = 0.0
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
+# system
+dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
+token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
+gradient_checkpointing = False  # recompute activations in the backward pass: less memory, a third more time
+logprob_gap = 0.0               # largest mean |trainer - engine| logprob before the run stops; 0: by dtype
+seed = 0
+# evaluation and output
+eval_interval = 20              # steps; the first and the last model are always evaluated
+eval_prompts = 128              # held-out prompts, over all ranks; 0: all of the file's
+eval_samples = 4                # k in mean@k, pass@k, maj@k
+save_interval = 50              # steps; the last model is always saved
+keep_checkpoints = 2            # newest ones
+sample_interval = 20            # steps between tables of sample completions
+out_dir = ""                    # empty: a new folder under out/
+resume = ""                     # auto: the newest checkpoint in out_dir, if any; or a checkpoint folder
+# ----------------------------------------------------------------------------------------------------------------
+settings = configure(globals())
+
+
+# ---------------------------------------------------------------- distributed set-up: one process a device
+if "RANK" in os.environ:  # under torchrun
+    rank, world_size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rendezvous = {}
+else:
+    rank, world_size, local_rank = 0, 1, 0
+    rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+cuda = torch.cuda.is_available()
+device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **rendezvous)
+mesh = dist.init_device_mesh(device.type, (world_size,))
+master = rank == 0
+
+# ---------------------------------------------------------------- checks, all before a model is loaded
+@contextmanager
+def input_errors():
+    """What the user can mend is said in one line, without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(f"train_grpo.py: {error}") from None
+
+
+def check(ok, message):
+    if not ok:
+        raise ValueError(message)
+
+
+with input_errors():
+    for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
+                "eval_samples", "eval_interval", "save_interval", "sample_interval", "keep_checkpoints", "temperature"):
+        check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
+    for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": ("linear", "cosine", "constant"),
+                         "engine": ("auto", "vllm", "hf")}.items():
+        check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
+    check(num_generations > 1, f"num_generations={num_generations}: advantage={advantage} compares the completions "
+                               "of a prompt with each other, so it needs at least 2")
+    check(prompts_per_step % world_size == 0 and eval_prompts % world_size == 0,
+          f"prompts_per_step={prompts_per_step} and eval_prompts={eval_prompts} must divide by the {world_size} ranks")
+    B, G = prompts_per_step // world_size, num_generations              # prompts of this rank, completions of each
+    N = B * G                                                           # sequences of this rank
+    check(N % updates_per_step == 0, f"updates_per_step={updates_per_step} does not divide the {N} completions of a "
+                                     "rank: prompts_per_step / ranks * num_generations")
+    check(max_prompt_length + max_completion_length <= token_budget,
+          f"token_budget={token_budget} is less than max_prompt_length + max_completion_length")
+    check(top_p == 1.0 and top_k == 0, f"top_p={top_p}, top_k={top_k}: tokens sampled from a truncated distribution have "
+                                       "other logprobs than the trainer's; keep top_p=1.0 and top_k=0")
+    one = torch.ones(G)
+    losses.group_advantages(one, G, advantage)                          # each names its key and choices when wrong
+    losses.policy_loss(one, one, one, epsilon, epsilon_high, loss_type)
+    losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
+    losses.kl_penalty(one, one, kl_estimator)
+    Engine = rollout.engine_class(engine)
+    compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
+    gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
+
+    # Where the run lives, and what it starts from.
+    if resume not in ("", "auto"):
+        check(os.path.isfile(os.path.join(resume, "trainer", "state.json")), f"resume={resume}: not a checkpoint folder")
+        out_dir = out_dir or os.path.dirname(os.path.abspath(resume))
+    check(out_dir or resume != "auto", "resume=auto looks for checkpoints in out_dir: name it")
+    found = weights.checkpoints(out_dir) if out_dir and os.path.isdir(out_dir) else []
+    start_from = resume if resume not in ("", "auto") else found[-1] if resume == "auto" and found else None
+    check(start_from or resume == "auto" or not (out_dir and os.path.isdir(out_dir) and os.listdir(out_dir)),
+          f"out_dir={out_dir} holds another run: choose a new folder, or --resume=auto to go on with it")
+    run_name = [out_dir or f"out/grpo-{task}-{datetime.datetime.now():%Y%m%d-%H%M%S}"]
+    dist.broadcast_object_list(run_name)                                # one clock for all ranks
+    out_dir = run_name[0]
+
+# ---------------------------------------------------------------- task and tokenizer
+with input_errors():
+    reward_function = data.load_reward(reward, task)
+    rows = {"train": data.load_rows(task, "train", train_prompts, seed, difficulty, train_file),
+            "eval": data.load_rows(task, "eval", eval_prompts, seed, difficulty, eval_file)}
+    if model == "tiny":
+        model = tiny.FOLDER
+        if master:
+            tiny.ensure()
+        dist.barrier()
+    check_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    eos_ids = rollout.end_tokens(model, tokenizer)
+    for split in rows:  # each row beside its prompt's tokens; too long ones are left out
+        encoded = [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)) for row in rows[split]]
+        rows[split] = [(row, ids) for row, ids in encoded if len(ids) <= max_prompt_length]
+        if master and len(rows[split]) < len(encoded):
+            print(f"{len(encoded) - len(rows[split])} of {len(encoded)} {split} prompts are longer than "
+                  f"max_prompt_length={max_prompt_length} tokens and left out")
+        least = {"train": prompts_per_step, "eval": world_size}[split]
+        check(len(rows[split]) >= least, f"max_prompt_length={max_prompt_length}: only {len(rows[split])} {split} prompts "
+                                         f"fit it, and {least} are needed")
+
+# ---------------------------------------------------------------- policy, reference, optimizer
+policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
+reference = load_policy(model, mesh, compute_dtype).requires_grad_(False) if kl_coef > 0 else None
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay)
+
+
+def learning_rate_at(step):
+    if step < warmup_steps:
+        return learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
+    decay = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return learning_rate * decay[lr_decay]
+
+
+# ---------------------------------------------------------------- engine
+sampler = Engine(start_from or model, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
+                 vllm_gpu_memory_utilization)
+
+# ---------------------------------------------------------------- resume
+state = {"step": 0, "num_tokens": 0}
+if start_from:
+    weights.load_optimizer(start_from, policy, optimizer)
+    state = weights.load_state(start_from)
+first_step = state["step"]
+if master:
+    os.makedirs(out_dir, exist_ok=True)
+    for log in ("metrics.jsonl", "samples.jsonl"):
+        weights.rewind_log(os.path.join(out_dir, log), first_step)
+    shutil.copy(__file__, out_dir)
+    with open(os.path.join(out_dir, "config.json"), "w") as file:
+        json.dump(settings | {"out_dir": out_dir}, file, indent=1)
+    board = SummaryWriter(out_dir, purge_step=first_step)
+
+# ---------------------------------------------------------------- small helpers
+timing = defaultdict(float)
+
+
+@contextmanager
+def timed(name):
+    start = time.perf_counter()
+    yield
+    timing[f"timing_s/{name}"] += time.perf_counter() - start
+
+
+def say(text):
+    if master:
+        tqdm.write(text)
+
+
+def append(log, line):
+    with open(os.path.join(out_dir, log), "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def reduced(values, op=dist.ReduceOp.SUM):
+    """A list of numbers, reduced over all ranks."""
+    tensor = torch.as_tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+def mean(values):
+    """Mean over all ranks of the values that are not NaN."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    total, count = reduced([values.nansum(), (~values.isnan()).sum()])
+    return total / max(count, 1)
+
+
+def most(count):
+    """The largest count of all ranks: a forward is a collective, so all ranks take equally many turns."""
+    return int(reduced([count], dist.ReduceOp.MAX)[0])
+
+
+def generate(prompts, n, names):
+    """n completions of each (row, prompt_ids): rollouts, their rows, their texts; names make the prompts' seeds."""
+    seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
+    rollouts = sampler.generate([ids for _, ids in prompts], n, seeds, max_completion_length, temperature)
+    texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in rollouts]
+    return rollouts, [row for row, _ in prompts for _ in range(n)], texts
+
+
+@torch.no_grad()
+def completion_logps(model, rollouts):
+    """The model's logprobs of each rollout's completion tokens: a list of [len]."""
+    batches = pack(rollouts, range(len(rollouts)), token_budget, device)
+    logps = {}
+    for i in range(most(len(batches))):
+        batch = batches[i % len(batches)]
+        logps |= batch.split(model(batch, temperature)[0])
+    return [logps[row] for row in range(len(rollouts))]
+
+
+def compare_with_engine(logps, rollouts):
+    """Metrics of the trainer's logprobs against the engine's for the tokens just sampled; a gap stops the run.
+
+    Both have the same weights, so a gap means a broken sync, a wrong temperature or mask, or a model that one of the
+    two gets wrong. Training on would be off-policy and nobody would know.
+    """
+    ours = torch.cat(logps)                                                                 # [C]
+    theirs = torch.tensor([logp for r in rollouts for logp in r.logprobs], device=device)   # [C]
+    gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
+    gap_sum, ratio_sum, count = reduced([gap.sum(), ratio.sum(), len(gap)])
+    gap_max, ratio_max, negative_ratio_min = reduced([gap.max(), ratio.max(), -ratio.min()], dist.ReduceOp.MAX)
+    if not gap_sum / count <= gap_bound:  # so that NaN stops it too
+        tokens = [(r, t) for r in rollouts for t in range(len(r.completion_ids))]
+        worst = [(*tokens[i], ours[i]) for i in gap.argsort(descending=True)[:8].tolist()]
+        raise SystemExit(
+            f"train_grpo.py: step {step}: the logprobs of engine {sampler.name} are {gap_sum / count:.2g} from the trainer's "
+            f"on average, over logprob_gap={gap_bound}. The worst tokens of rank {rank}:\n" + "\n".join(
+                f"  {tokenizer.decode(r.completion_ids[:t])!r} then {tokenizer.decode(r.completion_ids[t])!r}: "
+                f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst))
+    return {"sampling/sampling_logp_difference/mean": gap_sum / count,
+            "sampling/sampling_logp_difference/max": gap_max,
+            "sampling/importance_sampling_ratio/min": -negative_ratio_min,
+            "sampling/importance_sampling_ratio/mean": ratio_sum / count,
+            "sampling/importance_sampling_ratio/max": ratio_max}
+
+
+def evaluate():
+    """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
+    places = range(rank, len(rows["eval"]), world_size)
+    rollouts, row_of, texts = generate([rows["eval"][i] for i in places], eval_samples, [f"eval {i}" for i in places])
+    compare_with_engine(completion_logps(policy, rollouts[:32]), rollouts[:32])
+    scores, _, _ = data.score(reward_function, row_of, texts, reward_timeout)
+    results = [None] * world_size
+    answers = [data.extract_answer(text) for text in texts]
+    dist.all_gather_object(results, list(zip([row.get("source") for row in row_of], scores, answers)))
+    return data.evaluation(sum(results, []), eval_samples)
+
+
+# ---------------------------------------------------------------- the loop
+micro = math.ceil(N / (token_budget // (max_prompt_length + max_completion_length)))
+say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in {compute_dtype}, on "
+    f"{world_size} x {device.type}, engine {sampler.name}\n"
+    f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> at most {micro} "
+    f"micro-batches of {token_budget} tokens a rank -> {updates_per_step} optimizer step(s)\n"
+    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(rows['train'])} prompts; "
+    f"every {eval_interval} steps {len(rows['eval'])} held-out prompts x {eval_samples}")
+bar = tqdm(total=max_steps, initial=first_step, disable=not master, unit="step")
+for step in range(first_step, max_steps + 1):
+    step_started = time.perf_counter()
+    timing.clear()
+    metrics = {"step": step}
+
+    # ------------------------------------------------------------ 0 evaluate, save, stop if last
+    if step % eval_interval == 0 or step == max_steps:
+        with timed("eval"):
+            metrics |= evaluate()
+        say(f"step {step:4d} | " + " | ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("eval/") and "@" in k and k.count("/") == 1))
+    if step > first_step and (step % save_interval == 0 or step == max_steps):
+        with timed("save"):
+            weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), policy, optimizer, tokenizer,
+                                    state, keep_checkpoints)
+    if step == max_steps:
+        if master:
+            append("metrics.jsonl", metrics | timing)
+        break
+
+    # ------------------------------------------------------------ 1 rollout
+    with timed("gen"):
+        places = range(rank, prompts_per_step, world_size)              # disjoint prompts on every rank
+        picked = data.step_indices(len(rows["train"]), step, prompts_per_step, seed)
+        rollouts, row_of, texts = generate([rows["train"][picked[i]] for i in places], G, [f"{step} {i}" for i in places])
+    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)        # [N]
+
+    # ------------------------------------------------------------ 2 reward
+    with timed("reward"):
+        scores, parts, timeouts = data.score(reward_function, row_of, texts, reward_timeout)
+    rewards = torch.tensor(scores, device=device)                                           # [N]
+
+    # ------------------------------------------------------------ 3 advantage
+    adv = losses.group_advantages(rewards, G, advantage)                                    # [N]
+
+    # ------------------------------------------------------------ 4 old and reference logprobs, where needed
+    if updates_per_step > 1:                                            # else they are the update's own, see there
+        with timed("old_log_prob"):
+            old_logps = completion_logps(policy, rollouts)              # N x [len]
+    else:
+        old_logps = [None] * N
+    if reference:
+        with timed("ref"):
+            ref_logps = completion_logps(reference, rollouts)           # N x [len]
+
+    # ------------------------------------------------------------ 5 update
+    with timed("update_actor"):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step)
+        order = random.Random(f"{seed} {step} {rank}").sample(range(N), N)
+        sums, grad_norms = torch.zeros(5, device=device), []
+        for update in range(updates_per_step):
+            chosen = order[update::updates_per_step]
+            # Count over the global batch before it is split: the gradient is then the same for any number of ranks,
+            # any micro-batch size and any packing.
+            num_tokens, num_sequences = reduced([lengths[chosen].sum(), len(chosen)])
+            weight = losses.sequence_weights(lengths, loss_aggregation, num_tokens, num_sequences, max_completion_length)
+            batches = pack(rollouts, chosen, token_budget, device)
+            for i in range(most(len(batches))):
+                batch = batches[i % len(batches)]
+                live = float(i < len(batches))                          # 0: a turn taken for the other ranks' sake
+                logp, entropy = policy(batch, temperature)                                  # [C], [C]
+                if updates_per_step == 1:                               # the policy that sampled is the one at hand
+                    for row, values in batch.split(logp.detach()):
+                        old_logps[row] = values
+                loss, low, high = losses.policy_loss(logp, batch.flat(old_logps), batch.spread(adv), epsilon,
+                                                     epsilon_high, loss_type)               # [C] each
+                kl = losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference else torch.zeros_like(loss)
+                loss = live * (batch.spread(weight) * (loss + kl_coef * kl)).sum()
+                (loss * world_size).backward()                          # FSDP averages over ranks: undo it
+                sums += torch.stack([loss.detach(), *(live * x.sum().detach() for x in (entropy, kl, low, high))])
+            if update == 0:                                             # the policy is still the one that sampled
+                metrics |= compare_with_engine(old_logps, rollouts)
+            grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # ------------------------------------------------------------ 6 weight sync
+    with timed("sync"):
+        sampler.load_weights(weights.full_weights(policy, compute_dtype, tied=True))
+
+    # ------------------------------------------------------------ 7 log
+    spread = rewards.view(B, G).std(1)                                                      # [B]
+    tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
+    trained_tokens = reduced([lengths.sum()])[0]
+    loss, entropy, kl, clipped_low, clipped_high = reduced(sums)
+    state = {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}
+    timing["timing_s/step"] = time.perf_counter() - step_started
+    metrics |= {
+        "reward": mean(rewards), "reward_std": mean(spread), "frac_reward_zero_std": mean(spread == 0),
+        **{f"rewards/{name}/mean": mean(values) for name, values in parts.items()},
+        "rewards/timeouts": reduced([timeouts])[0],
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],
+        "completions/max_length": reduced([lengths.max()], dist.ReduceOp.MAX)[0],
+        "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
+        "loss": loss / updates_per_step, "entropy": entropy / trained_tokens, "kl": kl / trained_tokens,
+        "clip_ratio/low_mean": clipped_low / trained_tokens, "clip_ratio/high_mean": clipped_high / trained_tokens,
+        "clip_ratio/region_mean": (clipped_low + clipped_high) / trained_tokens,
+        "grad_norm": sum(grad_norms).item() / updates_per_step, "learning_rate": learning_rate_at(step),
+        "num_tokens": state["num_tokens"], "perf/throughput": tokens / timing["timing_s/step"],
+        "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
+                                         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | timing
+    if master:
+        append("metrics.jsonl", metrics)
+        for name, value in metrics.items():
+            board.add_scalar(name, value, step)
+        samples = [{"step": step, "prompt": row["prompt"], "completion": text, "reward": score,
+                    "finish_reason": r.finish_reason, "truth": row.get("answer")}
+                   for r, row, text, score in list(zip(rollouts, row_of, texts, scores))[::G][:8]]
+        for sample in samples:
+            append("samples.jsonl", sample)
+        if step % sample_interval == 0:
+            say("\n".join(f"  {data.prompt_text(s['prompt'])[-60:]!r:40} -> {s['completion'][-60:]!r:50} reward {s['reward']:g}, "
+                          f"truth {s['truth']}" for s in samples[:4]))
+    say(f"step {step:4d} | reward {metrics['reward']:.3f} | length {metrics['completions/mean_length']:5.1f} | "
+        f"entropy {metrics['entropy']:.3f} | grad norm {metrics['grad_norm']:.2f} | "
+        f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | {timing['timing_s/step']:.1f} s: "
+        f"gen {timing['timing_s/gen']:.1f}, update {timing['timing_s/update_actor']:.1f}, sync {timing['timing_s/sync']:.1f}")
+    bar.set_postfix(reward=f"{metrics['reward']:.3f}")
+    bar.update()
+
+# ---------------------------------------------------------------- teardown
+bar.close()
+sampler.close()
+dist.destroy_process_group()

@@ -1,0 +1,84 @@
+"""Weights on the move: from the trainer to the engine, to disk, and back."""
+import json
+import os
+import shutil
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+
+def full_weights(policy, dtype=None, tied=False):
+    """Yield (checkpoint name, whole tensor) one parameter at a time, cast to dtype where given.
+
+    Gathering a sharded parameter is a collective: every rank has to run through the whole iterator. At most one
+    whole parameter exists beside the shards. tied: yield a head that shares the embedding's weight under its own
+    name too. Engines want that: vLLM's CPU build keeps a packed copy of the head and refreshes it by that name only.
+    """
+    policy.reshard()  # after a forward without backward FSDP2 leaves the root's parameters gathered
+    for name, parameter in policy.hf.named_parameters(remove_duplicate=not tied):
+        tensor = parameter.detach().full_tensor()
+        yield name, tensor.to(dtype) if dtype else tensor
+
+
+def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep):
+    """Write `folder` (…/checkpoint-N): a model that from_pretrained and vLLM load, and under trainer/ what resuming needs.
+
+    state: a JSON-able dict. Collective: every rank calls it. The folder is written beside, synced to disk and then
+    renamed, so that a checkpoint is whole or absent; after that only the `keep` newest of its siblings stay.
+    """
+    part = folder + ".part"
+    master = dist.get_rank() == 0
+    if master:
+        shutil.rmtree(part, ignore_errors=True)
+        os.makedirs(part)
+    dist.barrier()
+    weights = {}
+    for name, tensor in full_weights(policy):
+        if master:
+            weights[name] = tensor.cpu()
+    dcp.save(get_optimizer_state_dict(policy, optimizer), checkpoint_id=os.path.join(part, "trainer"))
+    if master:
+        policy.hf.save_pretrained(part, state_dict=weights)
+        tokenizer.save_pretrained(part)
+        with open(os.path.join(part, "trainer", "state.json"), "w") as file:
+            json.dump(state, file, indent=1)
+        for root, _, files in os.walk(part):
+            for path in [root] + [os.path.join(root, name) for name in files]:
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(part, folder)
+        for old in checkpoints(os.path.dirname(folder))[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def checkpoints(out_dir):
+    """The checkpoint-N folders of a run, oldest first."""
+    names = [name for name in os.listdir(out_dir) if name.removeprefix("checkpoint-").isdigit()]
+    return [os.path.join(out_dir, name) for name in sorted(names, key=lambda name: int(name.split("-")[1]))]
+
+
+def load_optimizer(folder, policy, optimizer):
+    """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks at hand. Collective."""
+    state = get_optimizer_state_dict(policy, optimizer)
+    dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"))
+    set_optimizer_state_dict(policy, optimizer, state)
+
+
+def load_state(folder):
+    """The `state` that save_checkpoint was given."""
+    with open(os.path.join(folder, "trainer", "state.json")) as file:
+        return json.load(file)
+
+
+def rewind_log(path, step):
+    """Drop the lines of a .jsonl log that speak of `step` or later: a resumed run writes them again."""
+    if os.path.exists(path):
+        with open(path) as file:
+            lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < step]
+        with open(path + ".part", "w") as file:
+            file.writelines(lines)
+        os.replace(path + ".part", path)

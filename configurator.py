@@ -20,6 +20,21 @@ def fail(message):
     sys.exit(2)
 
 
+def check(ok, message):
+    """Stops the script with a message that names the setting to change, unless ok."""
+    if not ok:
+        fail(message)
+
+
+@contextlib.contextmanager
+def input_errors():
+    """Stops the script with the message alone, no traceback, of a ValueError: what its user can mend."""
+    try:
+        yield
+    except ValueError as error:
+        fail(error)
+
+
 def did_you_mean(name, names, dashes=""):
     nearest = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1, cutoff=0.4)
     return f"; did you mean {dashes}{nearest[0]}?" if nearest else ""

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 
@@ -42,6 +43,34 @@ def end_tokens(model, tokenizer):
     if ids is None:
         raise ValueError(f"model={model}: neither its generation config nor its tokenizer names an end-of-sequence token")
     return ids if isinstance(ids, list) else [ids]
+
+
+def compare_logprobs(rollouts, logps, bound, tokenizer):
+    """Metrics of the trainer's logprobs (list of [len]) against the engine's for the same tokens, over all ranks.
+
+    Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken weight sync, a wrong
+    temperature or mask, or a model that one side gets wrong: training on would be off-policy and nobody would know.
+    Raises RuntimeError with the worst tokens. Collective: every rank calls it, with at least one rollout.
+    """
+    ours = torch.cat(logps)                                                                     # [C]
+    theirs = torch.tensor([logp for r in rollouts for logp in r.logprobs], device=ours.device)  # [C]
+    gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
+    sums = torch.stack([gap.sum(), ratio.sum(), torch.tensor(float(len(gap)), device=ours.device)])
+    peaks = torch.stack([gap.max(), ratio.max(), -ratio.min()])
+    dist.all_reduce(sums)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    gap_mean, ratio_mean = (sums[:2] / sums[2]).tolist()
+    if not gap_mean <= bound:
+        tokens = [(r, t) for r in rollouts for t in range(len(r.completion_ids))]
+        worst = [(*tokens[c], ours[c]) for c in gap.argsort(descending=True)[:8].tolist()]
+        raise RuntimeError(f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
+                           "The worst tokens here:\n" + "\n".join(
+                               f"  {tokenizer.decode(r.completion_ids[:t])!r} + {tokenizer.decode(r.completion_ids[t])!r}: "
+                               f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst))
+    gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, -1], device=peaks.device)).tolist()
+    return {"sampling/sampling_logp_difference/mean": gap_mean, "sampling/sampling_logp_difference/max": gap_max,
+            "sampling/importance_sampling_ratio/min": ratio_min, "sampling/importance_sampling_ratio/mean": ratio_mean,
+            "sampling/importance_sampling_ratio/max": ratio_max}
 
 
 class VLLMEngine:

@@ -9,12 +9,13 @@ import json
 import zlib
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 import data
+import rewards
 import rollout
 import tiny
-from configurator import configure
+from configurator import configure, input_errors
 from model import check_model
 # ----------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
@@ -41,21 +42,20 @@ output = ""                     # JSONL file for every sample; empty: none
 # ----------------------------------------------------------------------------------------------------------------
 configure(globals())
 
-try:  # whatever is wrong with the input is said in one line, before a model is loaded
+with input_errors():
     Engine = rollout.engine_class(engine)
-    score = data.load_reward(reward, task)
+    score = rewards.load_reward(reward, task)
     rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
             data.load_rows(task, "eval", eval_prompts, seed, difficulty, eval_file))
     if model == "tiny":
         model = tiny.ensure()
     check_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
+    eos_ids = rollout.end_tokens(model, tokenizer)
     prompts = [data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt) for row in rows]
-except ValueError as error:
-    raise SystemExit(f"sample.py: {error}") from None
 
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32")
-sampler = Engine(model, compute_dtype, max(map(len, prompts)) + max_completion_length, rollout.end_tokens(model, tokenizer),
+sampler = Engine(model, compute_dtype, max(map(len, prompts)) + max_completion_length, eos_ids,
                  vllm_gpu_memory_utilization)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
 rollouts = sampler.generate(prompts, samples, seeds, max_completion_length, temperature, top_p, top_k)
@@ -67,7 +67,7 @@ if prompt:
     raise SystemExit
 
 row_of = [row for row in rows for _ in range(samples)]
-scores, _, _ = data.score(score, row_of, texts, reward_timeout)
+scores, _, _ = rewards.score(score, row_of, texts, reward_timeout)
 for i in range(0, min(show, len(rows)) * samples, samples):
     print(f"--- {data.prompt_text(rows[i // samples]['prompt'])}\n{texts[i]}\n--- score {scores[i]:g}, "
           f"truth {row_of[i].get('answer')}\n")
@@ -76,6 +76,6 @@ if output:
         for row, text, value, r in zip(row_of, texts, scores, rollouts):
             file.write(json.dumps({"prompt": row["prompt"], "completion": text, "score": value,
                                    "finish_reason": r.finish_reason, "truth": row.get("answer")}) + "\n")
-results = list(zip([row.get("source") for row in row_of], scores, map(data.extract_answer, texts)))
-for name, value in data.evaluation(results, samples).items():
+results = list(zip([row.get("source") for row in row_of], scores, map(rewards.extract_answer, texts)))
+for name, value in rewards.evaluation(results, samples).items():
     print(f"{name:40} {value:.4f}")

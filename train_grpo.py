@@ -33,19 +33,20 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-import data, _extra; data.encode_prompt, data.evaluation = _extra.encode_prompt, _extra.evaluation
+import data
 import losses
+import rewards
 import rollout
 import tiny
 import weights
-from configurator import configure
+from configurator import check, configure, input_errors
 from model import check_model, load_policy, pack
 # ----------------------------------------------------------------------------------------------------------------
 # model and task
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
 difficulty = 1                  # of generated problems (algebra, countdown): 1 suits the tiny model, 3 a 1 B one
-train_prompts = 8192            # training rows; generated tasks make so many, others use the first so many (0: all)
+train_prompts = 4096            # training rows: generated tasks make so many, others take the first so many (0: all)
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # JSONL or parquet, for task=file
 reward = ""                     # file.py:function; empty: the task's own verifier
@@ -114,67 +115,42 @@ dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **rendezvous)
 mesh = dist.init_device_mesh(device.type, (world_size,))
 master = rank == 0
 
-# ---------------------------------------------------------------- checks, all before a model is loaded
-@contextmanager
-def input_errors():
-    """What the user can mend is said in one line, without a traceback."""
-    try:
-        yield
-    except ValueError as error:
-        raise SystemExit(f"train_grpo.py: {error}") from None
-
-
-def check(ok, message):
-    if not ok:
-        raise ValueError(message)
-
-
+# ---------------------------------------------------------------- checks: all before a model is loaded
+for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps", "temperature",
+            "eval_samples", "eval_interval", "save_interval", "sample_interval", "keep_checkpoints"):
+    check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
+for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": ("linear", "cosine", "constant")}.items():
+    check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
+check(num_generations > 1, f"num_generations={num_generations}: advantage={advantage} compares the completions of a prompt "
+                           "with each other and needs at least 2")
+check(prompts_per_step % world_size == 0, f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
+B, G = prompts_per_step // world_size, num_generations                  # prompts of this rank, completions of each
+N = B * G                                                               # sequences of this rank
+check(N % updates_per_step == 0, f"updates_per_step={updates_per_step} does not divide the {N} completions of a rank "
+                                 "(prompts_per_step / ranks * num_generations)")
+check(max_prompt_length + max_completion_length <= token_budget,
+      f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
+check(top_p == 1.0 and top_k == 0, f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
+                                   "that the trainer computes; keep top_p=1.0 and top_k=0")
+compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
+gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
-    for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
-                "eval_samples", "eval_interval", "save_interval", "sample_interval", "keep_checkpoints", "temperature"):
-        check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
-    for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": ("linear", "cosine", "constant"),
-                         "engine": ("auto", "vllm", "hf")}.items():
-        check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
-    check(num_generations > 1, f"num_generations={num_generations}: advantage={advantage} compares the completions "
-                               "of a prompt with each other, so it needs at least 2")
-    check(prompts_per_step % world_size == 0 and eval_prompts % world_size == 0,
-          f"prompts_per_step={prompts_per_step} and eval_prompts={eval_prompts} must divide by the {world_size} ranks")
-    B, G = prompts_per_step // world_size, num_generations              # prompts of this rank, completions of each
-    N = B * G                                                           # sequences of this rank
-    check(N % updates_per_step == 0, f"updates_per_step={updates_per_step} does not divide the {N} completions of a "
-                                     "rank: prompts_per_step / ranks * num_generations")
-    check(max_prompt_length + max_completion_length <= token_budget,
-          f"token_budget={token_budget} is less than max_prompt_length + max_completion_length")
-    check(top_p == 1.0 and top_k == 0, f"top_p={top_p}, top_k={top_k}: tokens sampled from a truncated distribution have "
-                                       "other logprobs than the trainer's; keep top_p=1.0 and top_k=0")
     one = torch.ones(G)
-    losses.group_advantages(one, G, advantage)                          # each names its key and choices when wrong
+    losses.group_advantages(one, G, advantage)                          # each names its setting where it is wrong
     losses.policy_loss(one, one, one, epsilon, epsilon_high, loss_type)
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator)
     Engine = rollout.engine_class(engine)
-    compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
-    gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
-
-    # Where the run lives, and what it starts from.
-    if resume not in ("", "auto"):
-        check(os.path.isfile(os.path.join(resume, "trainer", "state.json")), f"resume={resume}: not a checkpoint folder")
-        out_dir = out_dir or os.path.dirname(os.path.abspath(resume))
-    check(out_dir or resume != "auto", "resume=auto looks for checkpoints in out_dir: name it")
-    found = weights.checkpoints(out_dir) if out_dir and os.path.isdir(out_dir) else []
-    start_from = resume if resume not in ("", "auto") else found[-1] if resume == "auto" and found else None
-    check(start_from or resume == "auto" or not (out_dir and os.path.isdir(out_dir) and os.listdir(out_dir)),
-          f"out_dir={out_dir} holds another run: choose a new folder, or --resume=auto to go on with it")
-    run_name = [out_dir or f"out/grpo-{task}-{datetime.datetime.now():%Y%m%d-%H%M%S}"]
-    dist.broadcast_object_list(run_name)                                # one clock for all ranks
-    out_dir = run_name[0]
+    now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
+    dist.broadcast_object_list(now)                                     # one clock for all ranks
+    out_dir, start_from = weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now[0]}")
 
 # ---------------------------------------------------------------- task and tokenizer
 with input_errors():
-    reward_function = data.load_reward(reward, task)
-    rows = {"train": data.load_rows(task, "train", train_prompts, seed, difficulty, train_file),
-            "eval": data.load_rows(task, "eval", eval_prompts, seed, difficulty, eval_file)}
+    reward_function = rewards.load_reward(reward, task)
+    train_rows = data.load_rows(task, "train", train_prompts, seed, difficulty, train_file)
+    eval_rows = data.load_rows(task, "eval", eval_prompts, seed, difficulty, eval_file)
+    rewards.try_reward(reward_function, train_rows, reward_timeout)
     if model == "tiny":
         model = tiny.FOLDER
         if master:
@@ -183,15 +159,12 @@ with input_errors():
     check_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     eos_ids = rollout.end_tokens(model, tokenizer)
-    for split in rows:  # each row beside its prompt's tokens; too long ones are left out
-        encoded = [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)) for row in rows[split]]
-        rows[split] = [(row, ids) for row, ids in encoded if len(ids) <= max_prompt_length]
-        if master and len(rows[split]) < len(encoded):
-            print(f"{len(encoded) - len(rows[split])} of {len(encoded)} {split} prompts are longer than "
-                  f"max_prompt_length={max_prompt_length} tokens and left out")
-        least = {"train": prompts_per_step, "eval": world_size}[split]
-        check(len(rows[split]) >= least, f"max_prompt_length={max_prompt_length}: only {len(rows[split])} {split} prompts "
-                                         f"fit it, and {least} are needed")
+    encode = lambda rows: [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)) for row in rows]
+    fits = lambda prompts: [(row, ids) for row, ids in prompts if len(ids) <= max_prompt_length]
+    train_set, eval_set = fits(encode(train_rows)), fits(encode(eval_rows))
+check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
+      f"max_prompt_length={max_prompt_length}: only {len(train_set)} training and {len(eval_set)} evaluation prompts fit it; "
+      f"a step needs {prompts_per_step}")
 
 # ---------------------------------------------------------------- policy, reference, optimizer
 policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
@@ -219,8 +192,8 @@ if start_from:
 first_step = state["step"]
 if master:
     os.makedirs(out_dir, exist_ok=True)
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        weights.rewind_log(os.path.join(out_dir, log), first_step)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        weights.rewind_log(os.path.join(out_dir, name), first_step)
     shutil.copy(__file__, out_dir)
     with open(os.path.join(out_dir, "config.json"), "w") as file:
         json.dump(settings | {"out_dir": out_dir}, file, indent=1)
@@ -242,9 +215,17 @@ def say(text):
         tqdm.write(text)
 
 
-def append(log, line):
-    with open(os.path.join(out_dir, log), "a") as file:
-        file.write(json.dumps(line) + "\n")
+def append(name, lines):
+    with open(os.path.join(out_dir, name), "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def log(metrics):
+    if master:
+        append("metrics.jsonl", [metrics])
+        for name, value in metrics.items():
+            board.add_scalar(name, value, metrics["step"])
+        board.flush()
 
 
 def reduced(values, op=dist.ReduceOp.SUM):
@@ -285,42 +266,16 @@ def completion_logps(model, rollouts):
     return [logps[row] for row in range(len(rollouts))]
 
 
-def compare_with_engine(logps, rollouts):
-    """Metrics of the trainer's logprobs against the engine's for the tokens just sampled; a gap stops the run.
-
-    Both have the same weights, so a gap means a broken sync, a wrong temperature or mask, or a model that one of the
-    two gets wrong. Training on would be off-policy and nobody would know.
-    """
-    ours = torch.cat(logps)                                                                 # [C]
-    theirs = torch.tensor([logp for r in rollouts for logp in r.logprobs], device=device)   # [C]
-    gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    gap_sum, ratio_sum, count = reduced([gap.sum(), ratio.sum(), len(gap)])
-    gap_max, ratio_max, negative_ratio_min = reduced([gap.max(), ratio.max(), -ratio.min()], dist.ReduceOp.MAX)
-    if not gap_sum / count <= gap_bound:  # so that NaN stops it too
-        tokens = [(r, t) for r in rollouts for t in range(len(r.completion_ids))]
-        worst = [(*tokens[i], ours[i]) for i in gap.argsort(descending=True)[:8].tolist()]
-        raise SystemExit(
-            f"train_grpo.py: step {step}: the logprobs of engine {sampler.name} are {gap_sum / count:.2g} from the trainer's "
-            f"on average, over logprob_gap={gap_bound}. The worst tokens of rank {rank}:\n" + "\n".join(
-                f"  {tokenizer.decode(r.completion_ids[:t])!r} then {tokenizer.decode(r.completion_ids[t])!r}: "
-                f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst))
-    return {"sampling/sampling_logp_difference/mean": gap_sum / count,
-            "sampling/sampling_logp_difference/max": gap_max,
-            "sampling/importance_sampling_ratio/min": -negative_ratio_min,
-            "sampling/importance_sampling_ratio/mean": ratio_sum / count,
-            "sampling/importance_sampling_ratio/max": ratio_max}
-
-
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    places = range(rank, len(rows["eval"]), world_size)
-    rollouts, row_of, texts = generate([rows["eval"][i] for i in places], eval_samples, [f"eval {i}" for i in places])
-    compare_with_engine(completion_logps(policy, rollouts[:32]), rollouts[:32])
-    scores, _, _ = data.score(reward_function, row_of, texts, reward_timeout)
+    places = range(rank, len(eval_set), world_size)
+    rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples, [f"eval {i}" for i in places])
+    rollout.compare_logprobs(rollouts[:32], completion_logps(policy, rollouts[:32]), gap_bound, tokenizer)
+    scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
     results = [None] * world_size
-    answers = [data.extract_answer(text) for text in texts]
+    answers = [rewards.extract_answer(text) for text in texts]
     dist.all_gather_object(results, list(zip([row.get("source") for row in row_of], scores, answers)))
-    return data.evaluation(sum(results, []), eval_samples)
+    return rewards.evaluation(sum(results, []), eval_samples)
 
 
 # ---------------------------------------------------------------- the loop
@@ -329,8 +284,9 @@ say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f
     f"{world_size} x {device.type}, engine {sampler.name}\n"
     f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> at most {micro} "
     f"micro-batches of {token_budget} tokens a rank -> {updates_per_step} optimizer step(s)\n"
-    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(rows['train'])} prompts; "
-    f"every {eval_interval} steps {len(rows['eval'])} held-out prompts x {eval_samples}")
+    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(train_set)} prompts; every {eval_interval} "
+    f"steps {len(eval_set)} held-out prompts x {eval_samples}; {len(train_rows) - len(train_set)} and "
+    f"{len(eval_rows) - len(eval_set)} prompts over max_prompt_length={max_prompt_length} tokens are left out")
 bar = tqdm(total=max_steps, initial=first_step, disable=not master, unit="step")
 for step in range(first_step, max_steps + 1):
     step_started = time.perf_counter()
@@ -341,30 +297,29 @@ for step in range(first_step, max_steps + 1):
     if step % eval_interval == 0 or step == max_steps:
         with timed("eval"):
             metrics |= evaluate()
-        say(f"step {step:4d} | " + " | ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("eval/") and "@" in k and k.count("/") == 1))
+        say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics if name.count("/") == 1))
     if step > first_step and (step % save_interval == 0 or step == max_steps):
         with timed("save"):
             weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), policy, optimizer, tokenizer,
                                     state, keep_checkpoints)
     if step == max_steps:
-        if master:
-            append("metrics.jsonl", metrics | timing)
+        log(metrics | timing)
         break
 
     # ------------------------------------------------------------ 1 rollout
     with timed("gen"):
         places = range(rank, prompts_per_step, world_size)              # disjoint prompts on every rank
-        picked = data.step_indices(len(rows["train"]), step, prompts_per_step, seed)
-        rollouts, row_of, texts = generate([rows["train"][picked[i]] for i in places], G, [f"{step} {i}" for i in places])
+        picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
+        rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G, [f"{step} {i}" for i in places])
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)        # [N]
 
     # ------------------------------------------------------------ 2 reward
     with timed("reward"):
-        scores, parts, timeouts = data.score(reward_function, row_of, texts, reward_timeout)
-    rewards = torch.tensor(scores, device=device)                                           # [N]
+        scores, parts, timeouts = rewards.score(reward_function, row_of, texts, reward_timeout)
+    score = torch.tensor(scores, device=device)                                             # [N], NaN: not scored
 
     # ------------------------------------------------------------ 3 advantage
-    adv = losses.group_advantages(rewards, G, advantage)                                    # [N]
+    adv = losses.group_advantages(score, G, advantage)                                      # [N]
 
     # ------------------------------------------------------------ 4 old and reference logprobs, where needed
     if updates_per_step > 1:                                            # else they are the update's own, see there
@@ -396,14 +351,14 @@ for step in range(first_step, max_steps + 1):
                 if updates_per_step == 1:                               # the policy that sampled is the one at hand
                     for row, values in batch.split(logp.detach()):
                         old_logps[row] = values
-                loss, low, high = losses.policy_loss(logp, batch.flat(old_logps), batch.spread(adv), epsilon,
-                                                     epsilon_high, loss_type)               # [C] each
-                kl = losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference else torch.zeros_like(loss)
-                loss = live * (batch.spread(weight) * (loss + kl_coef * kl)).sum()
+                token_loss, low, high = losses.policy_loss(logp, batch.flat(old_logps), batch.spread(adv), epsilon,
+                                                           epsilon_high, loss_type)         # [C] each
+                kl = losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference else torch.zeros_like(logp)
+                loss = live * (batch.spread(weight) * (token_loss + kl_coef * kl)).sum()
                 (loss * world_size).backward()                          # FSDP averages over ranks: undo it
                 sums += torch.stack([loss.detach(), *(live * x.sum().detach() for x in (entropy, kl, low, high))])
             if update == 0:                                             # the policy is still the one that sampled
-                metrics |= compare_with_engine(old_logps, rollouts)
+                metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
             grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor())
             optimizer.step()
             optimizer.zero_grad()
@@ -413,39 +368,35 @@ for step in range(first_step, max_steps + 1):
         sampler.load_weights(weights.full_weights(policy, compute_dtype, tied=True))
 
     # ------------------------------------------------------------ 7 log
-    spread = rewards.view(B, G).std(1)                                                      # [B]
+    spread = score.view(B, G).std(1)                                                        # [B]
     tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
     trained_tokens = reduced([lengths.sum()])[0]
-    loss, entropy, kl, clipped_low, clipped_high = reduced(sums)
+    sum_loss, sum_entropy, sum_kl, sum_low, sum_high = reduced(sums)
     state = {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}
     timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
-        "reward": mean(rewards), "reward_std": mean(spread), "frac_reward_zero_std": mean(spread == 0),
+        "reward": mean(score), "reward_std": mean(spread), "frac_reward_zero_std": mean(spread == 0),
         **{f"rewards/{name}/mean": mean(values) for name, values in parts.items()},
         "rewards/timeouts": reduced([timeouts])[0],
         "completions/mean_length": mean(lengths),
         "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],
         "completions/max_length": reduced([lengths.max()], dist.ReduceOp.MAX)[0],
         "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
-        "loss": loss / updates_per_step, "entropy": entropy / trained_tokens, "kl": kl / trained_tokens,
-        "clip_ratio/low_mean": clipped_low / trained_tokens, "clip_ratio/high_mean": clipped_high / trained_tokens,
-        "clip_ratio/region_mean": (clipped_low + clipped_high) / trained_tokens,
+        "loss": sum_loss / updates_per_step, "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
+        "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
+        "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
         "grad_norm": sum(grad_norms).item() / updates_per_step, "learning_rate": learning_rate_at(step),
         "num_tokens": state["num_tokens"], "perf/throughput": tokens / timing["timing_s/step"],
         "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
                                          resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | timing
+    log(metrics)
     if master:
-        append("metrics.jsonl", metrics)
-        for name, value in metrics.items():
-            board.add_scalar(name, value, step)
-        samples = [{"step": step, "prompt": row["prompt"], "completion": text, "reward": score,
-                    "finish_reason": r.finish_reason, "truth": row.get("answer")}
-                   for r, row, text, score in list(zip(rollouts, row_of, texts, scores))[::G][:8]]
-        for sample in samples:
-            append("samples.jsonl", sample)
+        samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": scores[i],
+                    "finish_reason": rollouts[i].finish_reason, "truth": row_of[i].get("answer")} for i in range(0, N, G)][:8]
+        append("samples.jsonl", samples)
         if step % sample_interval == 0:
-            say("\n".join(f"  {data.prompt_text(s['prompt'])[-60:]!r:40} -> {s['completion'][-60:]!r:50} reward {s['reward']:g}, "
-                          f"truth {s['truth']}" for s in samples[:4]))
+            say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} reward "
+                          f"{s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
     say(f"step {step:4d} | reward {metrics['reward']:.3f} | length {metrics['completions/mean_length']:5.1f} | "
         f"entropy {metrics['entropy']:.3f} | grad norm {metrics['grad_norm']:.2f} | "
         f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | {timing['timing_s/step']:.1f} s: "

@@ -61,6 +61,24 @@ def checkpoints(out_dir):
     return [os.path.join(out_dir, name) for name in sorted(names, key=lambda name: int(name.split("-")[1]))]
 
 
+def locate_run(out_dir, resume, default):
+    """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
+
+    out_dir "" is the resumed checkpoint's own run, or else `default`. Raises ValueError for a resume that is no
+    checkpoint, and for a folder that holds another run.
+    """
+    if resume not in ("", "auto"):
+        if not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
+            raise ValueError(f"resume={resume}: not a checkpoint folder")
+        return out_dir or os.path.dirname(os.path.abspath(resume)), resume
+    if resume == "auto" and not out_dir:
+        raise ValueError("resume=auto goes on from the newest checkpoint in out_dir: name an out_dir")
+    found = checkpoints(out_dir) if os.path.isdir(out_dir) else []
+    if not resume and os.path.isdir(out_dir) and os.listdir(out_dir):
+        raise ValueError(f"out_dir={out_dir} holds another run: name a new folder, or go on with it by --resume=auto")
+    return out_dir or default, found[-1] if resume == "auto" and found else None
+
+
 def load_optimizer(folder, policy, optimizer):
     """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks at hand. Collective."""
     state = get_optimizer_state_dict(policy, optimizer)

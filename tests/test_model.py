@@ -1,5 +1,4 @@
 """Packing, masks, and logprobs against plain forwards of one sequence at a time."""
-import json
 import os
 import random
 import shutil

@@ -1,0 +1,405 @@
+"""Every problem is solved again by other means, the checker has tables of cases, every error is provoked."""
+import json
+import math
+import re
+import urllib.error
+import urllib.request
+from fractions import Fraction
+
+import pytest
+
+import data
+import rewards
+
+
+# ------------------------------------------------------------------------------------------------ algebra
+
+
+def function_of(text, names="x"):
+    """A Python function of the variables in a problem's notation: 2|3x-5|, 4(x+1), x^2."""
+    text = re.sub(r"\|(.*)\|", r"abs(\1)", text)
+    text = re.sub(r"([\d)])(?=[a-z(])", r"\1*", text).replace("^", "**")
+    text = re.sub(r"\d+", lambda number: f"F({number[0]})", text)
+    return eval(f"lambda {', '.join(names)}: {text}", {"F": Fraction})
+
+
+def solve_absolute_value(text):
+    left, right = text.removeprefix("Larger solution of ").split("=")
+    f, far = function_of(left), Fraction(10 ** 6)                    # convex: its far right side is a line
+    x = far - (f(far) - int(right)) / (f(far + 1) - f(far))
+    assert f(x) == int(right) and f(x + 1) > f(x)                    # a solution, and f only grows beyond it
+    return x
+
+
+def solve_arithmetic_sequence(text):
+    n, terms = re.fullmatch(r"Term (\d+) of (.*), \.\.\.", text).groups()
+    terms = [Fraction(t) for t in terms.split(", ")]
+    assert terms[2] - terms[1] == terms[1] - terms[0]
+    while len(terms) < int(n):
+        terms.append(terms[-1] + terms[1] - terms[0])
+    return terms[-1]
+
+
+def solve_exponents(text):
+    left, right = text.removeprefix("Solve ").split("=")
+
+    def log_left(x):
+        factors = re.findall(r"(\d+)\^\((.*?)\)", left)
+        assert left == "*".join(f"{base}^({exponent})" for base, exponent in factors)
+        return sum(float(function_of(exponent)(x)) * math.log(int(base)) for base, exponent in factors)
+    x = (math.log(int(right)) - log_left(0)) / (log_left(1) - log_left(0))
+    return Fraction(x).limit_denominator(100)
+
+
+def solve_fractions(text):
+    return function_of(text.removeprefix("Compute "), "")()
+
+
+def solve_nested_linear(text):
+    left, right = text.removeprefix("Solve ").split("=")
+    f = function_of(left)
+    return (int(right) - f(0)) / (f(1) - f(0))
+
+
+def solve_polynomial_remainder(text):
+    polynomial, root = re.fullmatch(r"Remainder of \((.*)\)/\(x([+-]\d+)\)", text).groups()
+    remainder = {int(power or bool(x)): int(sign + (k or "1")) for sign, k, x, power in
+                 re.findall(r"([+-]?)(\d*)(x?)\^?((?<=\^)\d+)?(?=[+-]|$)", polynomial) if k or x}
+    while (degree := max(remainder)) > 0:                            # subtract lead * x^(degree-1) * divisor
+        lead = remainder.pop(degree)
+        remainder[degree - 1] = remainder.get(degree - 1, 0) - lead * int(root)
+    return remainder[0]
+
+
+def solve_quadratics(text):
+    left, right = text.removeprefix("Larger root of ").split("=")
+    f = function_of(left)
+    a, b, c = (f(1) + f(-1)) / 2 - f(0), (f(1) - f(-1)) / 2, f(0) - int(right)
+    discriminant = b * b - 4 * a * c
+    assert discriminant > 0 and math.isqrt(int(discriminant)) ** 2 == discriminant
+    return max((-b + sign * math.isqrt(int(discriminant))) / (2 * a) for sign in (1, -1))
+
+
+def solve_systems(text, wanted=""):
+    first, second, wanted = re.fullmatch(r"(.*), (.*)\. Find ([xy])", text).groups()
+    rows = []
+    for equation in (first, second):
+        left, right = equation.split("=")
+        f = function_of(left, "xy")
+        rows.append((f(1, 0), f(0, 1), int(right)))
+    (a, b, e), (c, d, f) = rows
+    return {"x": (e * d - b * f), "y": (a * f - e * c)}[wanted] / (a * d - b * c)      # Cramer's rule
+
+
+def text_of(row):
+    return row["prompt"][0]["content"]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def problems(request):
+    return request.param, data.load_rows("algebra", "train", 1600, seed=3, difficulty=request.param)
+
+
+def test_every_answer_is_right(problems):
+    for row in problems[1]:
+        assert Fraction(row["answer"]) == globals()[f"solve_{row['source']}"](text_of(row)), row
+
+
+def test_every_step_holds(problems):
+    """A step is an equation that holds at the solution, or an expression; the last of those is the answer."""
+    for row in problems[1]:
+        *steps, last = row["solution"].split("\n")
+        assert last == f"Answer: {row['answer']}"
+        answer, text = Fraction(row["answer"]), text_of(row)
+        known = {"x": answer, "y": 0, "d": 0}
+        if row["source"] == "arithmetic_sequence":
+            known["d"] = (lambda a, b: b - a)(*map(Fraction, re.findall(r"(?<= )-?[\d/]+(?=,)", text)[:2]))
+        if row["source"] == "polynomial_remainder":
+            known["x"] = -int(re.search(r"x([+-]\d+)\)$", text)[1])
+        if row["source"] == "systems":
+            known |= {name: solve_systems(text[:-1] + name) for name in "xy"}
+        value = None
+        for step in steps:
+            sides = [function_of(side, "xyd")(**known) for side in step.split("=")]
+            assert len(sides) == 1 or math.isclose(*sides, abs_tol=1e-9), (step, row)
+            value = sides[0] if len(sides) == 1 else value
+        assert value in (None, answer), row
+
+
+def test_problems_are_distinct_and_of_every_template(problems):
+    difficulty, rows = problems
+    assert len({text_of(row) for row in rows}) == len(rows) == 1600
+    for template in data.TEMPLATES:
+        assert sum(row["source"] == template.__name__ for row in rows) > 100
+    if difficulty == 1:
+        assert max(len(text_of(row)) for row in rows) <= 30
+        assert max(len(row["solution"]) for row in rows) <= 40
+        assert sum(Fraction(row["answer"]) < 0 for row in rows) < 0.05 * len(rows)
+
+
+def test_difficulty_enlarges_numbers():
+    sizes = []
+    for difficulty in (1, 2, 3, 4):
+        rows = data.load_rows("algebra", "train", 800, difficulty=difficulty)
+        sizes.append(sum(max(map(int, re.findall(r"\d+", text_of(row)))) for row in rows))
+    assert sizes == sorted(sizes) and sizes[2] > 3 * sizes[0]
+
+
+@pytest.mark.parametrize("template", data.TEMPLATES, ids=lambda template: template.__name__)
+def test_templates_have_many_problems(template):
+    rng = data.random.Random(0)
+    texts = {template(rng, 1)[0] for _ in range(8000)}
+    assert len(texts) >= 400
+    assert sum(data.zlib.crc32(text.encode()) % 8 == 0 for text in texts) >= 40       # held out
+
+
+@pytest.mark.parametrize("task", ["algebra", "countdown"])
+def test_generation(task):
+    def texts(*args, **kwargs):
+        return [text_of(row) for row in data.load_rows(task, *args, **kwargs)]
+    assert texts("train", 200, seed=1) == texts("train", 200, seed=1)
+    assert texts("train", 200, seed=1) != texts("train", 200, seed=2)
+    assert data.load_rows(task, "train", 50, 7) == data.load_rows(task, "train", 200, 7)[:50]
+    train = {text for seed in range(4) for text in texts("train", 1000, seed=seed)}
+    held_out = {text for seed in range(4) for text in texts("eval", 300, seed=seed)}
+    assert len(train) > 1500 and len(held_out) > 300 and not train & held_out
+
+
+@pytest.mark.parametrize("args, message", [
+    (("algebra", "train", 10, 0, 0), "difficulty must be a whole number from 1, not 0"),
+    (("algebra", "train", 10, 0, 1.5), "difficulty must be a whole number from 1, not 1.5"),
+    (("algebra", "train", 0), "train_prompts must be at least 1"),
+    (("countdown", "eval", 0), "eval_prompts must be at least 1"),
+    (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems; "
+                                   "asked for 1000000: lower eval_prompts"),
+    (("algebr", "train", 10), "task must be algebra, countdown, gsm8k or file, not 'algebr'"),
+    (("file", "eval", 10), "task file needs eval_file"),
+])
+def test_load_rows_errors(args, message):
+    with pytest.raises(ValueError, match=message):
+        data.load_rows(*args)
+
+
+@pytest.mark.parametrize("k, name, text", [(2, "x", "+2x"), (-1, "x", "-x"), (1, "", "+1"), (-3, "", "-3"),
+                                           (0, "x", ""), (11, "x", "+11x")])
+def test_term(k, name, text):
+    assert data.term(k, name) == text
+
+
+# ---------------------------------------------------------------------------------------------- countdown
+
+
+@pytest.mark.parametrize("difficulty", [1, 2, 3])
+def test_countdown_is_solvable(difficulty):
+    rows = data.load_rows("countdown", "train", 300, difficulty=difficulty)
+    for row in rows:
+        assert row["solution"] == f"Answer: {row['answer']}" and len(row["numbers"]) == difficulty + 2
+        assert text_of(row) == f"Use {', '.join(map(str, row['numbers']))} once each to make {row['target']}"
+        assert row["target"] >= 0 and eval(row["answer"]) == row["target"]
+        assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == row["numbers"]
+    assert rewards.score(rewards.countdown, rows, [row["solution"] for row in rows], 5)[0] == [1.0] * 300
+    assert set("+-*/") <= set("".join(row["answer"] for row in rows))
+
+
+@pytest.mark.parametrize("text, numbers, target, reward", [
+    ("Answer: 3+5+8", [3, 5, 8], 16, 1.0),
+    ("Answer: 8 + (5 + 3) = 16", [3, 5, 8], 16, 1.0),
+    ("so \\boxed{(8-5)\\times 3}", [3, 5, 8], 9, 1.0),
+    ("#### 8/(3-8/3)", [3, 3, 8, 8], 24, 1.0),                      # 24 in exact fractions only
+    ("Answer: 3*5+8.", [3, 5, 8], 23, 1.0),
+    ("Answer: 5÷5+8−8", [5, 5, 8, 8], 1, 1.0),
+    ("Answer: 3+5+8", [3, 5, 8], 17, 0.0),
+    ("Answer: 8+8", [3, 5, 8], 16, 0.0),                             # not every number
+    ("Answer: 3+5+8+0", [3, 5, 8], 16, 0.0),                         # another number
+    ("Answer: 3+5+8+5-5", [3, 5, 8], 16, 0.0),                       # one twice
+    ("Answer: 35-8", [3, 5, 8], 27, 0.0),                            # digits joined
+    ("Answer: 2^3+5", [2, 3, 5], 13, 0.0),
+    ("Answer: 2**3+5", [2, 3, 5], 13, 0.0),
+    ("Answer: 1 4/2", [1, 2, 4], 3, 0.0),                            # not a mixed number
+    ("Answer: 16", [3, 5, 8], 16, 0.0),
+    ("Answer: 5/(3-3)", [3, 3, 5], 0, 0.0),
+    ("Answer: (3+5+8", [3, 5, 8], 16, 0.0),
+    ("Answer: 3(5+8)", [3, 5, 8], 39, 0.0),
+    ("3+5+8", [3, 5, 8], 16, 0.0),                                   # no answer marked
+    ("Answer: __import__('os').system('false') or 3+5+8", [3, 5, 8], 16, 0.0),
+    ("Answer: (lambda: 3+5+8)()", [3, 5, 8], 16, 0.0),
+    ("Answer: " + "(" * 9999 + "3+5+8" + ")" * 9999, [3, 5, 8], 16, 0.0),
+])
+def test_countdown_reward(text, numbers, target, reward):
+    assert rewards.countdown(["p"], [text], [numbers], [target]) == [reward]
+
+
+# --------------------------------------------------------------------------------------- gsm8k and files
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+GSM8K = [{"question": "She sold 48, then half. How many?", "answer": "48/2 = 24\n48+24 = 72\n#### 72"},
+         {"question": "How much?", "answer": "A lot.\n#### 1,234"}]
+
+
+def test_gsm8k(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache/gsm8k").mkdir(parents=True)
+    write(tmp_path / ".cache/gsm8k/train.jsonl", *GSM8K)
+    first, second = data.load_rows("gsm8k", "train", 0)
+    asked = GSM8K[0]["question"] + ' Let\'s think step by step and output the final answer after "####".'
+    assert first == {"prompt": [{"role": "user", "content": asked}], "answer": "72", "source": "gsm8k",
+                     "solution": GSM8K[0]["answer"]}
+    assert second["answer"] == "1234" and data.load_rows("gsm8k", "train", 1) == [first]
+    assert rewards.score(rewards.accuracy, [first, second], ["#### 72", "#### 72"], 5)[0] == [1.0, 0.0]
+
+
+def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
+    def offline(url, timeout):
+        raise urllib.error.URLError("no network")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
+    with pytest.raises(ValueError, match=r"no network.*Download https.*/test\.jsonl.* put it at .*--task"):
+        data.load_rows("gsm8k", "eval", 0)
+    remote = tmp_path / "remote.jsonl"
+    write(remote, *GSM8K)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: remote.open("rb"))
+    rows = data.load_rows("gsm8k", "eval", 0)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
+    assert data.load_rows("gsm8k", "eval", 0) == rows and len(rows) == 2
+    assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
+
+
+MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1?"}]
+VERL = {"data_source": "math", "prompt": MESSAGES, "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 0}}
+
+
+@pytest.mark.parametrize("row, answer, source", [
+    ({"prompt": "1+1?", "answer": "2"}, "2", None),
+    ({"prompt": MESSAGES, "answer": 2}, "2", None),
+    ({"prompt": "1+1?", "solution": r"\boxed{2}"}, r"\boxed{2}", None),
+    ({"prompt": "1+1?", "ground_truth": "2", "solution": "1+1=2"}, "2", None),
+    ({"prompt": "1+1?", "answer": "2", "ground_truth": "3", "solution": "4"}, "2", None),
+    ({"prompt": "1+1?", "ground_truth": "3", "reward_model": {"ground_truth": "5"}}, "3", None),
+    ({"prompt": "1+1?", "answer": None, "ground_truth": "3", "source": "mine"}, "3", "mine"),
+    ({"prompt": "1+1?", "solution": "4", "reward_model": {"ground_truth": "5"}}, "5", None),
+    ({"prompt": "1+1?", "reward_model": "a model", "level": 3}, None, None),
+    (VERL, "2", "math"),
+])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_file_rows(tmp_path, kind, row, answer, source):
+    path = str(tmp_path / f"rows.{kind}")
+    if kind == "jsonl":
+        write(tmp_path / "rows.jsonl", row, "", row)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), path)
+    rows = data.load_rows("file", "train", 0, file=path)
+    assert len(rows) == 2 and rows[0] == rows[1] and data.load_rows("file", "train", 1, file=path) == rows[:1]
+    assert rows[0].get("answer") == answer and rows[0].get("source") == source
+    assert {key: value for key, value in rows[0].items() if key in row and key != "answer"} == \
+           {key: value for key, value in row.items() if key != "answer"}
+
+
+GOOD = {"prompt": "1+1?", "answer": "2"}
+
+
+@pytest.mark.parametrize("row, message", [
+    ("{not json", "not JSON"),
+    ("[" * 100_000, "not JSON"),
+    ("[1, 2]", "not an object"),
+    ('"text"', "not an object"),
+    ({"question": "1+1?", "answer": "2"}, "no prompt; the columns are question, answer"),
+    ({}, "no prompt; the columns are none"),
+    ({"prompt": None}, "no prompt"),
+    ({"prompt": ""}, "empty prompt"),
+    ({"prompt": " \n"}, "empty prompt"),
+    ({"prompt": []}, "empty prompt"),
+    ({"prompt": [{"role": "user", "content": " "}]}, "empty prompt"),
+    ({"prompt": [{"content": "1+1?"}]}, "a message needs a role and a content"),
+    ({"prompt": [{"role": "user"}]}, "a message needs a role and a content"),
+    ({"prompt": [{"role": "user", "content": 5}]}, "a message needs a role and a content"),
+    ({"prompt": ["1+1?"]}, "a message needs a role and a content"),
+    ({"prompt": 5}, "prompt must be a string or a list of messages, not int"),
+    ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not dict"),
+    ({"prompt": "1+1?"}, "no answer, ground_truth, reward_model.ground_truth or solution"),
+])
+def test_file_errors_name_the_line(tmp_path, row, message):
+    path = write(tmp_path / "rows.jsonl", GOOD, "", row, GOOD)
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:3: {re.escape(message)}"):
+        data.load_rows("file", "train", 1, file=path)       # though only the first row is asked for
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("rows.jsonl", None, "no such file"), ("rows.parquet", None, "no such file"),
+    ("rows.csv", b"prompt,answer\n", "rows are read from .jsonl and .parquet files"),
+    ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
+    ("rows.jsonl", b'{"prompt": "\xff"}', "1: not JSON"),
+    ("rows.parquet", b"not parquet", "not a parquet file"),
+])
+def test_file_errors(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: ?{re.escape(message)}"):
+        data.load_rows("file", "train", 0, file=str(path))
+
+
+def test_parquet_errors_name_the_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    path = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD, {"prompt": "1+1?", "answer": None}]), path)
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 2: no answer"):
+        data.load_rows("file", "train", 0, file=path)
+
+
+# ------------------------------------------------------------------------------------------ prompt stream
+
+
+@pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
+def test_every_epoch_has_every_row_once(num_rows, count):
+    stream = [i for step in range(3 * num_rows) for i in data.step_indices(num_rows, step, count, seed=5)]
+    assert len(stream) == 3 * num_rows * count
+    epochs = [stream[i:i + num_rows] for i in range(0, len(stream), num_rows)]
+    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
+    assert num_rows < 7 or epochs[0] != epochs[1]
+
+
+def test_steps_are_a_function_of_seed_and_step():
+    steps = [data.step_indices(50, step, 10, 1) for step in range(9)]
+    data.epoch_order.cache_clear()
+    assert steps[::-1] == [data.step_indices(50, step, 10, 1) for step in reversed(range(9))]
+    assert steps[0] != data.step_indices(50, 0, 10, 2) and steps[0] != steps[1]
+    steps[0].clear()
+    assert len(data.step_indices(50, 0, 10, 1)) == 10
+    with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training rows"):
+        data.step_indices(10, 0, 11, 1)
+
+
+# ------------------------------------------------------------------------------------------------ prompts
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    import tiny
+    return tiny.make_tokenizer()
+
+
+def test_encode_prompt(tokenizer):
+    user = [{"role": "user", "content": "1+1?"}]
+    decoded = lambda *args, **kwargs: tokenizer.decode(data.encode_prompt(tokenizer, *args, **kwargs))
+    assert decoded("1+1?") == "1+1?"
+    assert decoded(user) == "<|user|>1+1?<|end|><|assistant|>"
+    assert decoded(user, system_prompt="Be brief.") == "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>"
+    assert decoded(user, chat=False) == "1+1?\n"
+    assert data.prompt_text(user) == data.prompt_text("1+1?") == "1+1?"
+
+
+def test_encode_prompt_errors(tokenizer):
+    with pytest.raises(ValueError, match="system_prompt"):
+        data.encode_prompt(tokenizer, "1+1?", system_prompt="Be brief.")
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template; --chat=false"):
+        data.encode_prompt(tokenizer, [{"role": "user", "content": "1+1?"}])

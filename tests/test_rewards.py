@@ -1,0 +1,351 @@
+"""The answer checker against a long table, and rewards in every form, good and bad."""
+import math
+import signal
+import time
+from fractions import Fraction
+
+import pytest
+
+import rewards
+from test_data import MESSAGES, VERL, write
+
+
+# ---------------------------------------------------------------------------------------- answer checker
+
+
+@pytest.mark.parametrize("text, answer", [
+    (r"so \boxed{5}", "5"), (r"\boxed {5}.", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{5} \boxed{6", "5"), (r"\boxed{5", None), (r"\boxed{}", None), (r"} \boxed{5}", "5"),
+    (r"\boxed{5}{6}", "5"), (r"{ \boxed{5}", "5"), (r"{a}", None),
+    ("Answer: 5", "5"), ("answer:5\nmore", "5"), ("The final ANSWER: 5 cm\n", "5 cm"), ("**Answer:** 5", "5"),
+    ("**Answer**: 5", "5"), ("**Answer: 5**", "5"), ("Answer: 5\nAnswer: 6", "6"),
+    ("Answer: 5\nAnswer:\n", "5"),
+    ("Answer:\n5", None), ("The answer is 5", None), ("5", None), ("", None),
+    ("#### 72", "72"), ("####72\n", "72"), ("#### 1\n#### 2", "2"), ("##### 5", None), ("### 5", None),
+    ("#### Answer: 5", "5"), (r"Answer: $\boxed{5}$", "5"), (r"\boxed{5} Answer: 6", "6"),
+    (r"Answer: 6 or \boxed{5}", "5"), ("Answer: 6\n#### 5", "5"), ("#### 5\nAnswer: 6", "6"),
+    ("Answer: `5`", "5"), ("Answer: {5}", "{5}"), ("Answer: 5\r\nok", "5"),
+])
+def test_extract_answer(text, answer):
+    assert rewards.extract_answer(text) == answer
+
+
+EQUAL = [
+    ("5", "5"), ("+3", "3"), ("−3", "-3"), ("- 5", "-5"), ("007", "7"), ("(5)", "5"), ("5 ", " 5"),
+    ("1/2", "0.5"), ("2/4", "1/2"), ("6/3", "2"), (r"\frac{1}{2}", "1/2"), (r"\dfrac{1}{2}", ".5"),
+    (r"\tfrac{2}{4}", "1/2"),
+    (r"-\frac12", "-0.5"), (r"\frac{-1}{2}", "-1/2"), (r"\frac 1 2", "0.5"), ("−1/2", "-0.5"),
+    ("1 1/2", "3/2"), (r"1\frac{1}{2}", "1.5"), (r"-1\frac12", "-3/2"),
+    ("0.50", "1/2"), (".5", "0.5"), ("5.", "5"), ("5.0", "5"), ("0.1", "1/10"),
+    ("1,234", "1234"), ("-1,234", "-1234"), ("1{,}234", "1234"), (r"1\,234", "1234"), (r"1\!,234", "1234"),
+    ("1 234", "1234"),
+    ("1,234,567.5", "1234567.5"),
+    ("50%", "50"), (r"50\%", "50"), ("20%", "20 percent"), ("$5", "5"), (r"\$5", "5"), ("£5", "5"),
+    ("€5", "5"),
+    ("$1,234.50", "1234.5"), (r"$\$5$", "5"), ("5 dollars.", "5"),
+    ("5 apples", "5"), ("5 cm", "5"), ("5cm", "5"), (r"5\text{ cm}", "5"), (r"5\ \text{m}", "5"),
+    ("5~kg", "5"), ("5 m", "5"),
+    ("12 m^2", "12"), ("12 cm^{2}", "12"), (r"12\text{ cm}^2", "12"), ("60 km/h", "60"),
+    ("60 miles per hour", "60"),
+    ("3/4 cups", "0.75"), (r"\frac{3}{4}\text{ cups}", "3/4"),
+    ("90°", "90"), (r"90^\circ", "90"), (r"90^{\circ}", "90"), ("90 degrees", "90"),
+    ("x = 5", "5"), ("x=5", "x = 5"), ("y=2x+3", "2x+3"), ("$x=5$", "5"), ("$5$", "5"), (r"\(5\)", "5"),
+    (r"\[5\]", "5"),
+    ("2*3", "6"), (r"3\cdot 4", "12"), ("3×4", "12"), ("2^3", "8"), ("2**3", "8"), ("2^{3}", "8"),
+    ("2^-1", "0.5"), ("-2^2", "-4"),
+    ("2^3^2", "512"), ("8-3-2", "3"), ("8/4/2", "1"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("2*-3", "-6"),
+    (r"2\times 10^3", "2000"), (r"6 \div 3", "2"), ("6÷3", "2"),
+    ("Paris", "paris."), ("(1, 2)", "(1,2)"), (r"\left(3,4\right)", "(3,4)"), (r"\text{A}", "A"),
+    ("1,2", "1, 2"),
+    (r"\frac{\sqrt{3}}{2}", r"\dfrac{\sqrt{3}}{2}"), ("3 : 4", "3:4"), ("2(3)", "2 (3)"),
+    (r"\mathbf{x}", "x"),
+]
+UNEQUAL = [
+    ("5", "6"), ("5", "-5"), ("5", "5.0000001"), ("0.333", "1/3"), ("50%", "1/2"), ("10^2", "102"),
+    ("2^3", "6"),
+    ("1,2", "12"), ("1,23", "123"), ("1234,567", "1234567"), ("1 2", "12"), ("1 2", "3"), ("1 1/2", "11/2"),
+    ("5 5", "5"),
+    ("5x", "5"), ("5 x", "5"), ("3pi", "3"), ("3 pi", "3"), (r"3\pi", "3"), ("5!", "5"), ("sqrt(4)", "2"),
+    ("5i", "5"),
+    ("5 million", "5"), ("2 dozen", "2"), ("5 or more", "5"), ("5 or 6", "5"), ("5 apples and 3 pears", "5"),
+    ("5 and a very long remark", "5"), ("x", "y"), ("(1,2)", "(2,1)"), ("a b", "c"), ("-x", "x"),
+    ("", ""), ("", "5"), ("$", "$"), ("1/0", "5"), ("0^-1", "0"), ("2^0.5", "1"), ("--", "0"), ("(5", "5"),
+    ("5)", "5"), ("5+", "5"),
+    ("5e0", "5"), ("0x5", "5"), ("1_0", "10"), ("inf", "nan"), ("abs(-5)", "5"), ("int('5')", "5"),
+    ("__import__('os')", "5"),
+    ("9^9^9^9", "5"), ("2^5000", "5"), ("5", "x=6"),
+]
+
+
+@pytest.mark.parametrize("given, truth", EQUAL)
+def test_same_answer(given, truth):
+    assert rewards.same_answer(given, truth) is True and rewards.same_answer(truth, given) is True
+
+
+@pytest.mark.parametrize("given, truth", UNEQUAL)
+def test_not_same_answer(given, truth):
+    assert rewards.same_answer(given, truth) is False and rewards.same_answer(truth, given) is False
+
+
+N = 100_000
+
+
+@pytest.mark.parametrize("attack", [
+    "9" * N, "1." + "9" * N, "-" * N, "9^" * N + "9", "(" * N, "(" * N + "5" + ")" * N, "{" * N, "}" * N,
+    "^{" * N, r"\boxed{" * N, r"\frac{" * N, r"\frac" + " " * N, r"\text{" * N, "Answer:" * N,
+    "Answer:\n" * N, "answer" + "*" * N, "#### " * N, "\\" * N, "5" + " " * N + "x", "5" + "." * N + "x",
+    "5 " + "a " * N, "1," * N, "1 234" * N, "a=" * N, "(" * 99 + "5" + ")" * 99 + "1", "9^999999999", "(2^4000)^4000",
+    "1/7^60+" * 24 + "1", "9^9^9^9", "5" + " " * 400 + "x",
+], ids=lambda attack: f"{attack[:12]!r}x{len(attack)}")
+def test_attacks_are_quick_and_wrong(attack):
+    def quick(function, *args):
+        start = time.process_time()
+        result = function(*args)
+        assert time.process_time() - start < 1.0
+        return result
+    for text in (attack, f"Answer: {attack}", rf"\boxed{{{attack}}}"):
+        assert not quick(rewards.check_answer, text, "5")
+    assert not quick(rewards.same_answer, attack, "5") and not quick(rewards.same_answer, "5", attack)
+    assert quick(rewards.countdown, ["p"], [f"Answer: {attack}"], [[5]], [5]) == [0.0]
+
+
+@pytest.mark.parametrize("text, truth, right", [
+    ("Answer: 0.5", "1/2", True), ("Answer: 2", "1/2", False), ("0.5", "1/2", False),
+    (r"\boxed{72}", "Half of 48 is 24.\n#### 72", True), (r"\boxed{24}", "Half of 48 is 24.\n#### 72", False),
+    ("Answer: 63/400", r"It is $\boxed{\frac{63}{400}}$.", True),
+])
+def test_check_answer(text, truth, right):
+    assert rewards.check_answer(text, truth) is right
+
+
+# ------------------------------------------------------------------------------------------------ rewards
+
+
+ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "level": i} for i in range(4)]
+TEXTS = [f"Answer: {i}" for i in range(4)]
+
+
+def reward_file(tmp_path, source):
+    path = tmp_path / "my_reward.py"
+    path.write_text(source)
+    return rewards.load_reward(f"{path}:reward", "algebra")
+
+
+@pytest.mark.parametrize("task, name", [("algebra", "accuracy"), ("gsm8k", "accuracy"), ("file", "accuracy"),
+                                        ("countdown", "countdown")])
+def test_each_task_has_a_reward(task, name):
+    assert rewards.load_reward("", task) is getattr(rewards, name)
+
+
+def test_accuracy():
+    texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
+    assert rewards.score(rewards.accuracy, ROWS, texts, 5) == ([1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, 0)
+
+
+@pytest.mark.parametrize("spec, message", [
+    ("my_reward.py", "reward must be file.py:function"),
+    ("my_reward:reward", "reward must be file.py:function"),
+    ("my_reward.py:", "reward must be file.py:function"), ("accuracy", "reward must be file.py:function"),
+    ("missing.py:reward", "no such file: .*missing.py"),
+    ("my_reward.py:rewards", "has no function rewards; it has reward$"),
+    ("my_reward.py:qqq", "has no function qqq; it has helper, reward$"),
+    ("my_reward.py:CONSTANT", "has no function CONSTANT; it has"),
+    ("broken.py:reward", "broken.py raised ZeroDivisionError: division by zero"),
+    ("syntax.py:reward", "syntax.py raised SyntaxError"),
+])
+def test_load_reward_errors(tmp_path, monkeypatch, spec, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "my_reward.py", "CONSTANT = 1", "def helper(): pass", "def reward(completions): pass")
+    write(tmp_path / "broken.py", "1 / 0")
+    write(tmp_path / "syntax.py", "def reward(:")
+    with pytest.raises(ValueError, match=message):
+        rewards.load_reward(spec, "algebra")
+
+
+def test_a_reward_gets_columns_that_all_rows_have(tmp_path):
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.append((prompts, completions, columns))
+        return [1.0, 2.0]
+    rows = [{"prompt": "a", "answer": "1", "extra": 1}, {"prompt": "b", "answer": "2"}]
+    assert rewards.score(reward, rows, ["x", "y"], 5)[0] == [1.0, 2.0]
+    assert seen == [(["a", "b"], ["x", "y"], {"answer": ["1", "2"]})]
+    seen.clear()
+    rewards.score(reward, [{"prompt": MESSAGES}, {"prompt": "b"}], ["x", "y"], 5)
+    assert seen == [([MESSAGES, "b"], [[{"role": "assistant", "content": "x"}], "y"], {})]
+
+
+def test_a_reward_gets_only_the_columns_it_takes(tmp_path):
+    reward = reward_file(tmp_path, "def reward(level, missing=7): return [x + missing for x in level]")
+    assert rewards.score(reward, ROWS, TEXTS, 5)[0] == [7.0, 8.0, 9.0, 10.0]
+    reward = reward_file(tmp_path, "def reward(completions, missing): return [0.0] * len(completions)")
+    with pytest.raises(ValueError, match="needs a column missing; the columns are answer, level, prompts"):
+        rewards.score(reward, ROWS, TEXTS, 5)
+
+
+def test_a_reward_file_may_define_dataclasses(tmp_path):
+    source = ("from __future__ import annotations\nfrom dataclasses import dataclass\n"
+              "@dataclass\nclass Note:\n    value: float\n"
+              "def reward(completions, **columns): return [Note(2.0).value for _ in completions]")
+    assert rewards.score(reward_file(tmp_path, source), ROWS, TEXTS, 5)[0] == [2.0] * 4
+
+
+class Array(list):
+    """Like a tensor: gives its numbers by tolist()."""
+    tolist = list.copy
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("returned, totals, parts", [
+    ([1, 0.5, True, False], [1, 0.5, 1, 0], {}),
+    ((1, 2, 3, 4), [1, 2, 3, 4], {}),
+    (Array([1, 2, 3, 4]), [1, 2, 3, 4], {}),
+    ([None, 1, None, Fraction(1, 2)], [NAN, 1, NAN, 0.5], {}),
+    ([{"a": 1, "b": 2}, {"a": 3}, None, 5], [3, 3, NAN, 5], {"a": [1, 3, NAN, NAN], "b": [2, NAN, NAN, NAN]}),
+    ([{"score": 1, "acc": False, "pred": "72"}] * 4, [1] * 4, {"score": [1] * 4, "acc": [0] * 4}),
+    ([{"a": None, "b": 1}, {}, {"score": None, "a": 1}, {"a": 2}], [1, NAN, NAN, 2],
+     {"b": [1, NAN, NAN, NAN], "a": [NAN, NAN, 1, 2]}),
+])
+def test_what_a_reward_may_return(returned, totals, parts):
+    def plain(completions):
+        return returned
+    parts = parts or {"plain": totals}                              # without parts it is its own only part
+    parts = {name: pytest.approx(values, nan_ok=True) for name, values in parts.items()}
+    assert rewards.score(plain, ROWS, TEXTS, 5) == (pytest.approx(totals, nan_ok=True), parts, 0)
+
+
+@pytest.mark.parametrize("returned, message", [
+    ([1.0] * 3, "reward my_reward returned 3 values, not a list of 4"),
+    ([1.0] * 5, "reward my_reward returned 5 values, not a list of 4"),
+    (None, "reward my_reward returned NoneType, not a list of 4"),
+    (1.0, "reward my_reward returned float, not a list of 4"),
+    ({"a": 1}, "reward my_reward returned dict, not a list of 4"),
+    ("1234", "reward my_reward returned str, not a list of 4"),
+    ([1.0, 1.0, 1.0, "1"], "reward my_reward returned '1': not a finite number"),
+    ([1.0, 1.0, 1.0, [1]], r"reward my_reward returned \[1\]: not a finite number"),
+    ([1.0, math.inf, 1.0, 1.0], "reward my_reward returned inf: not a finite number"),
+    ([1.0, 1.0, NAN, 1.0], "reward my_reward returned nan: not a finite number"),
+    ([{"a": NAN}] * 4, "reward my_reward returned nan: not a finite number"),
+    ([{"a": "72"}] * 4, "reward my_reward returned '72': not a finite number"),
+    ([{"score": "72"}] * 4, "reward my_reward returned '72': not a finite number"),
+])
+def test_what_a_reward_may_not_return(returned, message):
+    def my_reward(completions):
+        return returned
+    with pytest.raises(RuntimeError, match=message):
+        rewards.score(my_reward, ROWS, TEXTS, 5)
+
+
+VERL_REWARD = """
+def reward(data_source, solution_str, ground_truth, extra_info=None):
+    assert extra_info is None or extra_info == {"index": 0}
+    if solution_str == "hang":
+        while True: pass
+    if solution_str == "raise":
+        raise KeyError("oops")
+    right = solution_str == f"{data_source} {ground_truth}"
+    return {"score": float(right), "acc": right, "pred": solution_str} if solution_str != "plain" else 0.25
+"""
+
+
+@pytest.mark.parametrize("row, right", [
+    (VERL, "math 2"),
+    ({"prompt": "1+1?", "answer": "2", "source": "mine"}, "mine 2"),
+    ({"prompt": "1+1?", "answer": "2"}, "None 2"),
+    ({"prompt": "1+1?", "answer": "2", "ground_truth": 3, "data_source": "d"}, "d 3"),
+])
+def test_verl_reward(tmp_path, row, right):
+    reward = reward_file(tmp_path, VERL_REWARD)
+    start = time.perf_counter()
+    totals, parts, timeouts = rewards.score(reward, [row] * 4, [right, "wrong", "hang", "plain"], 0.3)
+    assert (totals, timeouts) == ([1.0, 0.0, 0.0, 0.25], 1) and time.perf_counter() - start < 20
+    assert parts == {"score": pytest.approx([1, 0, NAN, NAN], nan_ok=True),
+                     "acc": pytest.approx([1, 0, NAN, NAN], nan_ok=True)}
+    with pytest.raises(RuntimeError, match="reward raised KeyError: 'oops'; the completion is 'raise'"):
+        rewards.score(reward, [row] * 2, [right, "raise"], 5)
+
+
+def test_verl_reward_without_a_truth(tmp_path):
+    with pytest.raises(RuntimeError, match="needs a column ground_truth"):
+        rewards.score(reward_file(tmp_path, VERL_REWARD), [{"prompt": "1+1?"}], ["2"], 5)
+
+
+HANGING = """
+import time
+def reward(completions, **columns):
+    rewards = []
+    for completion in completions:
+        try:
+            while completion == "hang": time.sleep(0.01)
+            if completion == "raise": raise ValueError("oops")
+        except {swallows}:
+            pass
+        rewards.append(1.0)
+    return rewards
+"""
+
+
+@pytest.mark.parametrize("swallows", ["ZeroDivisionError", "Exception"])
+def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
+    reward = reward_file(tmp_path, HANGING.format(swallows=swallows))
+    start = time.perf_counter()
+    assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3) == ([1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, 1)
+    assert 0.6 <= time.perf_counter() - start < 20                     # the batch's limit, then the hanging one's
+    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1) [::2] == ([0.0], 1)
+
+
+def test_a_reward_that_swallows_everything_is_interrupted_again(tmp_path):
+    reward = reward_file(tmp_path, HANGING.format(swallows="BaseException"))
+    assert rewards.score(reward, ROWS, ["hang", "a", "hang", "b"], 0.2)[::2] == ([1.0] * 4, 0)
+
+
+def test_no_limit_and_no_leftover(tmp_path):
+    before = signal.getsignal(signal.SIGALRM)
+    reward = reward_file(tmp_path, "import time\ndef reward(completions): time.sleep(0.2); return [1.0] * 4")
+    assert rewards.score(reward, ROWS, TEXTS, 0)[::2] == ([1.0] * 4, 0)
+    assert rewards.score(reward, ROWS, TEXTS, 0.25)[2] == 0
+    time.sleep(0.1)                                                  # past the limit: no alarm is left
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_reward_that_raises(tmp_path):
+    reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
+    with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'") as info:
+        rewards.score(reward, ROWS, ["a", "b", "raise", "c"], 5)
+    assert isinstance(info.value.__cause__, ValueError)
+    with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'"):
+        rewards.score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)   # after the hanging one
+    reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
+    with pytest.raises(RuntimeError, match="reward raised AssertionError: .*; the completion is 'Answer: 0'"):
+        rewards.score(reward, ROWS, TEXTS, 5)                           # only the batch raises
+
+
+def test_try_reward_finds_what_is_broken_beforehand(tmp_path):
+    for source, message in [("def reward(completions): raise KeyError('oops')", "raised KeyError: 'oops'"),
+                            ("def reward(completions): return [1.0]", "returned 1 values, not a list of 2"),
+                            ("def reward(completions, colour): return [1.0]", "needs a column colour"),
+                            ("def reward(completions):\n while True: pass", "took more than reward_timeout=0.2")]:
+        with pytest.raises(ValueError, match=message):
+            rewards.try_reward(reward_file(tmp_path, source), ROWS, 0.2)
+    rewards.try_reward(rewards.accuracy, ROWS[:1], 5)
+
+
+# --------------------------------------------------------------------------------------------- evaluation
+
+
+def test_evaluation_by_hand():
+    results = [("a", 0, "3"), ("a", 1, "2"), ("a", 1, "2"), ("a", 0, None),         # majority 2: right
+               ("a", 0, "7"), ("a", 1, "5"), ("a", 0, "7"), ("a", 0, "1"),         # majority 7: wrong
+               ("b", 0, None), ("b", 0, None), ("b", 0, None), ("b", 0, None),      # no answers, no votes
+               ("b", 1, "1"), ("b", 0, "2"), ("b", 0, "3"), ("b", 0, "4")]          # a tie: the first answer
+    assert rewards.evaluation(results, 4) == {
+        "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
+        "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
+        "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
+    assert rewards.evaluation([(None, 0.5, "x"), (None, 0.25, "y")], 2) == {
+        "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}

@@ -1,0 +1,260 @@
+"""train_grpo.py and sample.py as a user runs them: whole short runs, resume, two ranks, and every kind of bad input."""
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--train_prompts=64", "--eval_prompts=8",
+         "--eval_samples=2", "--max_steps=2", "--save_interval=1", "--warmup_steps=0", "--learning_rate=1e-3"]
+NAMES = """reward reward_std frac_reward_zero_std rewards/score/mean completions/mean_length completions/min_length
+    completions/max_length completions/clipped_ratio entropy kl clip_ratio/low_mean clip_ratio/high_mean
+    clip_ratio/region_mean sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max
+    sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/mean
+    sampling/importance_sampling_ratio/max loss grad_norm learning_rate num_tokens timing_s/gen timing_s/reward
+    timing_s/update_actor timing_s/sync timing_s/step perf/throughput perf/max_memory_allocated_gb""".split()
+
+
+def launch(*arguments, launcher=(sys.executable,), code=0):
+    result = subprocess.run([*launcher, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory):
+    """A reward that even a random model earns: more even than odd letters."""
+    path = tmp_path_factory.mktemp("reward") / "rewards.py"
+    path.write_text('def score(prompts, completions, **_):\n'
+                    '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
+    return f"--reward={path}:score"
+
+
+def train(folder, out_dir, *arguments, launcher=(sys.executable,)):
+    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={out_dir}", *SMALL, *arguments, launcher=launcher)
+    with open(os.path.join(out_dir, "metrics.jsonl")) as file:
+        return [json.loads(line) for line in file], output
+
+
+@pytest.fixture(scope="module")
+def plain_run(folder, reward_file, tmp_path_factory):
+    out_dir = str(tmp_path_factory.mktemp("run") / "plain")
+    return out_dir, *train(folder, out_dir, reward_file, "--engine=hf")
+
+
+def without_times(metrics):
+    return [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in metrics]
+
+
+# ---------------------------------------------------------------- whole runs
+
+def test_a_run_leaves_what_it_promises(plain_run, folder):
+    out_dir, metrics, output = plain_run
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    for line in metrics[:2]:
+        assert not set(NAMES) - set(line) and line["grad_norm"] > 0
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    for line in (metrics[0], metrics[2]):                                 # the first and the last model are evaluated
+        assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/quadratics/mean@2"} <= set(line)
+        assert line["eval/pass@2"] >= line["eval/mean@2"] > 0
+    assert sorted(os.listdir(out_dir)) == sorted(
+        ["checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "samples.jsonl", "train_grpo.py"]
+        + [name for name in os.listdir(out_dir) if "tfevents" in name])
+    with open(os.path.join(out_dir, "samples.jsonl")) as file:
+        samples = [json.loads(line) for line in file]
+    assert {s["step"] for s in samples} == {0, 1} and set(samples[0]) == {
+        "step", "prompt", "completion", "reward", "finish_reason", "truth"}
+    with open(os.path.join(out_dir, "config.json")) as file:
+        assert json.load(file)["prompts_per_step"] == 4
+    assert "4 prompts x 4 completions = 16 sequences" in output and "engine hf" in output
+
+
+def test_a_checkpoint_is_a_model_folder(plain_run, folder):
+    out_dir, _, _ = plain_run
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, f"{out_dir}/checkpoint-2"))
+    assert AutoTokenizer.from_pretrained(f"{out_dir}/checkpoint-2").chat_template
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters()))
+    assert after.lm_head.weight.data_ptr() == after.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_run_and_sample(folder, reward_file, tmp_path):
+    metrics, output = train(folder, tmp_path / "run", reward_file, "--engine=vllm")
+    assert "engine vllm" in output and len(metrics) == 3
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:2]) < 1e-4
+    scores = {}
+    for engine in ("vllm", "hf"):
+        output = launch("sample.py", f"--model={tmp_path}/run/checkpoint-2", "--eval_prompts=8", "--samples=2", reward_file,
+                        "--max_completion_length=12", f"--engine={engine}", f"--output={tmp_path}/samples.jsonl")
+        scores[engine] = float(re.search(r"eval/mean@2 +(\S+)", output)[1])
+        assert "eval/pass@2" in output and "eval/maj@2" in output
+        assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 16
+    # The final evaluation drew the same seeds from the same weights, so sampling the checkpoint again repeats it.
+    assert scores["vllm"] == pytest.approx(metrics[2]["eval/mean@2"], abs=1e-4)
+
+
+def test_sample_a_prompt_and_without_chat(folder):
+    assert launch("sample.py", f"--model={folder}", "--prompt=2+2=", "--engine=hf", "--samples=3").count("-" * 40) == 2
+    assert "eval/mean@2" in launch("sample.py", f"--model={folder}", "--chat=false", "--engine=hf", "--samples=2",
+                                   "--eval_prompts=4", "--task=countdown", "--temperature=0.5", "--top_p=0.9", "--top_k=20")
+
+
+def test_a_run_repeats_exactly(plain_run, folder, reward_file, tmp_path):
+    again, _ = train(folder, tmp_path / "again", reward_file, "--engine=hf")
+    assert without_times(again) == without_times(plain_run[1])
+
+
+def test_micro_batches_change_neither_loss_nor_gradient(plain_run, folder, reward_file, tmp_path):
+    split, output = train(folder, tmp_path / "split", reward_file, "--engine=hf", "--token_budget=80", "--max_steps=1")
+    assert "at most 16 micro-batches" in output
+    for key in ("loss", "grad_norm", "entropy"):
+        assert split[0][key] == pytest.approx(plain_run[1][0][key], rel=1e-5, abs=1e-7)
+
+
+def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, reward_file, tmp_path):
+    out_dir, metrics, _ = plain_run
+    shutil.copytree(out_dir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    resumed, _ = train(folder, tmp_path / "run", reward_file, "--engine=hf", "--resume=auto")
+    assert [line["step"] for line in resumed] == [0, 1, 2]
+    keep = lambda line: {k: v for k, v in line.items() if not k.startswith("eval/")}
+    assert [keep(line) for line in without_times(resumed)] == [keep(line) for line in without_times(metrics)]
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--kl_coef=0.1", "--updates_per_step=2", "--loss_type=cispo", "--advantage=rloo", "--gradient_checkpointing=true"],
+    ["--kl_coef=0.1", "--kl_estimator=k2", "--loss_aggregation=constant_length", "--advantage=dr_grpo", "--lr_decay=cosine"]])
+def test_other_algorithms(folder, reward_file, tmp_path, arguments):
+    metrics, _ = train(folder, tmp_path / "run", reward_file, "--engine=hf", *arguments)
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3) and metrics[1]["kl"] > 1e-4        # the policy has left the reference
+    assert metrics[1]["grad_norm"] > 0
+
+
+def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(plain_run, folder, reward_file, tmp_path):
+    both, output = train(folder, tmp_path / "run", reward_file, "--engine=hf",
+                         launcher=(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"))
+    one = plain_run[1]
+    assert len(both) == 3 and "on 2 x cpu" in output
+    for key in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "num_tokens", "eval/mean@2"):
+        assert both[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
+
+
+# ---------------------------------------------------------------- bad input: one clear line, before any model is loaded
+
+def run_in_child(arguments, log, hide_vllm):
+    """Runs train_grpo.py in this process, in which no model can be loaded."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(ROOT)
+    sys.path.insert(0, ROOT)
+    AutoModelForCausalLM.from_pretrained = None
+    if hide_vllm:
+        find_spec = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
+    sys.argv = ["train_grpo.py", *arguments]
+    runpy.run_path("train_grpo.py", run_name="__main__")
+
+
+# A server process that has imported torch once forks a fresh child for each case: seconds saved each time.
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["torch.distributed.fsdp", "torch.utils.tensorboard", "transformers", "tests.test_train_grpo"])
+
+FILES = {
+    "typo.py": "learning_rte = 1e-4\n",
+    "empty.jsonl": "",
+    "broken.jsonl": '{"prompt": "a", "answer": "1"}\n{"prompt": \n',
+    "no_prompt.jsonl": '{"prompt": "a", "answer": "1"}\n{"question": "b", "answer": "1"}\n',
+    "empty_prompt.jsonl": '{"prompt": "a", "answer": "1"}\n{"prompt": " ", "answer": "1"}\n',
+    "good.jsonl": "".join(json.dumps({"prompt": "x" * 50 + str(i), "answer": "1"}) + "\n" for i in range(40)),
+    "rewards.py": "import time\n"
+                  "def raises(prompts, completions, **_):\n    raise KeyError('colour')\n"
+                  "def short(prompts, completions, **_):\n    return [1.0]\n"
+                  "def hangs(prompts, completions, **_):\n    time.sleep(60)\n"
+                  "def text(prompts, completions, **_):\n    return ['good'] * len(completions)\n"
+                  "def wants(prompts, completions, colour):\n    return [0.0] * len(completions)\n",
+    "crash.py": "import nonsuch\n",
+    "old_run/metrics.jsonl": "{}\n"}
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory, folder):
+    path = tmp_path_factory.mktemp("bad")
+    (path / "old_run").mkdir()
+    for name, text in FILES.items():
+        (path / name).write_text(text)
+    for name in ("model.safetensors", "tokenizer.json"):
+        copy = shutil.copytree(folder, path / f"without_{name.split('.')[0]}")
+        for file in os.listdir(copy):
+            if file.startswith(name.split(".")[0]):
+                os.remove(copy / file)
+    return path
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--learnig_rate=1e-4"], "did you mean --learning_rate?"),
+    (["--num-generations=4"], "did you mean --num_generations?"),
+    (["--max_steps=many"], "max_steps"),
+    (["--temperature=warm"], "temperature"),
+    (["--chat=1"], "chat"),
+    (["BAD/typo.py"], "typo.py:1: unknown setting learning_rte; did you mean learning_rate?"),
+    (["config/nonsuch.py"], "config/nonsuch.py"),
+    (["--task=algbra"], "task must be"),
+    (["--task=algebra", "--difficulty=0"], "difficulty"),
+    (["--task=file"], "train_file"),
+    (["--task=file", "--train_file=BAD/nonsuch.jsonl"], "nonsuch.jsonl: no such file"),
+    (["--task=file", "--train_file=BAD/empty.jsonl"], "empty.jsonl: no rows"),
+    (["--task=file", "--train_file=BAD/broken.jsonl"], "broken.jsonl:2: not JSON"),
+    (["--task=file", "--train_file=BAD/no_prompt.jsonl"], "no_prompt.jsonl:2: no prompt"),
+    (["--task=file", "--train_file=BAD/empty_prompt.jsonl"], "empty_prompt.jsonl:2: empty prompt"),
+    (["--task=file", "--train_file=BAD/good.jsonl", "--eval_file=BAD/good.jsonl", "--max_prompt_length=10"],
+     "max_prompt_length=10: only 0 train prompts fit"),
+    (["--num_generations=1"], "num_generations=1"),
+    (["--updates_per_step=3"], "updates_per_step=3 does not divide"),
+    (["--prompts_per_step=0"], "prompts_per_step=0"),
+    (["--token_budget=100"], "token_budget=100"),
+    (["--top_p=0.9"], "top_p=0.9"),
+    (["--top_k=50"], "top_k=50"),
+    (["--temperature=0"], "temperature=0"),
+    (["--advantage=gae"], "advantage='gae'"),
+    (["--loss_type=ppo"], "loss_type='ppo'"),
+    (["--kl_estimator=k4"], "kl_estimator='k4'"),
+    (["--dtype=float16"], "dtype=float16"),
+    (["--engine=sglang"], "engine=sglang"),
+    (["--engine=vllm", "HIDE_VLLM"], "engine=vllm, but vLLM is not installed"),
+    (["--reward=BAD/nonsuch.py:score"], "nonsuch.py"),
+    (["--reward=BAD/rewards.py:nonsuch"], "nonsuch"),
+    (["--reward=BAD/rewards.py"], "file.py:function"),
+    (["--reward=BAD/crash.py:score"], "nonsuch"),
+    (["--reward=BAD/rewards.py:raises"], "colour"),
+    (["--reward=BAD/rewards.py:short"], "short"),
+    (["--reward=BAD/rewards.py:text"], "text"),
+    (["--reward=BAD/rewards.py:wants"], "colour"),
+    (["--reward=BAD/rewards.py:hangs", "--reward_timeout=0.3"], "reward_timeout=0.3"),
+    (["--model=BAD/nonsuch"], "no such folder"),
+    (["--model=BAD/without_model"], "no weights"),
+    (["--model=BAD/without_tokenizer"], "no tokenizer"),
+    (["--out_dir=BAD/old_run"], "old_run holds another run"),
+    (["--resume=BAD/old_run"], "not a checkpoint folder"),
+    (["--resume=auto"], "out_dir")])
+def test_bad_input(folder, bad, tmp_path, arguments, message):
+    hide_vllm = "HIDE_VLLM" in arguments
+    arguments = [a.replace("BAD", str(bad)) for a in arguments if a != "HIDE_VLLM"]
+    if not any(a.startswith("--model=") for a in arguments):
+        arguments.append(f"--model={folder}")
+    child = forkserver.Process(target=run_in_child, args=(arguments, tmp_path / "log", hide_vllm))
+    child.start()
+    child.join(60)
+    log = (tmp_path / "log").read_text()
+    assert child.exitcode not in (0, None), log
+    assert message in log.splitlines()[-1], log
+    assert "Traceback" not in log, log

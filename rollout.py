@@ -10,6 +10,7 @@ its completions the seeds seed, seed + 1, …, so a run repeats, whatever else i
 """
 import importlib.util
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ class Rollout:
 
 def engine_class(engine):
     """The class for engine `vllm`, `hf`, or `auto`: vLLM where it is installed. Raises ValueError where it is not."""
+    if engine not in ("auto", "vllm", "hf"):
+        raise ValueError(f"engine={engine}: choose auto, vllm or hf")
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
         raise ValueError("engine=vllm, but vLLM is not installed: install requirements.txt, or take --engine=hf")
@@ -86,11 +89,12 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first generate compiles for 30 s
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import vllm
         self.SamplingParams, self.eos_ids = vllm.SamplingParams, eos_ids
         self.llm = vllm.LLM(model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
-                            skip_tokenizer_init=True, enable_sleep_mode=self.cuda, enforce_eager=not self.cuda,
-                            gpu_memory_utilization=gpu_memory_utilization if self.cuda else 0.9,
+                            skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
+                            enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
                             logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
                             enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
                             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)

@@ -407,4 +407,5 @@ for step in range(first_step, max_steps + 1):
 # ---------------------------------------------------------------- teardown
 bar.close()
 sampler.close()
-dist.destroy_process_group()
+if dist.is_initialized():  # closing vLLM has ended the process group already
+    dist.destroy_process_group()

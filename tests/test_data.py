@@ -135,6 +135,7 @@ def test_problems_are_distinct_and_of_every_template(problems):
         assert max(len(text_of(row)) for row in rows) <= 30
         assert max(len(row["solution"]) for row in rows) <= 40
         assert sum(Fraction(row["answer"]) < 0 for row in rows) < 0.05 * len(rows)
+    assert min(Fraction(row["answer"]) for row in rows if row["source"] == "fractions") >= 0
 
 
 def test_difficulty_enlarges_numbers():

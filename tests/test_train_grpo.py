@@ -40,7 +40,9 @@ def reward_file(tmp_path_factory):
 
 
 def train(folder, out_dir, *arguments, launcher=(sys.executable,)):
-    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={out_dir}", *SMALL, *arguments, launcher=launcher)
+    given = {argument.partition("=")[0] for argument in arguments}
+    small = [argument for argument in SMALL if argument.partition("=")[0] not in given]
+    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={out_dir}", *small, *arguments, launcher=launcher)
     with open(os.path.join(out_dir, "metrics.jsonl")) as file:
         return [json.loads(line) for line in file], output
 
@@ -64,7 +66,7 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
         assert not set(NAMES) - set(line) and line["grad_norm"] > 0
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
     for line in (metrics[0], metrics[2]):                                 # the first and the last model are evaluated
-        assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/quadratics/mean@2"} <= set(line)
+        assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/nested_linear/mean@2"} <= set(line)
         assert line["eval/pass@2"] >= line["eval/mean@2"] > 0
     assert sorted(os.listdir(out_dir)) == sorted(
         ["checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "samples.jsonl", "train_grpo.py"]
@@ -135,13 +137,13 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
     ["--kl_coef=0.1", "--kl_estimator=k2", "--loss_aggregation=constant_length", "--advantage=dr_grpo", "--lr_decay=cosine"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
     metrics, _ = train(folder, tmp_path / "run", reward_file, "--engine=hf", *arguments)
-    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3) and metrics[1]["kl"] > 1e-4        # the policy has left the reference
+    assert metrics[0]["kl"] < metrics[1]["kl"] and metrics[1]["kl"] > 1e-3                   # the policy leaves the reference
     assert metrics[1]["grad_norm"] > 0
 
 
 def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(plain_run, folder, reward_file, tmp_path):
     both, output = train(folder, tmp_path / "run", reward_file, "--engine=hf",
-                         launcher=(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"))
+                         launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
     one = plain_run[1]
     assert len(both) == 3 and "on 2 x cpu" in output
     for key in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "num_tokens", "eval/mean@2"):
@@ -217,7 +219,7 @@ def bad(tmp_path_factory, folder):
     (["--task=file", "--train_file=BAD/no_prompt.jsonl"], "no_prompt.jsonl:2: no prompt"),
     (["--task=file", "--train_file=BAD/empty_prompt.jsonl"], "empty_prompt.jsonl:2: empty prompt"),
     (["--task=file", "--train_file=BAD/good.jsonl", "--eval_file=BAD/good.jsonl", "--max_prompt_length=10"],
-     "max_prompt_length=10: only 0 train prompts fit"),
+     "max_prompt_length=10: only 0 training and 0 evaluation prompts fit it"),
     (["--num_generations=1"], "num_generations=1"),
     (["--updates_per_step=3"], "updates_per_step=3 does not divide"),
     (["--prompts_per_step=0"], "prompts_per_step=0"),

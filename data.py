@@ -281,8 +281,9 @@ def check_row(where, row):
 def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):
     """The token ids of a row's prompt.
 
-    Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string is
-    taken as it is. Raises ValueError for messages without a template, and for a system prompt with a string.
+    Messages go through the tokenizer's chat template, or with chat=False are joined to plain
+    text; a string is taken as it is. Raises ValueError for messages without a template, and for
+    a system prompt with a string.
     """
     if isinstance(prompt, str):
         if system_prompt:

@@ -3,9 +3,9 @@
 Pure functions: tensors in, tensors out; nothing in place, no globals, no model, no process group.
 
 One convention. A per-token tensor (`logp`, `old_logp`, `ref_logp`, `rollout_logp`, `entropy`, `adv`) holds
-completion tokens only, flat, one sequence after another: `[C]`. Prompts and padding are never in it, so no mask
-can be wrong. Entry c is about the completion token c, read from the hidden state one token before it. `logp`
-carries gradient, all others are constants. B prompts, G completions a prompt, N = B * G sequences.
+completion tokens only, flat, one sequence after another: `[C]`. Prompts and padding are never in it, so no
+mask can be wrong. Entry c is about the completion token c, read from the hidden state one token before it.
+`logp` carries gradient, all others are constants. B prompts, G completions a prompt, N = B * G sequences.
 """
 import torch
 
@@ -13,11 +13,12 @@ import torch
 def group_advantages(rewards, num_generations, kind):
     """Advantage of each completion over the others that answer the same prompt.
 
-    rewards [N], the G completions of a prompt adjacent; NaN marks a completion without a reward: it takes no part
-    in its group's statistics and its advantage is 0. Returns [N].
-    kind  grpo     (r - mean) / (std + 1e-4), unbiased std    Shao et al. 2024, eq. in 4.1.2; epsilon as in TRL
-          dr_grpo  r - mean                                   Liu et al. 2025: dividing by std favours easy and hard
-          rloo     r - mean of the *other* completions        Ahmadian et al. 2024 = dr_grpo * n / (n - 1)
+    rewards [N], the G completions of a prompt adjacent; NaN marks a completion without a reward: it takes no
+    part in its group's statistics and its advantage is 0. Returns [N].
+    kind  grpo     (r - mean) / (std + 1e-4), unbiased std  Shao et al. 2024, eq. in 4.1.2; epsilon as in TRL
+          dr_grpo  r - mean                                 Liu et al. 2025: dividing by std favours easy
+                                                            and hard
+          rloo     r - mean of the *other* completions      Ahmadian et al. 2024 = dr_grpo * n / (n - 1)
     Example: rewards [1, 0, 0, 0], G = 4 -> grpo [1.5, -0.5, -0.5, -0.5], dr_grpo [.75, -.25, -.25, -.25],
     rloo [1, -1/3, -1/3, -1/3]. A group whose rewards are all equal gives zeros: it teaches nothing.
     """
@@ -40,14 +41,14 @@ def group_advantages(rewards, num_generations, kind):
 
 
 def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length):
-    """Weight of every token of each sequence, so that the batch's loss is the plain sum of weight * token loss.
+    """Weight of each sequence's tokens, so that the batch's loss is the plain sum of weight * token loss.
 
     lengths [n]: completion tokens of the sequences at hand (a micro-batch, a rank, anything). num_tokens and
-    num_sequences count the *global* batch of one optimizer step. Because no weight depends on how that batch was
-    split, neither does the gradient. Returns [n].
-    aggregation  token_mean       every token alike: 1 / num_tokens                       DAPO, Yu et al. 2025
-                 sequence_mean    every sequence alike: 1 / (len * num_sequences)         GRPO, Shao et al. 2024
-                 constant_length  1 / (max_length * num_sequences): no length bias        Dr. GRPO, Liu et al. 2025
+    num_sequences count the *global* batch of one optimizer step. Because no weight depends on how that batch
+    was split, neither does the gradient. Returns [n].
+    aggregation  token_mean       every token alike: 1 / num_tokens                  DAPO, Yu et al. 2025
+                 sequence_mean    every sequence alike: 1 / (len * num_sequences)    GRPO, Shao et al. 2024
+                 constant_length  1 / (max_length * num_sequences): no length bias   Dr. GRPO, Liu et al. 2025
     """
     if aggregation == "token_mean":
         return torch.full_like(lengths, 1.0, dtype=torch.float32) / num_tokens
@@ -59,14 +60,15 @@ def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length
 
 
 def policy_loss(logp, old_logp, adv, epsilon, epsilon_high, loss_type):
-    """Loss of each token and, for the logs, whether its ratio was clipped low and high; all [C], the loss with gradient.
+    """Loss of each token, with gradient, and for the logs whether its ratio was clipped low, high; all [C].
 
     ratio = exp(logp - old_logp).
-    loss_type  clip   -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv): beyond the bound, in the
-                      direction that adv pushes, a token has no gradient   PPO, Schulman et al. 2017, eq. 7; the
-                      asymmetric bound is DAPO's
-               cispo  -stop_gradient(min(ratio, 1 + epsilon_high)) * adv * logp: the weight is clipped, the token
-                      keeps its gradient                                   MiniMax-M1, Chen et al. 2025, eq. 4-5
+    loss_type  clip   -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv): beyond the bound,
+                      in the direction that adv pushes, a token has no gradient
+                      PPO, Schulman et al. 2017, eq. 7; the asymmetric bound is DAPO's
+               cispo  -stop_gradient(min(ratio, 1 + epsilon_high)) * adv * logp: the weight is clipped, the
+                      token keeps its gradient
+                      MiniMax-M1, Chen et al. 2025, eq. 4-5
     At ratio 1 both have the gradient -adv * grad(logp).
     """
     ratio = (logp - old_logp).exp()
@@ -85,8 +87,8 @@ def kl_penalty(logp, ref_logp, estimator):
     """Per-token estimate of KL(policy || reference) from tokens that the policy sampled; [C], with gradient.
 
     With d = ref_logp - logp (Schulman 2020, http://joschu.net/blog/kl-approx.html):
-    estimator  k1  -d            unbiased, high variance; its gradient as a loss is 0 in expectation: use it for logs
-                                 and in rewards, not in the loss
+    estimator  k1  -d            unbiased, high variance; its gradient as a loss is 0 in expectation: use it
+                                 for logs and in rewards, not in the loss
                k2  d^2 / 2       biased value; as a loss its gradient is that of KL in expectation
                k3  exp(d) - 1 - d  unbiased, never negative, what GRPO uses; as a loss its gradient is, in
                                  expectation, that of KL(reference || policy)

@@ -1,9 +1,10 @@
-"""The policy: a Hugging Face model under FSDP2 that reads packed sequences and returns logprobs, never logits.
+"""The policy: a Hugging Face model under FSDP2 that reads packed sequences and returns logprobs, no logits.
 
-Packing. A micro-batch is one row of T tokens holding several sequences (prompt + completion each) without padding;
-`position_ids` restart at each sequence and attention stays inside it. Per-token results are flat over completion
-tokens only, `[C]`, in the order of the row: entry c is about completion token c and is read from the hidden state
-one token before it. T tokens in a micro-batch, S sequences, C completion tokens, H hidden size, V vocabulary.
+Packing. A micro-batch is one row of T tokens holding several sequences (prompt + completion each)
+without padding; `position_ids` restart at each sequence and attention stays inside it. Per-token
+results are flat over completion tokens only, `[C]`, in the order of the row: entry c is about
+completion token c and is read from the hidden state one token before it. T tokens in a
+micro-batch, S sequences, C completion tokens, H hidden size, V vocabulary.
 """
 import os
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class MicroBatch:
     lengths: torch.Tensor        # [S] completion tokens of each sequence; they sum to C
 
     def flat(self, tensors):
-        """Per-token tensors of all sequences (a list, one [len] each) -> those of this micro-batch, flat [C]."""
+        """Per-token tensors of all sequences (a list of [len]) -> those of this micro-batch, flat [C]."""
         return torch.cat([tensors[row] for row in self.rows])
 
     def spread(self, values):
@@ -48,11 +49,11 @@ class MicroBatch:
 def pack(rollouts, rows, token_budget, device):
     """Pack the given rows of `rollouts` (anything with prompt_ids and completion_ids) into few MicroBatches.
 
-    At most token_budget tokens each; first fit, longest first. Every completion token is a target, the EOS among
-    them even where the pad token has the same id; no prompt token is. Raises ValueError for a sequence that is
-    longer than token_budget.
-    Example: prompts [5, 6] and [5] with completions [7, 8] and [9], budget 8 -> one micro-batch 5 6 7 8 | 5 9 with
-    index [1, 2, 4] and targets [7, 8, 9]: token 7 is predicted at position 1, 8 at 2, 9 at 4.
+    At most token_budget tokens each; first fit, longest first. Every completion token is a target, the EOS
+    among them even where the pad token has the same id; no prompt token is. Raises ValueError for a sequence
+    that is longer than token_budget.
+    Example: prompts [5, 6] and [5] with completions [7, 8] and [9], budget 8 -> one micro-batch 5 6 7 8 | 5 9
+    with index [1, 2, 4] and targets [7, 8, 9]: token 7 is predicted at position 1, 8 at 2, 9 at 4.
     """
     size = lambda row: len(rollouts[row].prompt_ids) + len(rollouts[row].completion_ids)
     bins, free = [], []
@@ -71,31 +72,34 @@ def pack(rollouts, rows, token_budget, device):
     batches = []
     for packed in bins:
         ids, positions, bounds, index, targets, lengths = [], [], [0], [], [], []
-        for prompt, completion in ((rollouts[row].prompt_ids, rollouts[row].completion_ids) for row in packed):
-            first = len(ids) + len(prompt)                     # where the completion begins in the micro-batch
+        for prompt, completion in ((rollouts[row].prompt_ids, rollouts[row].completion_ids)
+                                   for row in packed):
+            first = len(ids) + len(prompt)              # where the completion begins in the micro-batch
             index += range(first - 1, first + len(completion) - 1)
             targets += completion
             lengths.append(len(completion))
             ids += prompt + completion
             positions += range(len(prompt) + len(completion))
             bounds.append(len(ids))
-        batches.append(MicroBatch(packed, tensor([ids]), tensor([positions]), bounds, tensor(index), tensor(targets),
-                                  tensor(lengths)))
+        batches.append(MicroBatch(packed, tensor([ids]), tensor([positions]), bounds, tensor(index),
+                                  tensor(targets), tensor(lengths)))
     return batches
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling, bounds=None, sliding_window=None, **_):
+def packed_attention(module, query, key, value, attention_mask, scaling, bounds=None, sliding_window=None,
+                     **_):
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
-    A loop of PyTorch's fused kernel over the sequences: work grows with sum(len^2), not with T^2, and no T x T mask
-    exists. Raises ValueError where a sequence outgrows the model's sliding window.
+    A loop of PyTorch's fused kernel over the sequences: work grows with sum(len^2), not with T^2, and no
+    T x T mask exists. Raises ValueError where a sequence outgrows the model's sliding window.
     """
     longest = max(end - start for start, end in zip(bounds, bounds[1:]))
     if sliding_window is not None and longest > sliding_window:
-        raise ValueError(f"sequence of {longest} tokens exceeds the model's sliding window of {sliding_window}; "
-                         "lower max_prompt_length or max_completion_length")
-    outputs = [F.scaled_dot_product_attention(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end],
-                                              is_causal=True, scale=scaling, enable_gqa=True)
+        raise ValueError(f"sequence of {longest} tokens exceeds the model's sliding window of "
+                         f"{sliding_window}; lower max_prompt_length or max_completion_length")
+    outputs = [F.scaled_dot_product_attention(query[:, :, start:end], key[:, :, start:end],
+                                              value[:, :, start:end], is_causal=True, scale=scaling,
+                                              enable_gqa=True)
                for start, end in zip(bounds, bounds[1:])]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
@@ -109,9 +113,9 @@ AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
 class LogprobsFromHidden(torch.autograd.Function):
     """Logprob of each target and entropy of its distribution, logits living one chunk of tokens at a time.
 
-    forward: hidden [C, H], weight [V, H], bias [V] or None, targets [C] -> logp [C], entropy [C], both float32.
-    The backward pass computes each chunk's logits again instead of keeping C x V of them, and carries gradient
-    through logp only: d(logp_c)/d(logits_c) = (onehot(target_c) - softmax(logits_c)) / temperature.
+    forward: hidden [C, H], weight [V, H], bias [V] or None, targets [C] -> float32 logp [C], entropy [C].
+    The backward pass computes each chunk's logits again instead of keeping C x V of them, and carries
+    gradient through logp only: d(logp_c)/d(logits_c) = (onehot(target_c) - softmax(logits_c)) / temperature.
     """
 
     @staticmethod
@@ -120,7 +124,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         entropy, lse = torch.empty_like(logp), torch.empty_like(logp)
         for i in range(0, len(targets), LOGIT_CHUNK):
             part = slice(i, i + LOGIT_CHUNK)
-            logits = F.linear(hidden[part], weight, bias).float() / temperature             # [chunk, V]
+            logits = F.linear(hidden[part], weight, bias).float() / temperature         # [chunk, V]
             lse[part] = logits.logsumexp(-1)
             logp[part] = logits.gather(1, targets[part, None])[:, 0] - lse[part]
             entropy[part] = lse[part] - torch.einsum("cv,cv->c", (logits - lse[part, None]).exp_(), logits)
@@ -138,14 +142,15 @@ class LogprobsFromHidden(torch.autograd.Function):
         for i in range(0, len(targets), LOGIT_CHUNK):
             part = slice(i, i + LOGIT_CHUNK)
             logits = F.linear(hidden[part], weight, bias).float() / ctx.temperature
-            d_logits = (logits - lse[part, None]).exp_().neg_()                             # -softmax, [chunk, V]
+            d_logits = (logits - lse[part, None]).exp_().neg_()                         # -softmax, [chunk, V]
             d_logits.scatter_add_(1, targets[part, None], torch.ones_like(d_logits[:, :1]))
             d_logits *= d_logp[part, None] / ctx.temperature
             d_hidden[part] = d_logits.to(weight.dtype) @ weight
             d_weight += d_logits.to(weight.dtype).T @ hidden[part]
             if bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight.to(weight.dtype), None if bias is None else d_bias.to(bias.dtype), None, None
+        return (d_hidden, d_weight.to(weight.dtype), None if bias is None else d_bias.to(bias.dtype),
+                None, None)
 
 
 class Policy(nn.Module):
@@ -159,34 +164,36 @@ class Policy(nn.Module):
         self.hf = hf
 
     def forward(self, batch, temperature):
-        """MicroBatch -> logp [C] with gradient, entropy [C] without, of softmax(logits / temperature), in nats."""
-        hidden = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, bounds=batch.bounds,
-                                    use_cache=False).last_hidden_state[0]                    # [T, H]
+        """MicroBatch -> logp [C] (with gradient), entropy [C], of softmax(logits / temperature), in nats."""
+        hidden = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
+                                    bounds=batch.bounds, use_cache=False).last_hidden_state[0]  # [T, H]
         head = self.hf.get_output_embeddings()
-        return LogprobsFromHidden.apply(hidden[batch.index], head.weight, head.bias, batch.targets, temperature)
+        return LogprobsFromHidden.apply(hidden[batch.index], head.weight, head.bias, batch.targets,
+                                        temperature)
 
 
 # ---------------------------------------------------------------- loading and sharding
 
 def check_model(path):
-    """Raise ValueError if `path` is a folder, or looks like one, without config, weights or tokenizer in it."""
+    """Raise ValueError if `path` is a folder, or looks like one, without config, weights or tokenizer."""
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
             raise ValueError(f"model={path}: no such folder")
         return  # a hub id: transformers says what it cannot find
     files = os.listdir(path)
-    for what, found in {"config.json": "config.json" in files,
-                        "weights (*.safetensors or *.bin)": any(f.endswith((".safetensors", ".bin")) for f in files),
-                        "tokenizer": any(f.startswith(("tokenizer", "vocab", "spiece")) for f in files)}.items():
+    for what, found in {
+            "config.json": "config.json" in files,
+            "weights (*.safetensors or *.bin)": any(f.endswith((".safetensors", ".bin")) for f in files),
+            "tokenizer": any(f.startswith(("tokenizer", "vocab", "spiece")) for f in files)}.items():
         if not found:
             raise ValueError(f"model={path}: no {what} in this folder")
 
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False):
-    """A Policy from a folder or hub id: float32 master weights, sharded over mesh by FSDP2, computing in dtype.
+    """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
-    Every rank must call it. Raises ValueError for models whose logits are more than hidden @ head (softcapped or
-    scaled heads): their logprobs would be wrong.
+    Every rank must call it. Raises ValueError for models whose logits are more than hidden @ head (softcapped
+    or scaled heads): their logprobs would be wrong.
     """
     config = AutoConfig.from_pretrained(path)
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -197,9 +204,11 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False):
     hf.to(mesh.device_type)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    hf.train()  # gradient checkpointing needs it; dropout is off in every model that RL is done on, and checked:
-    if dropout := [name for name, module in hf.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]:
-        raise ValueError(f"model={path}: {dropout[0]} has dropout; the engine samples without it. Set it to 0 in the config")
+    hf.train()  # gradient checkpointing needs it; dropout is off in every model that RL is done on, checked:
+    if dropout := [name for name, module in hf.named_modules()
+                   if isinstance(module, nn.Dropout) and module.p > 0]:
+        raise ValueError(f"model={path}: {dropout[0]} has dropout; the engine samples without it. "
+                         "Set it to 0 in the config")
     policy = Policy(hf)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in hf.base_model.layers:

@@ -229,8 +229,8 @@ def time_limit(seconds):
 
 
 def score(reward, rows, texts, timeout):
-    """(rewards, {part: values}, number of timeouts) of completions, nan for what has no value. A reward without
-    named parts is its own only part, under the function's name.
+    """(rewards, {part: values}, number of timeouts) of completions, nan for what has no value. A reward
+    without named parts is its own only part, under the function's name.
 
     The reward gets `timeout` seconds (0: no limit) for the batch, or in verl's form for each completion. If a
     batch takes longer its completions are scored one by one, and those that still do get 0.0. RuntimeErrors
@@ -295,13 +295,14 @@ def checked(reward, returned, count):
 
 
 def try_reward(reward, rows, timeout):
-    """Score two made-up completions, so that a broken reward shows before a model is loaded. Raises ValueError."""
+    """Score two made-up completions: a broken reward shows before a model is loaded. Raises ValueError."""
     try:
         _, _, timeouts = score(reward, (rows * 2)[:2], ["Answer: 0", ""], timeout)
     except RuntimeError as error:
         raise ValueError(error) from error
     if timeouts:
-        raise ValueError(f"reward {name_of(reward)} took more than reward_timeout={timeout:g} seconds for one completion")
+        raise ValueError(f"reward {name_of(reward)} took more than reward_timeout={timeout:g} seconds "
+                         "for one completion")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -309,17 +310,18 @@ def try_reward(reward, rows, timeout):
 
 
 def evaluation(results, k):
-    """mean@k, pass@k and maj@k over (source, score, answer) of k samples for each prompt, the samples adjacent.
+    """mean@k, pass@k and maj@k over (source, score, answer) of k samples a prompt, the samples adjacent.
 
     mean@k  mean score
     pass@k  mean over prompts of the best score of k: for a 0/1 score, how often any of k samples is right
-    maj@k   mean over prompts of the score of the commonest answer, the first of those equally common; a sample
-            without an answer (None) has no vote, and a prompt without votes scores as its first sample
+    maj@k   mean over prompts of the score of the commonest answer, the first of those equally common; a
+            sample without an answer (None) has no vote, a prompt without votes scores as its first sample
     Over all prompts as eval/..., and for each source as eval/{source}/....
     """
     values = defaultdict(list)
     for i in range(0, len(results), k):
-        (source, *_), scores, answers = results[i], *([r[field] for r in results[i:i + k]] for field in (1, 2))
+        (source, *_), scores, answers = results[i], *([r[field] for r in results[i:i + k]]
+                                                      for field in (1, 2))
         votes = Counter(answer for answer in answers if answer is not None)
         winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
         for name in ["eval"] + ([f"eval/{source}"] if source else []):

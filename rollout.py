@@ -1,12 +1,12 @@
 """Rollout: prompts in, sampled tokens and their logprobs out. Two engines with the same three methods.
 
-    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> list of Rollout, n per prompt, adjacent
-    load_weights(named_tensors)                                              -> the next generate samples from these
+    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> n Rollouts a prompt, adjacent
+    load_weights(named_tensors)                                              -> the next generate uses them
     close()
 
-Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. `logprobs` are those of the
-distribution that was sampled from (after temperature, top_p and top_k), in nats. Every prompt has its own seed, and
-its completions the seeds seed, seed + 1, …, so a run repeats, whatever else is in the batch.
+Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. `logprobs` are those
+of the distribution that was sampled from (after temperature, top_p and top_k), in nats. Every prompt has its
+own seed, and its completions the seeds seed, seed + 1, …, so a run repeats, whatever else is in the batch.
 """
 import importlib.util
 import os
@@ -27,33 +27,36 @@ class Rollout:
 
 
 def engine_class(engine):
-    """The class for engine `vllm`, `hf`, or `auto`: vLLM where it is installed. Raises ValueError where it is not."""
+    """The class for engine vllm, hf, or auto: vLLM where it is installed. ValueError where it is not."""
     if engine not in ("auto", "vllm", "hf"):
         raise ValueError(f"engine={engine}: choose auto, vllm or hf")
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
-        raise ValueError("engine=vllm, but vLLM is not installed: install requirements.txt, or take --engine=hf")
+        raise ValueError("engine=vllm, but vLLM is not installed: "
+                         "install requirements.txt, or take --engine=hf")
     return VLLMEngine if installed and engine != "hf" else HFEngine
 
 
 def end_tokens(model, tokenizer):
-    """Ids that end a completion: those of the model's generation config, else the tokenizer's. ValueError if none."""
+    """Ids that end a completion: the generation config's, else the tokenizer's. ValueError if none."""
     try:
         ids = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model without a generation config
         ids = None
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
-        raise ValueError(f"model={model}: neither its generation config nor its tokenizer names an end-of-sequence token")
+        raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
+                         "names an end-of-sequence token")
     return ids if isinstance(ids, list) else [ids]
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer):
-    """Metrics of the trainer's logprobs (list of [len]) against the engine's for the same tokens, over all ranks.
+    """Metrics of trainer logprobs (list of [len]) against the engine's for the same tokens, over all ranks.
 
-    Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken weight sync, a wrong
-    temperature or mask, or a model that one side gets wrong: training on would be off-policy and nobody would know.
-    Raises RuntimeError with the worst tokens. Collective: every rank calls it, with at least one rollout.
+    Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken
+    weight sync, a wrong temperature or mask, or a model that one side gets wrong: training on
+    would be off-policy and nobody would know. Raises RuntimeError with the worst tokens.
+    Collective: every rank calls it, with at least one rollout.
     """
     ours = torch.cat(logps)                                                                     # [C]
     theirs = torch.tensor([logp for r in rollouts for logp in r.logprobs], device=ours.device)  # [C]
@@ -66,22 +69,25 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
     if not gap_mean <= bound:
         tokens = [(r, t) for r in rollouts for t in range(len(r.completion_ids))]
         worst = [(*tokens[c], ours[c]) for c in gap.argsort(descending=True)[:8].tolist()]
-        raise RuntimeError(f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
-                           "The worst tokens here:\n" + "\n".join(
-                               f"  {tokenizer.decode(r.completion_ids[:t])!r} + {tokenizer.decode(r.completion_ids[t])!r}: "
-                               f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst))
+        raise RuntimeError(
+            f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
+            "The worst tokens here:\n" + "\n".join(
+                f"  {tokenizer.decode(r.completion_ids[:t])!r} + {tokenizer.decode(r.completion_ids[t])!r}: "
+                f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst))
     gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, -1], device=peaks.device)).tolist()
-    return {"sampling/sampling_logp_difference/mean": gap_mean, "sampling/sampling_logp_difference/max": gap_max,
-            "sampling/importance_sampling_ratio/min": ratio_min, "sampling/importance_sampling_ratio/mean": ratio_mean,
+    return {"sampling/sampling_logp_difference/mean": gap_mean,
+            "sampling/sampling_logp_difference/max": gap_max,
+            "sampling/importance_sampling_ratio/min": ratio_min,
+            "sampling/importance_sampling_ratio/mean": ratio_mean,
             "sampling/importance_sampling_ratio/max": ratio_max}
 
 
 class VLLMEngine:
-    """vLLM in this very process, on this rank's device, asleep (its memory released) while the trainer works."""
+    """vLLM in this process, on this rank's device, asleep (its memory released) while the trainer works."""
     name = "vllm"
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine core in this process, not in a child
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine core in this process, no child
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self.cuda = torch.cuda.is_available()
@@ -92,20 +98,23 @@ class VLLMEngine:
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import vllm
         self.SamplingParams, self.eos_ids = vllm.SamplingParams, eos_ids
-        self.llm = vllm.LLM(model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
-                            skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
-                            enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
-                            logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
-                            enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
-                            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        self.llm = vllm.LLM(
+            model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
+            skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
+            enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
+            enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
+            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
         self._sleep()
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
         self._wake()
-        params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p,
-                                      top_k=top_k, logprobs=0, detokenize=False, stop_token_ids=self.eos_ids)
+        params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature,
+                                      top_p=top_p, top_k=top_k, logprobs=0, detokenize=False,
+                                      stop_token_ids=self.eos_ids)
                   for seed in seeds]
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params,
+                                    use_tqdm=False)
         self._sleep()
         return [Rollout(list(request.prompt_token_ids), list(sample.token_ids),
                         [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids)],
@@ -139,34 +148,36 @@ class HFEngine:
     max_seqs = 256           # sequences generated at a time
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization):
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.device = (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available()
+                       else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device).eval()
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))  # a tied head has two names
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))  # a tied head is in twice
         self.eos_ids = torch.tensor(eos_ids, device=self.device)
 
     @torch.no_grad()
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
         rollouts, step = [], max(1, self.max_seqs // n)
         for i in range(0, len(prompts), step):
-            rollouts += self._generate_batch(prompts[i:i + step], n, seeds[i:i + step], max_tokens, temperature,
-                                             top_p, top_k)
+            rollouts += self._generate_batch(prompts[i:i + step], n, seeds[i:i + step], max_tokens,
+                                             temperature, top_p, top_k)
         return rollouts
 
     def _generate_batch(self, prompts, n, seeds, max_tokens, temperature, top_p, top_k):
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)               # [B, L]
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)   # left-padded
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)   # [B, L]
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts],           # left-padded
+                            device=self.device)
         cache = DynamicCache(config=self.model.config)
-        logits = self._forward(ids, mask, cache)                                                            # [B, V]
-        cache.batch_repeat_interleave(n)                       # each prompt is read once for its n completions
-        logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)                         # [R, …]
-        # One uniform number per token, all drawn up front from the completion's own seed.
+        logits = self._forward(ids, mask, cache)                                                # [B, V]
+        cache.batch_repeat_interleave(n)                # each prompt is read once for its n completions
+        logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)             # [R, …]
+        # One uniform number per token, all drawn up front from the completion's own seed: [R, max_tokens].
         uniform = torch.stack([torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + j))
-                               for seed in seeds for j in range(n)]).to(self.device)                        # [R, max_tokens]
+                               for seed in seeds for j in range(n)]).to(self.device)
         alive = torch.ones(len(mask), dtype=torch.bool, device=self.device)
         tokens, logprobs, lengths = [], [], torch.zeros_like(alive, dtype=torch.long)
         for t in range(max_tokens):
-            token, logprob = sample_tokens(logits, uniform[:, t], temperature, top_p, top_k)                # [R]
+            token, logprob = sample_tokens(logits, uniform[:, t], temperature, top_p, top_k)    # [R]
             tokens.append(token)
             logprobs.append(logprob)
             lengths += alive
@@ -175,8 +186,9 @@ class HFEngine:
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits = self._forward(token[:, None], mask, cache)
-        tokens, logprobs = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()               # [R, t]
-        return [Rollout(prompts[r // n], tokens[r][:length], logprobs[r][:length], "length" if cut else "stop")
+        tokens, logprobs = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()   # [R, t]
+        return [Rollout(prompts[r // n], tokens[r][:length], logprobs[r][:length],
+                        "length" if cut else "stop")
                 for r, (length, cut) in enumerate(zip(lengths.tolist(), alive.tolist()))]
 
     def _forward(self, ids, mask, cache):
@@ -194,11 +206,11 @@ class HFEngine:
 
 
 def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
-    """One token a row by inverting the cumulative distribution at `uniform`; logits [R, V], uniform [R] in [0, 1).
+    """One token a row by inverting its cumulative distribution; logits [R, V], uniform [R] in [0, 1).
 
-    Returns tokens [R] and their logprobs [R] under the distribution sampled from: softmax(logits / temperature)
-    restricted to the top_k likeliest tokens (0: all), then to the fewest that hold top_p of the probability.
-    temperature 0 takes the likeliest token.
+    Returns tokens [R] and their logprobs [R] under the distribution sampled from:
+    softmax(logits / temperature) restricted to the top_k likeliest tokens (0: all), then to the fewest that
+    hold top_p of the probability. temperature 0 takes the likeliest token.
     """
     if temperature == 0:
         return logits.argmax(-1), logits.float().log_softmax(-1).amax(-1)

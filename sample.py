@@ -1,5 +1,6 @@
 """
-Generate from a checkpoint and score it: mean@k, pass@k and maj@k, over a task's held-out problems or a file's rows.
+Generate from a checkpoint and score it: mean@k, pass@k and maj@k,
+over a task's held-out problems or a file's rows.
 
     python sample.py --model=out/grpo-algebra-20260101-120000/checkpoint-100
     python sample.py --model=Qwen/Qwen3-1.7B --task=gsm8k --samples=8 --max_completion_length=1024
@@ -17,17 +18,17 @@ import rollout
 import tiny
 from configurator import configure, input_errors
 from model import check_model
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
 prompt = ""                     # a prompt of your own: its completions are printed and nothing is scored
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from eval_file
 difficulty = 1                  # of generated problems
 eval_file = ""                  # JSONL or parquet, for task=file
 eval_prompts = 128              # problems; 0: all of a file or of gsm8k
-seed = 0                        # of the problems, as in training, and of sampling
+seed = 0                        # of sampling
 reward = ""                     # file.py:function; empty: the task's own verifier
 reward_timeout = 10.0           # seconds after which a hanging reward is cut off
-chat = True                     # apply the tokenizer's chat template to message prompts; false: join their contents
+chat = True                     # apply the tokenizer's chat template to messages; false: join their contents
 system_prompt = ""              # put before every message prompt
 samples = 4                     # k
 temperature = 1.0               # 0: greedy
@@ -39,14 +40,14 @@ dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
 vllm_gpu_memory_utilization = 0.8
 show = 4                        # problems whose first sample is printed
 output = ""                     # JSONL file for every sample; empty: none
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 configure(globals())
 
 with input_errors():
     Engine = rollout.engine_class(engine)
     score = rewards.load_reward(reward, task)
     rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
-            data.load_rows(task, "eval", eval_prompts, seed, difficulty, eval_file))
+            data.load_rows(task, "eval", eval_prompts, 0, difficulty, eval_file))
     if model == "tiny":
         model = tiny.ensure()
     check_model(model)
@@ -54,7 +55,8 @@ with input_errors():
     eos_ids = rollout.end_tokens(model, tokenizer)
     prompts = [data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt) for row in rows]
 
-compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32")
+compute_dtype = getattr(
+    torch, dtype if dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32")
 sampler = Engine(model, compute_dtype, max(map(len, prompts)) + max_completion_length, eos_ids,
                  vllm_gpu_memory_utilization)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]

@@ -1,23 +1,25 @@
 """
-The small base model of the default run: a Qwen3 of a million parameters that reads bytes. Its weights are shipped in
-tiny.safetensors (bfloat16); ensure() makes a model folder of them in a second. This script is what trained them:
+The small base model of the default run: a Qwen3 of a million parameters that reads bytes. Its
+weights are shipped in tiny.safetensors (bfloat16); ensure() makes a model folder of them in a
+second. This script is what trained them:
 
     python tiny.py --out=out/tiny2 --weights=tiny.safetensors         # @@TINYTIME@@ on 2 cores
-    python tiny.py --out=out/mine --layers=8 --hidden_size=512 --intermediate_size=1536 --heads=8 --steps=20000  # on a GPU
+    python tiny.py --layers=8 --hidden_size=512 --intermediate_size=1536 --heads=8 --steps=20000  # on a GPU
 
-It is trained from scratch on problems of the train split, none of which is among the held-out ones, and sees two styles
-of answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are quick: only "Answer:
-...", and most of those wrong. So the base mostly blurts out an answer that is wrong, though it has learned to work the
-answer out, which is much more reliable. GRPO, rewarded for right answers alone, finds out that showing the work pays:
-completions get longer while the reward rises. The ability was put in by pretraining, on purpose, and so was the bad
-habit; what GRPO has to find is which of the two to follow.
+It is trained from scratch on problems of the train split, none of which is among the held-out
+ones, and sees two styles of answer. At first all answers are worked: steps, then "Answer: ...".
+In the last part most are quick: only "Answer: ...", and most of those wrong. So the base mostly
+blurts out an answer that is wrong, though it has learned to work the answer out, which is much
+more reliable. GRPO, rewarded for right answers alone, finds out that showing the work pays:
+completions get longer while the reward rises. The ability was put in by pretraining, on
+purpose, and so was the bad habit; what GRPO has to find is which of the two to follow.
 """
 import os
 import random
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -34,16 +36,16 @@ weights = ""                    # a file for its weights alone, in bfloat16; emp
 task = "algebra"
 difficulty = 1
 train_prompts = 6500            # distinct problems, all that the train split has
-harder_prompts = 12000          # problems of difficulty + 1: more numbers to compute with, so less to learn by heart
+harder_prompts = 12000          # problems of difficulty + 1: more numbers to compute, less to learn by heart
 harder = 0.4                    # their share of what is read
 quick = 0.8                     # share of quick answers in the last part of the training
 quick_steps = 0.15              # that part's share of the steps
-quick_right = 0.1               # share of quick answers that are right; the others are those of another problem
+quick_right = 0.1               # share of quick answers that are right; the others are another problem's
 # model
 layers = 3
 hidden_size = 160
 intermediate_size = 416
-heads = 5                       # of 32 dimensions each at the defaults, a size that every attention kernel knows
+heads = 5                       # of 32 dimensions each at the defaults, a size every attention kernel knows
 # optimizer
 steps = 5000
 batch_size = 32
@@ -67,7 +69,8 @@ def make_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>",
-                                        additional_special_tokens=SPECIAL[:3], clean_up_tokenization_spaces=False)
+                                        additional_special_tokens=SPECIAL[:3],
+                                        clean_up_tokenization_spaces=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -79,14 +82,14 @@ def make_model(tokenizer):
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=intermediate_size,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
         head_dim=hidden_size // heads, tie_word_embeddings=True, max_position_embeddings=1024,
-        # Sequences are short: plain attention is faster here than the fused kernel, whose CPU bfloat16 is slow.
+        # Sequences are short: plain attention beats the fused kernel, whose CPU bfloat16 is slow.
         attn_implementation="eager", **ids))
     model.generation_config = GenerationConfig(**ids)
     return model
 
 
 def quick_answer(row, answers, rng):
-    """Only an answer: the right one with probability quick_right, or that of another problem of the same kind."""
+    """Only an answer: the right one with probability quick_right, or that of another problem of its kind."""
     answer = row["answer"] if rng.random() < quick_right else rng.choice(answers[row["source"]])
     return f"Answer: {answer}"
 
@@ -102,37 +105,40 @@ def batches(rows, harder_rows, tokenizer, rng):
             row = rng.choice(harder_rows if rng.random() < harder else rows)
             is_quick = step >= steps * (1 - quick_steps) and rng.random() < quick
             text = quick_answer(row, answers, rng) if is_quick else row["solution"]
-            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True,
+                                                   return_dict=False)
             batch.append((prompt, tokenizer(text).input_ids + [tokenizer.eos_token_id]))
         yield batch
 
 
 def loss_of(model, batch, pad):
-    """Mean cross-entropy of the completions' tokens. Padding on the right needs no mask: nothing looks ahead."""
+    """Mean cross-entropy of completion tokens. Padding on the right needs no mask: nothing looks ahead."""
     width = max(len(prompt) + len(completion) for prompt, completion in batch)
     ids = torch.full((len(batch), width), pad)
-    targets = torch.full((len(batch), width), -100)                                 # no loss on prompts, padding
+    targets = torch.full((len(batch), width), -100)                         # no loss on prompts, padding
     for i, (prompt, completion) in enumerate(batch):
         ids[i, :len(prompt) + len(completion)] = torch.tensor(prompt + completion)
         targets[i, len(prompt):len(prompt) + len(completion)] = torch.tensor(completion)
     ids, targets = ids.to(model.device), targets[:, 1:].to(model.device)
-    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state                   # [batch, width - 1, hidden]
+    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state           # [batch, width - 1, hidden]
     wanted = targets >= 0
     return F.cross_entropy(model.lm_head(hidden[wanted]).float(), targets[wanted])
 
 
 def pretrain(model, tokenizer, rows, harder_rows):
-    # Muon makes the update of a weight matrix orthogonal: here it learns several times faster than AdamW alone.
+    # Muon makes a weight matrix's update orthogonal: here it learns several times faster than AdamW alone.
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
-    optimizers = [torch.optim.Muon(matrices, lr=muon_learning_rate, weight_decay=0.0),
-                  torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=muon_learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     rise, fall = max(1, warmup * steps), max(1, decay * steps)
     schedule = lambda step: min(1, (step + 1) / rise, (steps - step) / fall)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
     # bfloat16 where the processor multiplies it: twice as fast on such a CPU, much slower on any other.
     bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    progress = tqdm(batches(rows, harder_rows, tokenizer, random.Random(seed)), "making the base model", steps)
+    progress = tqdm(batches(rows, harder_rows, tokenizer, random.Random(seed)),
+                    "making the base model", steps)
     for batch in progress:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
             loss = loss_of(model, batch, tokenizer.pad_token_id)
@@ -157,7 +163,7 @@ def ensure(folder=FOLDER):
     if not os.path.isdir(folder):
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
-        model.load_state_dict(load_file(os.path.join(HERE, "tiny.safetensors")), strict=False)  # the head is tied
+        load_model(model, os.path.join(HERE, "tiny.safetensors"))
         save(model, tokenizer, folder)
     return folder
 
@@ -172,5 +178,6 @@ if __name__ == "__main__":
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
     pretrain(model, tokenizer, rows, harder_rows)
     if weights:
-        save_file({name: p.detach().bfloat16().cpu().contiguous() for name, p in model.named_parameters()}, weights)
+        save_file({name: p.detach().bfloat16().cpu().contiguous() for name, p in model.named_parameters()},
+                  weights)
     save(model, tokenizer, out)

@@ -9,10 +9,11 @@ GRPO, the whole run in one file: rollout, reward, advantage, loss, step, weight 
 Without arguments it trains the small model that tiny.py makes, on algebra problems, on a CPU without network.
 
 Where it differs from the paper (Shao et al. 2024, https://arxiv.org/abs/2402.03300):
-1. The loss is averaged over tokens of the global batch, not over sequences (DAPO, https://arxiv.org/abs/2503.14476,
-   3.3): long completions count as much a token as short ones. --loss_aggregation=sequence_mean is the paper's.
-2. No KL term by default, so no reference model in memory: with a verifier as the reward, newer recipes drop it.
-   --kl_coef=0.04 is the paper's.
+1. The loss is averaged over tokens of the global batch, not over sequences (DAPO,
+   https://arxiv.org/abs/2503.14476, 3.3): long completions count as much a token as short ones.
+   --loss_aggregation=sequence_mean is the paper's.
+2. No KL term by default, so no reference model in memory: with a verifier as the reward, newer recipes drop
+   it. --kl_coef=0.04 is the paper's.
 3. One update a step by default: strictly on-policy, the ratio is 1, and nothing is clipped.
 """
 import datetime
@@ -41,17 +42,17 @@ import tiny
 import weights
 from configurator import check, configure, input_errors
 from model import check_model, load_policy, pack
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # model and task
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
-difficulty = 1                  # of generated problems (algebra, countdown): 1 suits the tiny model, 3 a 1 B one
-train_prompts = 4096            # training rows: generated tasks make so many, others take the first so many (0: all)
+difficulty = 1                  # of generated tasks (algebra, countdown): 1 suits the tiny model, 3 a 1 B one
+train_prompts = 4096            # rows: generated tasks make so many, others take the first so many (0: all)
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # JSONL or parquet, for task=file
 reward = ""                     # file.py:function; empty: the task's own verifier
 reward_timeout = 10.0           # seconds after which a hanging reward is cut off
-chat = True                     # apply the tokenizer's chat template to message prompts; false: join their contents
+chat = True                     # apply the tokenizer's chat template to messages; false: join their contents
 system_prompt = ""              # put before every message prompt, e.g. to ask for \boxed{}
 # rollout
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
@@ -70,11 +71,11 @@ loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), const
 epsilon = 0.2                   # ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high; DAPO: 0.28
 updates_per_step = 1            # optimizer steps a rollout batch is split into
-kl_coef = 0.0                   # weight of the KL to the initial model in the loss; 0: no reference model at all
+kl_coef = 0.0                   # weight of the KL to the initial model in the loss; 0: no reference model
 kl_estimator = "k3"             # k1, k2, k3; see losses.kl_penalty
 # optimizer
-max_steps = 100                 # rollout batches
-learning_rate = 3e-4            # peak; a 1 B model wants about 1e-6
+max_steps = 60                  # rollout batches
+learning_rate = 1e-4            # peak; a 1 B model wants about 1e-6
 warmup_steps = 5                # linear, from learning_rate / warmup_steps
 lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
 weight_decay = 0.0
@@ -88,15 +89,15 @@ gradient_checkpointing = False  # recompute activations in the backward pass: le
 logprob_gap = 0.0               # largest mean |trainer - engine| logprob before the run stops; 0: by dtype
 seed = 0
 # evaluation and output
-eval_interval = 20              # steps; the first and the last model are always evaluated
+eval_interval = 10              # steps; the first and the last model are always evaluated
 eval_prompts = 128              # held-out prompts, over all ranks; 0: all of the file's
 eval_samples = 4                # k in mean@k, pass@k, maj@k
-save_interval = 50              # steps; the last model is always saved
+save_interval = 20              # steps; the last model is always saved
 keep_checkpoints = 2            # newest ones
 sample_interval = 20            # steps between tables of sample completions
 out_dir = ""                    # empty: a new folder under out/
 resume = ""                     # auto: the newest checkpoint in out_dir, if any; or a checkpoint folder
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 
 
@@ -116,40 +117,46 @@ mesh = dist.init_device_mesh(device.type, (world_size,))
 master = rank == 0
 
 # ---------------------------------------------------------------- checks: all before a model is loaded
-for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps", "temperature",
-            "eval_samples", "eval_interval", "save_interval", "sample_interval", "keep_checkpoints"):
+for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
+            "temperature", "eval_samples", "eval_interval", "save_interval", "sample_interval",
+            "keep_checkpoints"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
-for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": ("linear", "cosine", "constant")}.items():
+for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
+                     "lr_decay": ("linear", "cosine", "constant")}.items():
     check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
-check(num_generations > 1, f"num_generations={num_generations}: advantage={advantage} compares the completions of a prompt "
-                           "with each other and needs at least 2")
-check(prompts_per_step % world_size == 0, f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
-B, G = prompts_per_step // world_size, num_generations                  # prompts of this rank, completions of each
-N = B * G                                                               # sequences of this rank
-check(N % updates_per_step == 0, f"updates_per_step={updates_per_step} does not divide the {N} completions of a rank "
-                                 "(prompts_per_step / ranks * num_generations)")
+check(num_generations > 1,
+      f"num_generations={num_generations}: advantage={advantage} compares the completions of a prompt "
+      "with each other and needs at least 2")
+check(prompts_per_step % world_size == 0,
+      f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
+B, G = prompts_per_step // world_size, num_generations          # prompts of this rank, completions of each
+N = B * G                                                       # sequences of this rank
+check(N % updates_per_step == 0,
+      f"updates_per_step={updates_per_step} does not divide the {N} completions of a rank "
+      "(prompts_per_step / ranks * num_generations)")
 check(max_prompt_length + max_completion_length <= token_budget,
       f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
-check(top_p == 1.0 and top_k == 0, f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
-                                   "that the trainer computes; keep top_p=1.0 and top_k=0")
+check(top_p == 1.0 and top_k == 0,
+      f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
+      "that the trainer computes; keep top_p=1.0 and top_k=0")
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
 gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
     one = torch.ones(G)
-    losses.group_advantages(one, G, advantage)                          # each names its setting where it is wrong
+    losses.group_advantages(one, G, advantage)                  # each names its setting where it is wrong
     losses.policy_loss(one, one, one, epsilon, epsilon_high, loss_type)
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator)
     Engine = rollout.engine_class(engine)
     now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
-    dist.broadcast_object_list(now)                                     # one clock for all ranks
+    dist.broadcast_object_list(now)                             # one clock for all ranks
     out_dir, start_from = weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now[0]}")
 
 # ---------------------------------------------------------------- task and tokenizer
 with input_errors():
     reward_function = rewards.load_reward(reward, task)
     train_rows = data.load_rows(task, "train", train_prompts, seed, difficulty, train_file)
-    eval_rows = data.load_rows(task, "eval", eval_prompts, seed, difficulty, eval_file)
+    eval_rows = data.load_rows(task, "eval", eval_prompts, 0, difficulty, eval_file)  # the same for all seeds
     rewards.try_reward(reward_function, train_rows, reward_timeout)
     if model == "tiny":
         model = tiny.FOLDER
@@ -159,12 +166,13 @@ with input_errors():
     check_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     eos_ids = rollout.end_tokens(model, tokenizer)
-    encode = lambda rows: [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)) for row in rows]
+    encode = lambda rows: [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
+                           for row in rows]
     fits = lambda prompts: [(row, ids) for row, ids in prompts if len(ids) <= max_prompt_length]
     train_set, eval_set = fits(encode(train_rows)), fits(encode(eval_rows))
 check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
-      f"max_prompt_length={max_prompt_length}: only {len(train_set)} training and {len(eval_set)} evaluation prompts fit it; "
-      f"a step needs {prompts_per_step}")
+      f"max_prompt_length={max_prompt_length}: only {len(train_set)} training and {len(eval_set)} evaluation "
+      f"prompts fit it; a step needs {prompts_per_step}")
 
 # ---------------------------------------------------------------- policy, reference, optimizer
 policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
@@ -248,7 +256,7 @@ def most(count):
 
 
 def generate(prompts, n, names):
-    """n completions of each (row, prompt_ids): rollouts, their rows, their texts; names make the prompts' seeds."""
+    """n completions of each (row, prompt_ids): rollouts, their rows, their texts; names make the seeds."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     rollouts = sampler.generate([ids for _, ids in prompts], n, seeds, max_completion_length, temperature)
     texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in rollouts]
@@ -269,7 +277,8 @@ def completion_logps(model, rollouts):
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     places = range(rank, len(eval_set), world_size)
-    rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples, [f"eval {i}" for i in places])
+    rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples,
+                                       [f"eval {i}" for i in places])
     rollout.compare_logprobs(rollouts[:32], completion_logps(policy, rollouts[:32]), gap_bound, tokenizer)
     scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
     results = [None] * world_size
@@ -280,13 +289,14 @@ def evaluate():
 
 # ---------------------------------------------------------------- the loop
 micro = math.ceil(N / (token_budget // (max_prompt_length + max_completion_length)))
-say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in {compute_dtype}, on "
-    f"{world_size} x {device.type}, engine {sampler.name}\n"
-    f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> at most {micro} "
-    f"micro-batches of {token_budget} tokens a rank -> {updates_per_step} optimizer step(s)\n"
-    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(train_set)} prompts; every {eval_interval} "
-    f"steps {len(eval_set)} held-out prompts x {eval_samples}; {len(train_rows) - len(train_set)} and "
-    f"{len(eval_rows) - len(eval_set)} prompts over max_prompt_length={max_prompt_length} tokens are left out")
+say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in "
+    f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
+    f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> "
+    f"at most {micro} micro-batches of {token_budget} tokens a rank -> {updates_per_step} optimizer step(s)\n"
+    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(train_set)} "
+    f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
+    f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
+    f"over max_prompt_length={max_prompt_length} tokens are left out")
 bar = tqdm(total=max_steps, initial=first_step, disable=not master, unit="step")
 for step in range(first_step, max_steps + 1):
     step_started = time.perf_counter()
@@ -297,7 +307,8 @@ for step in range(first_step, max_steps + 1):
     if step % eval_interval == 0 or step == max_steps:
         with timed("eval"):
             metrics |= evaluate()
-        say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics if name.count("/") == 1))
+        say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
+                                              if name.count("/") == 1))
     if step > first_step and (step % save_interval == 0 or step == max_steps):
         with timed("save"):
             weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), policy, optimizer, tokenizer,
@@ -308,28 +319,29 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout
     with timed("gen"):
-        places = range(rank, prompts_per_step, world_size)              # disjoint prompts on every rank
+        places = range(rank, prompts_per_step, world_size)      # disjoint prompts on every rank
         picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
-        rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G, [f"{step} {i}" for i in places])
-    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)        # [N]
+        rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
+                                           [f"{step} {i}" for i in places])
+    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
 
     # ------------------------------------------------------------ 2 reward
     with timed("reward"):
         scores, parts, timeouts = rewards.score(reward_function, row_of, texts, reward_timeout)
-    score = torch.tensor(scores, device=device)                                             # [N], NaN: not scored
+    score = torch.tensor(scores, device=device)                                         # [N], NaN: not scored
 
     # ------------------------------------------------------------ 3 advantage
-    adv = losses.group_advantages(score, G, advantage)                                      # [N]
+    adv = losses.group_advantages(score, G, advantage)                                  # [N]
 
     # ------------------------------------------------------------ 4 old and reference logprobs, where needed
-    if updates_per_step > 1:                                            # else they are the update's own, see there
+    if updates_per_step > 1:                                    # else they are the update's own, see there
         with timed("old_log_prob"):
-            old_logps = completion_logps(policy, rollouts)              # N x [len]
+            old_logps = completion_logps(policy, rollouts)      # N x [len]
     else:
         old_logps = [None] * N
     if reference:
         with timed("ref"):
-            ref_logps = completion_logps(reference, rollouts)           # N x [len]
+            ref_logps = completion_logps(reference, rollouts)   # N x [len]
 
     # ------------------------------------------------------------ 5 update
     with timed("update_actor"):
@@ -339,27 +351,32 @@ for step in range(first_step, max_steps + 1):
         sums, grad_norms = torch.zeros(5, device=device), []
         for update in range(updates_per_step):
             chosen = order[update::updates_per_step]
-            # Count over the global batch before it is split: the gradient is then the same for any number of ranks,
-            # any micro-batch size and any packing.
+            # Count over the global batch before it is split: the gradient is then the same for any number of
+            # ranks, any micro-batch size and any packing.
             num_tokens, num_sequences = reduced([lengths[chosen].sum(), len(chosen)])
-            weight = losses.sequence_weights(lengths, loss_aggregation, num_tokens, num_sequences, max_completion_length)
+            weight = losses.sequence_weights(lengths, loss_aggregation, num_tokens, num_sequences,
+                                             max_completion_length)
             batches = pack(rollouts, chosen, token_budget, device)
             for i in range(most(len(batches))):
                 batch = batches[i % len(batches)]
-                live = float(i < len(batches))                          # 0: a turn taken for the other ranks' sake
-                logp, entropy = policy(batch, temperature)                                  # [C], [C]
-                if updates_per_step == 1:                               # the policy that sampled is the one at hand
+                live = float(i < len(batches))                  # 0: a turn taken for the other ranks' sake
+                logp, entropy = policy(batch, temperature)                              # [C], [C]
+                if updates_per_step == 1:                       # the policy that sampled is the one at hand
                     for row, values in batch.split(logp.detach()):
                         old_logps[row] = values
-                token_loss, low, high = losses.policy_loss(logp, batch.flat(old_logps), batch.spread(adv), epsilon,
-                                                           epsilon_high, loss_type)         # [C] each
-                kl = losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference else torch.zeros_like(logp)
+                token_loss, low, high = losses.policy_loss(
+                    logp, batch.flat(old_logps), batch.spread(adv),
+                    epsilon, epsilon_high, loss_type)                                   # [C] each
+                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference
+                      else torch.zeros_like(logp))
                 loss = live * (batch.spread(weight) * (token_loss + kl_coef * kl)).sum()
-                (loss * world_size).backward()                          # FSDP averages over ranks: undo it
-                sums += torch.stack([loss.detach(), *(live * x.sum().detach() for x in (entropy, kl, low, high))])
-            if update == 0:                                             # the policy is still the one that sampled
+                (loss * world_size).backward()                  # FSDP averages over ranks: undo it
+                sums += torch.stack([loss.detach(),
+                                     *(live * x.sum().detach() for x in (entropy, kl, low, high))])
+            if update == 0:                                     # the policy is still the one that sampled
                 metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
-            grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor())
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            grad_norms.append(norm.full_tensor())
             optimizer.step()
             optimizer.zero_grad()
 
@@ -368,7 +385,7 @@ for step in range(first_step, max_steps + 1):
         sampler.load_weights(weights.full_weights(policy, compute_dtype, tied=True))
 
     # ------------------------------------------------------------ 7 log
-    spread = score.view(B, G).std(1)                                                        # [B]
+    spread = score.view(B, G).std(1)                                                    # [B]
     tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
     trained_tokens = reduced([lengths.sum()])[0]
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high = reduced(sums)
@@ -382,25 +399,30 @@ for step in range(first_step, max_steps + 1):
         "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],
         "completions/max_length": reduced([lengths.max()], dist.ReduceOp.MAX)[0],
         "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
-        "loss": sum_loss / updates_per_step, "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
+        "loss": sum_loss / updates_per_step,
+        "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
         "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
         "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
         "grad_norm": sum(grad_norms).item() / updates_per_step, "learning_rate": learning_rate_at(step),
         "num_tokens": state["num_tokens"], "perf/throughput": tokens / timing["timing_s/step"],
-        "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
-                                         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | timing
+        "perf/max_memory_allocated_gb": (
+            torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | timing
     log(metrics)
     if master:
         samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": scores[i],
-                    "finish_reason": rollouts[i].finish_reason, "truth": row_of[i].get("answer")} for i in range(0, N, G)][:8]
+                    "finish_reason": rollouts[i].finish_reason, "truth": row_of[i].get("answer")}
+                   for i in range(0, N, G)][:8]
         append("samples.jsonl", samples)
         if step % sample_interval == 0:
-            say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} reward "
-                          f"{s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
-    say(f"step {step:4d} | reward {metrics['reward']:.3f} | length {metrics['completions/mean_length']:5.1f} | "
-        f"entropy {metrics['entropy']:.3f} | grad norm {metrics['grad_norm']:.2f} | "
-        f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | {timing['timing_s/step']:.1f} s: "
-        f"gen {timing['timing_s/gen']:.1f}, update {timing['timing_s/update_actor']:.1f}, sync {timing['timing_s/sync']:.1f}")
+            say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
+                          f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
+    say(f"step {step:4d} | reward {metrics['reward']:.3f} | "
+        f"length {metrics['completions/mean_length']:5.1f} | entropy {metrics['entropy']:.3f} | "
+        f"grad norm {metrics['grad_norm']:.2f} | "
+        f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | "
+        f"{timing['timing_s/step']:.1f} s: gen {timing['timing_s/gen']:.1f}, "
+        f"update {timing['timing_s/update_actor']:.1f}, sync {timing['timing_s/sync']:.1f}")
     bar.set_postfix(reward=f"{metrics['reward']:.3f}")
     bar.update()
 

@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 def full_weights(policy, dtype=None, tied=False):
     """Yield (checkpoint name, whole tensor) one parameter at a time, cast to dtype where given.
 
-    Gathering a sharded parameter is a collective: every rank has to run through the whole iterator. At most one
-    whole parameter exists beside the shards. tied: yield a head that shares the embedding's weight under its own
-    name too. Engines want that: vLLM's CPU build keeps a packed copy of the head and refreshes it by that name only.
+    Gathering a sharded parameter is a collective: every rank has to run through the whole
+    iterator. At most one whole parameter exists beside the shards. tied: yield a head that
+    shares the embedding's weight under its own name too. Engines want that: vLLM's CPU build
+    keeps a packed copy of the head and refreshes it by that name only.
     """
     policy.reshard()  # after a forward without backward FSDP2 leaves the root's parameters gathered
     for name, parameter in policy.hf.named_parameters(remove_duplicate=not tied):
@@ -22,10 +23,11 @@ def full_weights(policy, dtype=None, tied=False):
 
 
 def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep):
-    """Write `folder` (…/checkpoint-N): a model that from_pretrained and vLLM load, and under trainer/ what resuming needs.
+    """Write the model to `folder` (…/checkpoint-N), and what resuming needs to trainer/ in it.
 
-    state: a JSON-able dict. Collective: every rank calls it. The folder is written beside, synced to disk and then
-    renamed, so that a checkpoint is whole or absent; after that only the `keep` newest of its siblings stay.
+    from_pretrained and vLLM load the folder. state: a JSON-able dict. Collective: every rank calls it. The
+    folder is written beside, synced to disk and then renamed, so that a checkpoint is whole or absent; after
+    that only the `keep` newest of its siblings stay.
     """
     part = folder + ".part"
     master = dist.get_rank() == 0
@@ -64,8 +66,8 @@ def checkpoints(out_dir):
 def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
 
-    out_dir "" is the resumed checkpoint's own run, or else `default`. Raises ValueError for a resume that is no
-    checkpoint, and for a folder that holds another run.
+    out_dir "" is the resumed checkpoint's own run, or else `default`. Raises ValueError for a resume that is
+    no checkpoint, and for a folder that holds another run.
     """
     if resume not in ("", "auto"):
         if not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
@@ -75,7 +77,8 @@ def locate_run(out_dir, resume, default):
         raise ValueError("resume=auto goes on from the newest checkpoint in out_dir: name an out_dir")
     found = checkpoints(out_dir) if os.path.isdir(out_dir) else []
     if not resume and os.path.isdir(out_dir) and os.listdir(out_dir):
-        raise ValueError(f"out_dir={out_dir} holds another run: name a new folder, or go on with it by --resume=auto")
+        raise ValueError(f"out_dir={out_dir} holds another run: "
+                         "name a new folder, or go on with it by --resume=auto")
     return out_dir or default, found[-1] if resume == "auto" and found else None
 
 

@@ -393,7 +393,8 @@ def test_encode_prompt(tokenizer):
     decoded = lambda *args, **kwargs: tokenizer.decode(data.encode_prompt(tokenizer, *args, **kwargs))
     assert decoded("1+1?") == "1+1?"
     assert decoded(user) == "<|user|>1+1?<|end|><|assistant|>"
-    assert decoded(user, system_prompt="Be brief.") == "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>"
+    assert (decoded(user, system_prompt="Be brief.")
+            == "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>")
     assert decoded(user, chat=False) == "1+1?\n"
     assert data.prompt_text(user) == data.prompt_text("1+1?") == "1+1?"
 

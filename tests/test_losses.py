@@ -1,4 +1,4 @@
-"""Every formula of losses.py against a slow, obvious reference in float64 loops, and against numbers done by hand."""
+"""Every formula of losses.py against a slow, obvious reference in float64 loops, and numbers done by hand."""
 import math
 
 import pytest
@@ -22,7 +22,8 @@ def slow_advantages(rewards, G, kind):
                 continue
             mean = sum(scored) / len(scored)
             if kind == "grpo":
-                std = math.sqrt(sum((x - mean) ** 2 for x in scored) / (len(scored) - 1)) if len(scored) > 1 else 0
+                squares = sum((x - mean) ** 2 for x in scored)
+                std = math.sqrt(squares / (len(scored) - 1)) if len(scored) > 1 else 0
                 result.append((r - mean) / (std + 1e-4))
             elif kind == "dr_grpo":
                 result.append(r - mean)
@@ -37,13 +38,17 @@ def slow_advantages(rewards, G, kind):
 def test_group_advantages(kind, G):
     rewards = torch.randn(5 * G, dtype=torch.float64)
     rewards[::3] = rewards[::3].round()
-    assert losses.group_advantages(rewards, G, kind).tolist() == pytest.approx(slow_advantages(rewards.tolist(), G, kind))
+    expected = slow_advantages(rewards.tolist(), G, kind)
+    assert losses.group_advantages(rewards, G, kind).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind, expected", [("grpo", [1.5, -0.5, -0.5, -0.5]), ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
-                                            ("rloo", [1, -1 / 3, -1 / 3, -1 / 3])])
+@pytest.mark.parametrize("kind, expected", [
+    ("grpo", [1.5, -0.5, -0.5, -0.5]),
+    ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
+    ("rloo", [1, -1 / 3, -1 / 3, -1 / 3])])
 def test_group_advantages_by_hand(kind, expected):
-    assert losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind).tolist() == pytest.approx(expected, abs=4e-4)
+    adv = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind).tolist()
+    assert adv == pytest.approx(expected, abs=4e-4)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
@@ -60,7 +65,8 @@ def test_a_group_never_sees_another():
     moved = rewards.clone()
     moved[8:] += 5
     for kind in ("grpo", "dr_grpo", "rloo"):
-        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind)[:8], losses.group_advantages(moved, 4, kind)[:8])
+        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind)[:8],
+                                   losses.group_advantages(moved, 4, kind)[:8])
 
 
 # ---------------------------------------------------------------- aggregation
@@ -78,7 +84,8 @@ def test_sequence_weights(aggregation):
     for split in ([[0, 1, 2, 3]], [[0, 3], [2, 1]], [[2], [0], [1], [3]]):  # however the batch is split
         total = 0.0
         for rows in split:
-            weight = losses.sequence_weights(torch.tensor([lengths[r] for r in rows]), aggregation, sum(lengths), 4, 8)
+            weight = losses.sequence_weights(torch.tensor([lengths[r] for r in rows]), aggregation,
+                                             sum(lengths), 4, 8)
             total += sum((w.double() * token_losses[r]).sum().item() for w, r in zip(weight, rows))
         assert total == pytest.approx(expected, rel=1e-6)
 
@@ -105,7 +112,8 @@ def test_policy_loss(kind):
     adv = torch.randn(400, dtype=torch.float64)
     loss, low, high = losses.policy_loss(logp, old, adv, 0.2, 0.28, kind)
     loss.sum().backward()
-    slow = [slow_policy_loss(*token, 0.2, 0.28, kind) for token in zip(logp.tolist(), old.tolist(), adv.tolist())]
+    slow = [slow_policy_loss(*token, 0.2, 0.28, kind)
+            for token in zip(logp.tolist(), old.tolist(), adv.tolist())]
     for fast, column in zip((loss, logp.grad, low, high), zip(*slow)):
         assert fast.tolist() == pytest.approx(list(column), abs=1e-12)
     assert low.any() and high.any()
@@ -119,8 +127,8 @@ def test_policy_loss(kind):
     (1.0, 2.0, -2.0, -2.0)])      # on policy: the plain policy gradient
 def test_clip_by_hand(ratio, adv, loss, gradient):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    value = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64), torch.tensor([adv], dtype=torch.float64),
-                               0.2, 0.28, "clip")[0]
+    value = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64),
+                               torch.tensor([adv], dtype=torch.float64), 0.2, 0.28, "clip")[0]
     value.backward()
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient))
 
@@ -155,8 +163,10 @@ def test_kl_estimators_by_enumeration():
     p = logp.exp().detach()
     kl, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
     gradient = lambda value: torch.autograd.grad(value, logits, retain_graph=True)[0]
-    estimate = {kind: (p * losses.kl_penalty(logp, ref, kind)).sum() for kind in ("k1", "k2", "k3")}  # as sampled from p
-    assert estimate["k1"].item() == pytest.approx(kl.item()) and estimate["k3"].item() == pytest.approx(kl.item())
+    estimate = {kind: (p * losses.kl_penalty(logp, ref, kind)).sum()  # as sampled from p
+                for kind in ("k1", "k2", "k3")}
+    assert (estimate["k1"].item() == pytest.approx(kl.item())
+            and estimate["k3"].item() == pytest.approx(kl.item()))
     assert estimate["k2"].item() != pytest.approx(kl.item(), rel=1e-3)
     torch.testing.assert_close(gradient(estimate["k1"]), torch.zeros(6, dtype=torch.float64))
     torch.testing.assert_close(gradient(estimate["k2"]), gradient(kl))
@@ -166,7 +176,8 @@ def test_kl_estimators_by_enumeration():
 @pytest.mark.parametrize("call, key", [
     (lambda: losses.group_advantages(torch.ones(4), 4, "gae"), "advantage='gae'"),
     (lambda: losses.sequence_weights(torch.ones(1), "mean", 1, 1, 1), "loss_aggregation='mean'"),
-    (lambda: losses.policy_loss(torch.ones(1), torch.ones(1), torch.ones(1), 0.2, 0.2, "ppo"), "loss_type='ppo'"),
+    (lambda: losses.policy_loss(torch.ones(1), torch.ones(1), torch.ones(1), 0.2, 0.2, "ppo"),
+     "loss_type='ppo'"),
     (lambda: losses.kl_penalty(torch.ones(1), torch.ones(1), "k4"), "kl_estimator='k4'")])
 def test_an_unknown_choice_names_the_key(call, key):
     with pytest.raises(ValueError, match=key):

@@ -26,8 +26,10 @@ def random_rollouts(count, vocab, seed=0, longest=20):
 
 def test_pack_by_hand():
     (batch,) = pack([rollout([5, 6], [7, 8]), rollout([5], [9])], [0, 1], 8, "cpu")
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 5, 9]] and batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert batch.bounds == [0, 4, 6] and batch.index.tolist() == [1, 2, 4] and batch.targets.tolist() == [7, 8, 9]
+    assert (batch.input_ids.tolist() == [[5, 6, 7, 8, 5, 9]]
+            and batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]])
+    assert (batch.bounds == [0, 4, 6]
+            and batch.index.tolist() == [1, 2, 4] and batch.targets.tolist() == [7, 8, 9])
     assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 2.0]
     assert batch.flat([torch.tensor([1, 2]), torch.tensor([3])]).tolist() == [1, 2, 3]
     assert {row: part.tolist() for row, part in batch.split(torch.tensor([1, 2, 3]))} == {0: [1, 2], 1: [3]}
@@ -53,7 +55,8 @@ def test_pack_trains_every_completion_token_once_and_no_prompt_token(budget):
 
 def test_eos_is_trained_even_where_it_is_the_pad_token():
     eos = 0
-    (batch,) = pack([rollout([eos, 3], [4, eos]), rollout([3], [4, 4])], [0, 1], 16, "cpu")  # the second is truncated
+    # The second is truncated.
+    (batch,) = pack([rollout([eos, 3], [4, eos]), rollout([3], [4, 4])], [0, 1], 16, "cpu")
     assert batch.targets.tolist() == [4, eos, 4, 4]
 
 
@@ -93,8 +96,10 @@ def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh,
         (logp * batch.flat(weights)).sum().backward()
         fast |= {row: (a, b) for (row, a), (_, b) in zip(batch.split(logp.detach()), batch.split(entropy))}
     assert sum(len(fast[row][0]) for row in fast) == len(order)
-    torch.testing.assert_close(torch.cat([fast[row][0] for row in range(30)]), torch.stack(logps).detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat([fast[row][1] for row in range(30)]), torch.stack(entropies).detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([fast[row][0] for row in range(30)]), torch.stack(logps).detach(),
+                               atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([fast[row][1] for row in range(30)]),
+                               torch.stack(entropies).detach(), atol=1e-5, rtol=1e-5)
     for (name, ours), theirs in zip(policy.hf.named_parameters(), plain.parameters()):
         gap = (ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
         assert gap < 1e-5, (name, gap)
@@ -115,7 +120,8 @@ def test_logprobs_from_hidden(monkeypatch, bias, chunk):
     logp, entropy = LogprobsFromHidden.apply(*fast, *([] if bias else [None]), targets, temperature)
     (logp * d_logp).sum().backward()
     torch.testing.assert_close(logp.double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.distributions.Categorical(logits=logits).entropy(),
+                               atol=1e-5, rtol=1e-5)
     assert not entropy.requires_grad
     for ours, theirs in zip(fast, slow):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-5, rtol=1e-5)
@@ -146,8 +152,8 @@ def test_dropout_is_refused(tmp_path, mesh):
         load_policy(str(tmp_path), mesh, torch.float32)
 
 
-@pytest.mark.parametrize("missing, message", [("config.json", "no config.json"), ("model.safetensors", "no weights"),
-                                              ("tokenizer", "no tokenizer")])
+@pytest.mark.parametrize("missing, message", [
+    ("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer", "no tokenizer")])
 def test_an_incomplete_model_folder_is_named(folder, tmp_path, missing, message):
     path = shutil.copytree(folder, tmp_path / "model")
     for name in os.listdir(path):

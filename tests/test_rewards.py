@@ -16,7 +16,8 @@ from test_data import MESSAGES, VERL, write
 @pytest.mark.parametrize("text, answer", [
     (r"so \boxed{5}", "5"), (r"\boxed {5}.", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{5} \boxed{6", "5"), (r"\boxed{5", None), (r"\boxed{}", None), (r"} \boxed{5}", "5"), (r"\boxed{[1, \}}", r"[1, \}"),
+    (r"\boxed{5} \boxed{6", "5"), (r"\boxed{5", None), (r"\boxed{}", None), (r"} \boxed{5}", "5"),
+    (r"\boxed{[1, \}}", r"[1, \}"),
     (r"\boxed{5}{6}", "5"), (r"{ \boxed{5}", "5"), (r"{a}", None),
     ("Answer: 5", "5"), ("answer:5\nmore", "5"), ("The final ANSWER: 5 cm\n", "5 cm"), ("**Answer:** 5", "5"),
     ("**Answer**: 5", "5"), ("**Answer: 5**", "5"), ("Answer: 5\nAnswer: 6", "6"),
@@ -52,8 +53,8 @@ EQUAL = [
     ("90°", "90"), (r"90^\circ", "90"), (r"90^{\circ}", "90"), ("90 degrees", "90"),
     ("x = 5", "5"), ("x=5", "x = 5"), ("y=2x+3", "2x+3"), ("$x=5$", "5"), ("$5$", "5"), (r"\(5\)", "5"),
     (r"\[5\]", "5"),
-    ("2*3", "6"), ("-2+3", "1"), (r"3\cdot 4", "12"), ("3×4", "12"), ("2^3", "8"), ("2**3", "8"), ("2^{3}", "8"),
-    ("2^-1", "0.5"), ("-2^2", "-4"),
+    ("2*3", "6"), ("-2+3", "1"), (r"3\cdot 4", "12"), ("3×4", "12"), ("2^3", "8"), ("2**3", "8"),
+    ("2^{3}", "8"), ("2^-1", "0.5"), ("-2^2", "-4"),
     ("2^3^2", "512"), ("8-3-2", "3"), ("8/4/2", "1"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("2*-3", "-6"),
     (r"2\times 10^3", "2000"), (r"6 \div 3", "2"), ("6÷3", "2"),
     ("Paris", "paris."), ("(1, 2)", "(1,2)"), (r"\left(3,4\right)", "(3,4)"), (r"\text{A}", "A"),
@@ -96,8 +97,8 @@ N = 100_000
     "9" * N, "1." + "9" * N, "-" * N, "9^" * N + "9", "(" * N, "(" * N + "5" + ")" * N, "{" * N, "}" * N,
     "^{" * N, r"\boxed{" * N, r"\frac{" * N, r"\frac" + " " * N, r"\text{" * N, "Answer:" * N,
     "Answer:\n" * N, "answer" + "*" * N, "#### " * N, "\\" * N, "5" + " " * N + "x", "5" + "." * N + "x",
-    "5 " + "a " * N, "1," * N, "1 234" * N, "a=" * N, "(" * 99 + "5" + ")" * 99 + "1", "9^999999999", "(2^4000)^4000",
-    "1/7^60+" * 24 + "1", "9^9^9^9", "5" + " " * 400 + "x",
+    "5 " + "a " * N, "1," * N, "1 234" * N, "a=" * N, "(" * 99 + "5" + ")" * 99 + "1", "9^999999999",
+    "(2^4000)^4000", "1/7^60+" * 24 + "1", "9^9^9^9", "5" + " " * 400 + "x",
 ], ids=lambda attack: f"{attack[:12]!r}x{len(attack)}")
 def test_attacks_are_quick_and_wrong(attack):
     def quick(function, *args):
@@ -141,7 +142,8 @@ def test_each_task_has_a_reward(task, name):
 
 def test_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
-    assert rewards.score(rewards.accuracy, ROWS, texts, 5) == ([1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, 0)
+    assert rewards.score(rewards.accuracy, ROWS, texts, 5) == (
+        [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, 0)
 
 
 @pytest.mark.parametrize("spec, message", [
@@ -294,8 +296,9 @@ def reward(completions, **columns):
 def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
     reward = reward_file(tmp_path, HANGING.format(swallows=swallows))
     start = time.perf_counter()
-    assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3) == ([1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, 1)
-    assert 0.6 <= time.perf_counter() - start < 20                     # the batch's limit, then the hanging one's
+    assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3) == (
+        [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, 1)
+    assert 0.6 <= time.perf_counter() - start < 20              # the batch's limit, then the hanging one's
     assert rewards.score(reward, ROWS[:1], ["hang"], 0.1) [::2] == ([0.0], 1)
 
 
@@ -327,10 +330,11 @@ def test_a_reward_that_raises(tmp_path):
 
 
 def test_try_reward_finds_what_is_broken_beforehand(tmp_path):
-    for source, message in [("def reward(completions): raise KeyError('oops')", "raised KeyError: 'oops'"),
-                            ("def reward(completions): return [1.0]", "returned 1 values, not a list of 2"),
-                            ("def reward(completions, colour): return [1.0]", "needs a column colour"),
-                            ("def reward(completions):\n while True: pass", "took more than reward_timeout=0.2")]:
+    for source, message in [
+            ("def reward(completions): raise KeyError('oops')", "raised KeyError: 'oops'"),
+            ("def reward(completions): return [1.0]", "returned 1 values, not a list of 2"),
+            ("def reward(completions, colour): return [1.0]", "needs a column colour"),
+            ("def reward(completions):\n while True: pass", "took more than reward_timeout=0.2")]:
         with pytest.raises(ValueError, match=message):
             rewards.try_reward(reward_file(tmp_path, source), ROWS, 0.2)
     rewards.try_reward(rewards.accuracy, ROWS[:1], 5)

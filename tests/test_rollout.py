@@ -1,4 +1,4 @@
-"""Both engines against a full forward of a Hugging Face model, before and after a weight sync; seeds; sampling."""
+"""Both engines against a full forward of a Hugging Face model, before and after a sync; seeds; sampling."""
 import importlib.util
 import math
 import weakref
@@ -26,14 +26,16 @@ def model(folder):
 
 
 def generate(engine, prompts=PROMPTS, n=3, seeds=None, max_tokens=24, temperature=0.8, **kwargs):
-    return engine.generate(prompts, n, seeds or list(range(100, 100 + len(prompts))), max_tokens, temperature, **kwargs)
+    return engine.generate(prompts, n, seeds or list(range(100, 100 + len(prompts))), max_tokens,
+                           temperature, **kwargs)
 
 
 def largest_gap(rollouts, model, temperature):
     gaps = []
     for r in rollouts:
         with torch.no_grad():
-            table = (model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0] / temperature).log_softmax(-1)
+            logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0]
+            table = (logits / temperature).log_softmax(-1)
         for t, (token, logprob) in enumerate(zip(r.completion_ids, r.logprobs)):
             gaps.append(abs(table[len(r.prompt_ids) + t - 1, token].item() - logprob))
     return max(gaps)
@@ -42,19 +44,20 @@ def largest_gap(rollouts, model, temperature):
 def test_shape_of_the_answer(engine):
     rollouts = generate(engine)
     assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(3)]
-    assert len({tuple(r.completion_ids) for r in rollouts[:3]}) == 3                 # a prompt's completions differ
+    assert len({tuple(r.completion_ids) for r in rollouts[:3]}) == 3              # a prompt's samples differ
     for r in rollouts:
         assert len(r.logprobs) == len(r.completion_ids) <= 24
         *body, last = r.completion_ids
         assert not {10, 20, 30} & set(body)
-        assert r.finish_reason == ("stop" if last in (10, 20, 30) else "length")     # the end token is a token of it
+        assert r.finish_reason == ("stop" if last in (10, 20, 30) else "length")  # the end token is in it
         assert r.finish_reason == "stop" or len(r.completion_ids) == 24
     assert {r.finish_reason for r in generate(engine, n=16)} == {"stop", "length"}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, model, temperature):
-    engine.load_weights((name, p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False))
+    engine.load_weights((name, p.detach().clone())
+                        for name, p in model.named_parameters(remove_duplicate=False))
     before = generate(engine, temperature=temperature)
     assert largest_gap(before, model, temperature) < 1e-5
 
@@ -63,12 +66,15 @@ def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, mo
     with torch.no_grad():
         for p in moved.parameters():
             p += 0.05 * torch.randn_like(p)
-    engine.load_weights((name, p.detach().clone()) for name, p in moved.named_parameters(remove_duplicate=False))
+    engine.load_weights((name, p.detach().clone())
+                        for name, p in moved.named_parameters(remove_duplicate=False))
     after = generate(engine, temperature=temperature)
     assert largest_gap(after, moved, temperature) < 1e-5
-    assert largest_gap(after, model, temperature) > 1e-2                             # the old weights are really gone
-    engine.load_weights((name, p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False))
-    assert [r.completion_ids for r in generate(engine, temperature=temperature)] == [r.completion_ids for r in before]
+    assert largest_gap(after, model, temperature) > 1e-2                # the old weights are really gone
+    engine.load_weights((name, p.detach().clone())
+                        for name, p in model.named_parameters(remove_duplicate=False))
+    again = generate(engine, temperature=temperature)
+    assert [r.completion_ids for r in again] == [r.completion_ids for r in before]
 
 
 def test_a_generation_repeats_under_its_seeds_whatever_is_beside_it(engine):
@@ -77,7 +83,8 @@ def test_a_generation_repeats_under_its_seeds_whatever_is_beside_it(engine):
     assert generate(engine) == first
     alone = generate(engine, prompts=PROMPTS[1:2], seeds=[101])
     assert [r.completion_ids for r in alone] == [r.completion_ids for r in first[3:6]]
-    assert [r.completion_ids for r in generate(engine, seeds=[1, 2, 3, 4])] != [r.completion_ids for r in first]
+    other = generate(engine, seeds=[1, 2, 3, 4])
+    assert [r.completion_ids for r in other] != [r.completion_ids for r in first]
 
 
 def test_more_prompts_than_fit_one_batch(engine):
@@ -118,16 +125,18 @@ def slow_truncation(probs, top_p, top_k):
     return {token: p / sum(kept.values()) for token, p in kept.items()}
 
 
-@pytest.mark.parametrize("temperature, top_p, top_k", [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 3), (1.5, 0.7, 4)])
+@pytest.mark.parametrize("temperature, top_p, top_k", [
+    (1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 3), (1.5, 0.7, 4)])
 def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top_k):
     logits = torch.tensor([0.3, -1.0, 2.0, 1.1, 0.0, -3.0])
     expected = slow_truncation((logits.double() / temperature).softmax(-1).tolist(), top_p, top_k)
-    uniform = (torch.arange(20000) + 0.5) / 20000                                    # every twenty-thousandth once
+    uniform = (torch.arange(20000) + 0.5) / 20000                       # every twenty-thousandth once
     tokens, logprobs = rollout.sample_tokens(logits.expand(20000, 6), uniform, temperature, top_p, top_k)
     assert set(tokens.tolist()) == set(expected)
     for token, p in expected.items():
-        assert (tokens == token).float().mean().item() == pytest.approx(p, abs=2e-4)
-        assert logprobs[tokens == token].exp().tolist() == pytest.approx([p] * int((tokens == token).sum()), rel=1e-4)
+        drawn = tokens == token
+        assert drawn.float().mean().item() == pytest.approx(p, abs=2e-4)
+        assert logprobs[drawn].exp().tolist() == pytest.approx([p] * int(drawn.sum()), rel=1e-4)
 
 
 def test_sample_tokens_never_draws_an_impossible_token():

@@ -1,4 +1,4 @@
-"""train_grpo.py and sample.py as a user runs them: whole short runs, resume, two ranks, and every kind of bad input."""
+"""train_grpo.py and sample.py as a user runs them: short runs, resume, two ranks, every kind of bad input."""
 import importlib.util
 import json
 import multiprocessing
@@ -14,14 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--train_prompts=64", "--eval_prompts=8",
-         "--eval_samples=2", "--max_steps=2", "--save_interval=1", "--warmup_steps=0", "--learning_rate=1e-3"]
-NAMES = """reward reward_std frac_reward_zero_std rewards/score/mean completions/mean_length completions/min_length
-    completions/max_length completions/clipped_ratio entropy kl clip_ratio/low_mean clip_ratio/high_mean
-    clip_ratio/region_mean sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max
-    sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/mean
-    sampling/importance_sampling_ratio/max loss grad_norm learning_rate num_tokens timing_s/gen timing_s/reward
-    timing_s/update_actor timing_s/sync timing_s/step perf/throughput perf/max_memory_allocated_gb""".split()
+SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--train_prompts=64",
+         "--eval_prompts=8", "--eval_samples=2", "--max_steps=2", "--save_interval=1", "--warmup_steps=0",
+         "--learning_rate=1e-3"]
+NAMES = """reward reward_std frac_reward_zero_std rewards/score/mean completions/mean_length
+    completions/min_length completions/max_length completions/clipped_ratio entropy kl clip_ratio/low_mean
+    clip_ratio/high_mean clip_ratio/region_mean sampling/sampling_logp_difference/mean
+    sampling/sampling_logp_difference/max sampling/importance_sampling_ratio/min
+    sampling/importance_sampling_ratio/mean sampling/importance_sampling_ratio/max loss grad_norm
+    learning_rate num_tokens timing_s/gen timing_s/reward timing_s/update_actor timing_s/sync timing_s/step
+    perf/throughput perf/max_memory_allocated_gb""".split()
 
 
 def launch(*arguments, launcher=(sys.executable,), code=0):
@@ -34,15 +36,17 @@ def launch(*arguments, launcher=(sys.executable,), code=0):
 def reward_file(tmp_path_factory):
     """A reward that even a random model earns: more even than odd letters."""
     path = tmp_path_factory.mktemp("reward") / "rewards.py"
-    path.write_text('def score(prompts, completions, **_):\n'
-                    '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
+    path.write_text(
+        'def score(prompts, completions, **_):\n'
+        '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
     return f"--reward={path}:score"
 
 
 def train(folder, out_dir, *arguments, launcher=(sys.executable,)):
     given = {argument.partition("=")[0] for argument in arguments}
     small = [argument for argument in SMALL if argument.partition("=")[0] not in given]
-    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={out_dir}", *small, *arguments, launcher=launcher)
+    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={out_dir}", *small, *arguments,
+                    launcher=launcher)
     with open(os.path.join(out_dir, "metrics.jsonl")) as file:
         return [json.loads(line) for line in file], output
 
@@ -65,7 +69,7 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
     for line in metrics[:2]:
         assert not set(NAMES) - set(line) and line["grad_norm"] > 0
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
-    for line in (metrics[0], metrics[2]):                                 # the first and the last model are evaluated
+    for line in (metrics[0], metrics[2]):                       # the first and the last model are evaluated
         assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/nested_linear/mean@2"} <= set(line)
         assert line["eval/pass@2"] >= line["eval/mean@2"] > 0
     assert sorted(os.listdir(out_dir)) == sorted(
@@ -82,7 +86,8 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
 
 def test_a_checkpoint_is_a_model_folder(plain_run, folder):
     out_dir, _, _ = plain_run
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, f"{out_dir}/checkpoint-2"))
+    before, after = (AutoModelForCausalLM.from_pretrained(path)
+                     for path in (folder, f"{out_dir}/checkpoint-2"))
     assert AutoTokenizer.from_pretrained(f"{out_dir}/checkpoint-2").chat_template
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters()))
     assert after.lm_head.weight.data_ptr() == after.model.embed_tokens.weight.data_ptr()
@@ -95,19 +100,22 @@ def test_vllm_run_and_sample(folder, reward_file, tmp_path):
     assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:2]) < 1e-4
     scores = {}
     for engine in ("vllm", "hf"):
-        output = launch("sample.py", f"--model={tmp_path}/run/checkpoint-2", "--eval_prompts=8", "--samples=2", reward_file,
-                        "--max_completion_length=12", f"--engine={engine}", f"--output={tmp_path}/samples.jsonl")
+        output = launch("sample.py", f"--model={tmp_path}/run/checkpoint-2", "--eval_prompts=8",
+                        "--samples=2", reward_file, "--max_completion_length=12", f"--engine={engine}",
+                        f"--output={tmp_path}/samples.jsonl")
         scores[engine] = float(re.search(r"eval/mean@2 +(\S+)", output)[1])
         assert "eval/pass@2" in output and "eval/maj@2" in output
         assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 16
-    # The final evaluation drew the same seeds from the same weights, so sampling the checkpoint again repeats it.
+    # The final evaluation drew the same seeds from the same weights, so sampling the checkpoint repeats it.
     assert scores["vllm"] == pytest.approx(metrics[2]["eval/mean@2"], abs=1e-4)
 
 
 def test_sample_a_prompt_and_without_chat(folder):
-    assert launch("sample.py", f"--model={folder}", "--prompt=2+2=", "--engine=hf", "--samples=3").count("-" * 40) == 2
-    assert "eval/mean@2" in launch("sample.py", f"--model={folder}", "--chat=false", "--engine=hf", "--samples=2",
-                                   "--eval_prompts=4", "--task=countdown", "--temperature=0.5", "--top_p=0.9", "--top_k=20")
+    output = launch("sample.py", f"--model={folder}", "--prompt=2+2=", "--engine=hf", "--samples=3")
+    assert output.count("-" * 40) == 2
+    output = launch("sample.py", f"--model={folder}", "--chat=false", "--engine=hf", "--samples=2",
+                    "--eval_prompts=4", "--task=countdown", "--temperature=0.5", "--top_p=0.9", "--top_k=20")
+    assert "eval/mean@2" in output
 
 
 def test_a_run_repeats_exactly(plain_run, folder, reward_file, tmp_path):
@@ -116,7 +124,8 @@ def test_a_run_repeats_exactly(plain_run, folder, reward_file, tmp_path):
 
 
 def test_micro_batches_change_neither_loss_nor_gradient(plain_run, folder, reward_file, tmp_path):
-    split, output = train(folder, tmp_path / "split", reward_file, "--engine=hf", "--token_budget=80", "--max_steps=1")
+    split, output = train(folder, tmp_path / "split", reward_file, "--engine=hf", "--token_budget=80",
+                          "--max_steps=1")
     assert "at most 16 micro-batches" in output
     for key in ("loss", "grad_norm", "entropy"):
         assert split[0][key] == pytest.approx(plain_run[1][0][key], rel=1e-5, abs=1e-7)
@@ -133,24 +142,28 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--kl_coef=0.1", "--updates_per_step=2", "--loss_type=cispo", "--advantage=rloo", "--gradient_checkpointing=true"],
-    ["--kl_coef=0.1", "--kl_estimator=k2", "--loss_aggregation=constant_length", "--advantage=dr_grpo", "--lr_decay=cosine"]])
+    ["--kl_coef=0.1", "--updates_per_step=2", "--loss_type=cispo", "--advantage=rloo",
+     "--gradient_checkpointing=true"],
+    ["--kl_coef=0.1", "--kl_estimator=k2", "--loss_aggregation=constant_length", "--advantage=dr_grpo",
+     "--lr_decay=cosine"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
     metrics, _ = train(folder, tmp_path / "run", reward_file, "--engine=hf", *arguments)
-    assert metrics[0]["kl"] < metrics[1]["kl"] and metrics[1]["kl"] > 1e-3                   # the policy leaves the reference
+    assert metrics[0]["kl"] < metrics[1]["kl"] and metrics[1]["kl"] > 1e-3  # the policy leaves the reference
     assert metrics[1]["grad_norm"] > 0
 
 
-def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(plain_run, folder, reward_file, tmp_path):
-    both, output = train(folder, tmp_path / "run", reward_file, "--engine=hf",
-                         launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(
+        plain_run, folder, reward_file, tmp_path):
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    both, output = train(folder, tmp_path / "run", reward_file, "--engine=hf", launcher=launcher)
     one = plain_run[1]
     assert len(both) == 3 and "on 2 x cpu" in output
-    for key in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "num_tokens", "eval/mean@2"):
+    for key in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "num_tokens",
+                "eval/mean@2"):
         assert both[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
 
 
-# ---------------------------------------------------------------- bad input: one clear line, before any model is loaded
+# ---------------------------------------------------------------- bad input: one clear line, no model loaded
 
 def run_in_child(arguments, log, hide_vllm):
     """Runs train_grpo.py in this process, in which no model can be loaded."""
@@ -169,7 +182,8 @@ def run_in_child(arguments, log, hide_vllm):
 
 # A server process that has imported torch once forks a fresh child for each case: seconds saved each time.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch.distributed.fsdp", "torch.utils.tensorboard", "transformers", "tests.test_train_grpo"])
+forkserver.set_forkserver_preload(["torch.distributed.fsdp", "torch.utils.tensorboard", "transformers",
+                                   "tests.test_train_grpo"])
 
 FILES = {
     "typo.py": "learning_rte = 1e-4\n",

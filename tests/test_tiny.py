@@ -1,0 +1,123 @@
+"""tiny.py: the tokenizer, the two styles of answer, the shipped weights, and a model made anew."""
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import data
+import rewards
+import rollout
+import tiny
+
+
+@pytest.mark.parametrize("text", ["", "Solve 2(x+3)=10", "  two  spaces .\n\ttab\r\n", "é ß 漢字 👩‍👩‍👧 \u0000 \u200f",
+                                  "".join(map(chr, range(0x250)))])
+def test_round_trip(text):
+    tokenizer = tiny.make_tokenizer()
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
+
+
+def test_every_byte_has_its_own_token():
+    """Bytes that are no UTF-8 cannot be typed, but can be sampled; decoding them must not fail."""
+    tokenizer = tiny.make_tokenizer()
+    assert len(tokenizer) == 256 + len(tiny.SPECIAL)
+    assert len({tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))}) == len(tokenizer)
+    assert isinstance(tokenizer.decode(range(256)), str)
+
+
+def test_chat_template():
+    tokenizer = tiny.make_tokenizer()
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"},
+                {"role": "assistant", "content": "A"}]
+    render = lambda messages, **kwargs: tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+    assert render(messages) == "<|system|>S<|end|><|user|>Q<|end|><|assistant|>A<|end|>"
+    assert render(messages[1:2], add_generation_prompt=True) == "<|user|>Q<|end|><|assistant|>"
+    ids = tokenizer.apply_chat_template(messages[1:2], add_generation_prompt=True, return_dict=False)
+    assert len(ids) == len("Q") + 3 and ids[2] == tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert tokenizer.decode(tokenizer("7").input_ids + [tokenizer.eos_token_id], skip_special_tokens=True) == "7"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.ensure(str(tmp_path_factory.mktemp("base") / "tiny"))
+
+
+def test_the_shipped_base_loads(base):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    assert model.dtype == torch.float32 and model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.vocab_size == len(tokenizer) and tokenizer.chat_template
+    assert os.path.getsize(os.path.join(tiny.HERE, "tiny.safetensors")) <= 2e6
+    assert os.listdir(os.path.dirname(base)) == ["tiny"]
+
+
+def test_the_shipped_base_is_as_documented(base):
+    """Mostly quick and mostly wrong, but right where it shows its work; all on held-out problems."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    rows = data.load_rows("algebra", "eval", 128)
+    engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
+    samples = engine.generate([data.encode_prompt(tokenizer, row["prompt"]) for row in rows], 4,
+                              [8 * i for i in range(128)], 64, 1.0)
+    texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in samples]
+    scores, _, _ = rewards.score(rewards.accuracy, [row for row in rows for _ in range(4)], texts, 10)
+    worked = [score for score, text in zip(scores, texts) if "\n" in text]
+    assert 0.2 < sum(scores) / len(scores) < 0.4
+    assert 0.15 < len(worked) / len(texts) < 0.4 and sum(worked) / len(worked) > 0.85
+
+
+def test_ensure_keeps_what_exists(tmp_path):
+    assert tiny.ensure(str(tmp_path)) == str(tmp_path) and not os.listdir(tmp_path)
+
+
+def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(tiny.Qwen3ForCausalLM, "save_pretrained", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.ensure(str(tmp_path / "tiny"))
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_model_of_your_own(tmp_path):
+    run = [sys.executable, os.path.join(tiny.HERE, "tiny.py"), f"--out={tmp_path}/mine", "--steps=3", "--batch_size=4",
+           "--train_prompts=64", "--harder_prompts=64", "--layers=1", "--hidden_size=32", "--intermediate_size=32",
+           "--heads=1", f"--weights={tmp_path}/mine.safetensors"]
+    subprocess.run(run, check=True, capture_output=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
+    assert model.config.num_hidden_layers == 1 and (tmp_path / "mine.safetensors").exists()
+    again = subprocess.run(run, capture_output=True, text=True)
+    assert again.returncode == 1 and "mine exists: remove it" in again.stderr
+
+
+def test_styles(monkeypatch):
+    monkeypatch.setattr(tiny, "steps", 200)
+    monkeypatch.setattr(tiny, "quick_steps", 0.4)
+    rows = data.load_rows("algebra", "train", 400)
+    harder = data.load_rows("algebra", "train", 400, difficulty=2)
+    tokenizer = tiny.make_tokenizer()
+    by_text = {row["prompt"][0]["content"]: row for row in rows + harder}
+    early, late = [], []
+    for step, batch in enumerate(tiny.batches(rows, harder, tokenizer, random.Random(0))):
+        for prompt, completion in batch:
+            assert completion[-1] == tokenizer.eos_token_id
+            row = by_text[tokenizer.decode(prompt[1:-2])]
+            (early if step < 120 else late).append((row, tokenizer.decode(completion[:-1])))
+    assert len(early) + len(late) == 200 * tiny.batch_size
+    assert all(text == row["solution"] for row, text in early)
+    quick = [(row, text) for row, text in late if text != row["solution"]]
+    assert all(text.startswith("Answer: ") and "\n" not in text for _, text in quick)
+    assert len(quick) / len(late) == pytest.approx(tiny.quick, abs=0.05)
+    right = sum(text == f"Answer: {row['answer']}" for row, text in quick) / len(quick)
+    assert tiny.quick_right - 0.03 <= right < tiny.quick_right + 0.2           # the others may be right by chance
+
+
+def test_no_held_out_problem_is_read():
+    for difficulty, count in ((tiny.difficulty, tiny.train_prompts), (tiny.difficulty + 1, tiny.harder_prompts)):
+        read = {row["prompt"][0]["content"] for row in data.load_rows("algebra", "train", count, tiny.seed, difficulty)}
+        held_out = {row["prompt"][0]["content"] for row in data.load_rows("algebra", "eval", 512, 0, tiny.difficulty)}
+        assert len(read) == count and not read & held_out

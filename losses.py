@@ -11,25 +11,26 @@ import torch
 
 
 def group_advantages(rewards, num_generations, kind):
-    """Advantage of each completion over the others that answer the same prompt.
+    """Advantage of each completion over the others that answer the same prompt, and the spread of each group.
 
     rewards [N], the G completions of a prompt adjacent; NaN marks a completion without a reward: it takes no
-    part in its group's statistics and its advantage is 0. Returns [N].
-    kind  grpo     (r - mean) / (std + 1e-4), unbiased std  Shao et al. 2024, eq. in 4.1.2; epsilon as in TRL
-          dr_grpo  r - mean                                 Liu et al. 2025: dividing by std favours easy
-                                                            and hard
-          rloo     r - mean of the *other* completions      Ahmadian et al. 2024 = dr_grpo * n / (n - 1)
-    Example: rewards [1, 0, 0, 0], G = 4 -> grpo [1.5, -0.5, -0.5, -0.5], dr_grpo [.75, -.25, -.25, -.25],
-    rloo [1, -1/3, -1/3, -1/3]. A group whose rewards are all equal gives zeros: it teaches nothing.
+    part in its group's statistics and its advantage is 0. Returns advantages [N] and unbiased standard
+    deviations [B]. A group whose rewards are all equal has exactly 0 of both: it teaches nothing.
+    kind  grpo     (r - mean) / (std + 1e-4)            Shao et al. 2024, 4.1.2; the epsilon is TRL's
+          dr_grpo  r - mean                             Liu et al. 2025: dividing by std favours groups that
+                                                        are nearly all right or all wrong
+          rloo     r - mean of the *other* completions  Ahmadian et al. 2024; is dr_grpo * G / (G - 1)
+    Example: rewards [1, 0, 0, 0], G = 4 -> std 0.5; grpo [1.5, -0.5, -0.5, -0.5], dr_grpo [.75, -.25, -.25,
+    -.25], rloo [1, -1/3, -1/3, -1/3].
     """
-    groups = rewards.view(-1, num_generations)                          # [B, G]
-    scored = ~groups.isnan()                                            # [B, G]
-    count = scored.sum(1, keepdim=True).clamp(min=1)                    # [B, 1]
-    mean = groups.nansum(1, keepdim=True) / count                       # [B, 1]
-    centred = torch.where(scored, groups - mean, 0.0)                   # [B, G]
-    others = (count - 1).clamp(min=1)                                   # [B, 1]
+    groups = rewards.double().view(-1, num_generations)           # [B, G], float64: equal rewards centre to 0
+    scored = ~groups.isnan()                                      # [B, G]
+    count = scored.sum(1, keepdim=True).clamp(min=1)              # [B, 1]
+    mean = groups.nansum(1, keepdim=True) / count                 # [B, 1]
+    centred = torch.where(scored, groups - mean, 0.0)             # [B, G]
+    others = (count - 1).clamp(min=1)                             # [B, 1]
+    std = (centred.square().sum(1, keepdim=True) / others).sqrt() # [B, 1]
     if kind == "grpo":
-        std = (centred.square().sum(1, keepdim=True) / others).sqrt()   # [B, 1]
         adv = centred / (std + 1e-4)
     elif kind == "dr_grpo":
         adv = centred
@@ -37,7 +38,7 @@ def group_advantages(rewards, num_generations, kind):
         adv = centred * count / others
     else:
         raise ValueError(f"advantage={kind!r}: choose grpo, dr_grpo or rloo")
-    return adv.flatten()                                                # [N]
+    return adv.flatten().to(rewards.dtype), std.flatten()         # [N], [B]
 
 
 def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length):
@@ -60,7 +61,7 @@ def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length
 
 
 def policy_loss(logp, old_logp, adv, epsilon, epsilon_high, loss_type):
-    """Loss of each token, with gradient, and for the logs whether its ratio was clipped low, high; all [C].
+    """Loss of each token, with gradient, and for the logs whether clipping acted on it low, high; all [C].
 
     ratio = exp(logp - old_logp).
     loss_type  clip   -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv): beyond the bound,
@@ -72,12 +73,13 @@ def policy_loss(logp, old_logp, adv, epsilon, epsilon_high, loss_type):
     At ratio 1 both have the gradient -adv * grad(logp).
     """
     ratio = (logp - old_logp).exp()
-    low = (ratio < 1 - epsilon) & (adv < 0)
-    high = (ratio > 1 + epsilon_high) & (adv > 0)
+    low = high = torch.zeros_like(ratio, dtype=torch.bool)
     if loss_type == "clip":
         loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
+        low, high = (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
     elif loss_type == "cispo":
         loss = -ratio.clamp(max=1 + epsilon_high).detach() * adv * logp
+        high = ratio > 1 + epsilon_high
     else:
         raise ValueError(f"loss_type={loss_type!r}: choose clip or cispo")
     return loss, low, high

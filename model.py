@@ -24,30 +24,29 @@ LOGIT_CHUNK = 1024  # tokens whose logits exist at one time: 1024 x 151,936 floa
 
 @dataclass
 class MicroBatch:
-    rows: list                   # which sequences are in it, in order
+    sequences: list              # which of all sequences are in it, in order
     input_ids: torch.Tensor      # [1, T]
     position_ids: torch.Tensor   # [1, T], restarting at 0 in each sequence
     bounds: list                 # S + 1 offsets: sequence s is input_ids[0, bounds[s]:bounds[s + 1]]
     index: torch.Tensor          # [C] where in the row each completion token is predicted: one before itself
     targets: torch.Tensor        # [C] the completion tokens
-
     lengths: torch.Tensor        # [S] completion tokens of each sequence; they sum to C
 
     def flat(self, tensors):
         """Per-token tensors of all sequences (a list of [len]) -> those of this micro-batch, flat [C]."""
-        return torch.cat([tensors[row] for row in self.rows])
+        return torch.cat([tensors[s] for s in self.sequences])
 
     def spread(self, values):
         """One value a sequence, for all sequences [N] -> that value at each completion token here, [C]."""
-        return values[self.rows].repeat_interleave(self.lengths)
+        return values[self.sequences].repeat_interleave(self.lengths)
 
     def split(self, flat):
-        """Per-token values of this micro-batch [C] -> (row, its [len] values) for each sequence in it."""
-        return zip(self.rows, flat.split(self.lengths.tolist()))
+        """Per-token values of this micro-batch [C] -> (sequence, its [len] values), one after another."""
+        return zip(self.sequences, flat.split(self.lengths.tolist()))
 
 
-def pack(rollouts, rows, token_budget, device):
-    """Pack the given rows of `rollouts` (anything with prompt_ids and completion_ids) into few MicroBatches.
+def pack(rollouts, chosen, token_budget, device):
+    """Pack rollouts[s] for s in chosen (anything with prompt_ids and completion_ids) into few MicroBatches.
 
     At most token_budget tokens each; first fit, longest first. Every completion token is a target, the EOS
     among them even where the pad token has the same id; no prompt token is. Raises ValueError for a sequence
@@ -55,25 +54,25 @@ def pack(rollouts, rows, token_budget, device):
     Example: prompts [5, 6] and [5] with completions [7, 8] and [9], budget 8 -> one micro-batch 5 6 7 8 | 5 9
     with index [1, 2, 4] and targets [7, 8, 9]: token 7 is predicted at position 1, 8 at 2, 9 at 4.
     """
-    size = lambda row: len(rollouts[row].prompt_ids) + len(rollouts[row].completion_ids)
+    size = lambda s: len(rollouts[s].prompt_ids) + len(rollouts[s].completion_ids)
     bins, free = [], []
-    for row in sorted(rows, key=size, reverse=True):
-        if size(row) > token_budget:
-            raise ValueError(f"a sequence of {size(row)} tokens does not fit token_budget={token_budget}")
-        fits = next((b for b, room in enumerate(free) if room >= size(row)), None)
+    for s in sorted(chosen, key=size, reverse=True):
+        if size(s) > token_budget:
+            raise ValueError(f"a sequence of {size(s)} tokens does not fit token_budget={token_budget}")
+        fits = next((b for b, room in enumerate(free) if room >= size(s)), None)
         if fits is None:
             fits = len(bins)
             bins.append([])
             free.append(token_budget)
-        bins[fits].append(row)
-        free[fits] -= size(row)
+        bins[fits].append(s)
+        free[fits] -= size(s)
 
     tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)
     batches = []
     for packed in bins:
         ids, positions, bounds, index, targets, lengths = [], [], [0], [], [], []
-        for prompt, completion in ((rollouts[row].prompt_ids, rollouts[row].completion_ids)
-                                   for row in packed):
+        for s in packed:
+            prompt, completion = rollouts[s].prompt_ids, rollouts[s].completion_ids
             first = len(ids) + len(prompt)              # where the completion begins in the micro-batch
             index += range(first - 1, first + len(completion) - 1)
             targets += completion

@@ -316,16 +316,20 @@ def evaluation(results, k):
     pass@k  mean over prompts of the best score of k: for a 0/1 score, how often any of k samples is right
     maj@k   mean over prompts of the score of the commonest answer, the first of those equally common; a
             sample without an answer (None) has no vote, a prompt without votes scores as its first sample
-    Over all prompts as eval/..., and for each source as eval/{source}/....
+    Over all prompts as eval/..., and for each source as eval/{source}/.... A sample that was not scored (nan)
+    counts for nothing.
     """
     values = defaultdict(list)
     for i in range(0, len(results), k):
-        (source, *_), scores, answers = results[i], *([r[field] for r in results[i:i + k]]
-                                                      for field in (1, 2))
+        source = results[i][0]
+        scored = [(score, answer) for _, score, answer in results[i:i + k] if not math.isnan(score)]
+        if not scored:
+            continue
+        scores, answers = zip(*scored)
         votes = Counter(answer for answer in answers if answer is not None)
         winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
         for name in ["eval"] + ([f"eval/{source}"] if source else []):
-            values[f"{name}/mean@{k}"].append(sum(scores) / k)
+            values[f"{name}/mean@{k}"].append(sum(scores) / len(scores))
             values[f"{name}/pass@{k}"].append(max(scores))
             values[f"{name}/maj@{k}"].append(scores[winner])
     return {name: sum(each) / len(each) for name, each in values.items()}

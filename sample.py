@@ -45,7 +45,7 @@ configure(globals())
 
 with input_errors():
     Engine = rollout.engine_class(engine)
-    score = rewards.load_reward(reward, task)
+    reward_function = rewards.load_reward(reward, task)
     rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
             data.load_rows(task, "eval", eval_prompts, 0, difficulty, eval_file))
     if model == "tiny":
@@ -69,7 +69,7 @@ if prompt:
     raise SystemExit
 
 row_of = [row for row in rows for _ in range(samples)]
-scores, _, _ = rewards.score(score, row_of, texts, reward_timeout)
+scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
 for i in range(0, min(show, len(rows)) * samples, samples):
     print(f"--- {data.prompt_text(rows[i // samples]['prompt'])}\n{texts[i]}\n--- score {scores[i]:g}, "
           f"truth {row_of[i].get('answer')}\n")

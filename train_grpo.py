@@ -2,24 +2,26 @@
 GRPO, the whole run in one file: rollout, reward, advantage, loss, step, weight sync, evaluation, checkpoint.
 
     torchrun train_grpo.py                                   # one process, laptop or GPU
-    torchrun --nproc_per_node=8 train_grpo.py --model=Qwen/Qwen3-1.7B --task=gsm8k
-    python train_grpo.py config/countdown.py --kl_coef=0.01  # a recipe, and an override
+    torchrun --nproc_per_node=8 train_grpo.py config/gsm8k.py --model=Qwen/Qwen3-1.7B
+    python train_grpo.py config/harder.py --kl_coef=0.01     # a recipe, and an override
     python train_grpo.py --help                              # every setting
 
 Without arguments it trains the small model that tiny.py makes, on algebra problems, on a CPU without network.
 
 Where it differs from the paper (Shao et al. 2024, https://arxiv.org/abs/2402.03300):
-1. The loss is averaged over tokens of the global batch, not over sequences (DAPO,
-   https://arxiv.org/abs/2503.14476, 3.3): long completions count as much a token as short ones.
-   --loss_aggregation=sequence_mean is the paper's.
-2. No KL term by default, so no reference model in memory: with a verifier as the reward, newer recipes drop
-   it. --kl_coef=0.04 is the paper's.
-3. One update a step by default: strictly on-policy, the ratio is 1, and nothing is clipped.
+1. Every token of the global batch weighs alike (DAPO, https://arxiv.org/abs/2503.14476, 3.3). With the
+   paper's --loss_aggregation=sequence_mean every completion does, so a token of a long one weighs less.
+2. No KL term, so no reference model in memory: with a verifier as the reward, newer recipes drop it.
+   --kl_coef=0.04 is the paper's.
+3. The reference stays the initial model, and only the outcome is rewarded.
+One update a step, as in the paper's own runs: strictly on-policy, the ratio is 1 and nothing is clipped.
+--updates_per_step=4 makes four, each on a quarter of the rollout: PPO's minibatches.
 """
+import os
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning beside another program is slow
 import datetime
 import json
 import math
-import os
 import random
 import resource
 import shutil
@@ -51,13 +53,13 @@ train_prompts = 4096            # rows: generated tasks make so many, others tak
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # JSONL or parquet, for task=file
 reward = ""                     # file.py:function; empty: the task's own verifier
-reward_timeout = 10.0           # seconds after which a hanging reward is cut off
-chat = True                     # apply the tokenizer's chat template to messages; false: join their contents
+reward_timeout = 10.0           # seconds a batch, else a completion, which scores 0 beyond them; 0: no limit
+chat = True                     # apply the chat template to messages; false: join them (models without one)
 system_prompt = ""              # put before every message prompt, e.g. to ask for \boxed{}
 # rollout
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
-prompts_per_step = 32           # B, over all ranks
-num_generations = 8             # G, completions a prompt
+prompts_per_step = 32           # over all ranks
+num_generations = 8             # completions of each prompt (G), at least 2
 max_prompt_length = 64          # tokens; longer prompts are left out
 max_completion_length = 64      # tokens; longer completions are cut off
 temperature = 1.0               # of sampling, and of the trainer's logprobs
@@ -65,12 +67,12 @@ top_p = 1.0                     # only 1.0: the trainer's logprobs are of the wh
 top_k = 0                       # only 0, for the same reason
 vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
 # algorithm
-advantage = "grpo"              # grpo, dr_grpo (no std), rloo
+advantage = "grpo"              # grpo, dr_grpo (without std), rloo; see losses.group_advantages
 loss_type = "clip"              # clip (PPO), cispo
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO)
-epsilon = 0.2                   # ratio clipped below 1 - epsilon
+epsilon = 0.2                   # clip: ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high; DAPO: 0.28
-updates_per_step = 1            # optimizer steps a rollout batch is split into
+updates_per_step = 1            # optimizer steps a rollout batch is split into; above 1 the ratio leaves 1
 kl_coef = 0.0                   # weight of the KL to the initial model in the loss; 0: no reference model
 kl_estimator = "k3"             # k1, k2, k3; see losses.kl_penalty
 # optimizer
@@ -78,19 +80,19 @@ max_steps = 60                  # rollout batches
 learning_rate = 1e-4            # peak; a 1 B model wants about 1e-6
 warmup_steps = 5                # linear, from learning_rate / warmup_steps
 lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
-weight_decay = 0.0
-beta1 = 0.9
-beta2 = 0.95
+weight_decay = 0.0              # AdamW's
+beta1 = 0.9                     # AdamW's, of the gradient's mean
+beta2 = 0.95                    # AdamW's, of its square
 grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 # system
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: less memory, a third more time
-logprob_gap = 0.0               # largest mean |trainer - engine| logprob before the run stops; 0: by dtype
-seed = 0
+logprob_gap = 0.0               # nats: a larger mean |trainer - engine| stops the run; 0: 1e-3, bfloat16 0.05
+seed = 0                        # of generated training problems, their order, and sampling
 # evaluation and output
 eval_interval = 10              # steps; the first and the last model are always evaluated
-eval_prompts = 128              # held-out prompts, over all ranks; 0: all of the file's
+eval_prompts = 128              # held-out prompts, over all ranks; 0: all of gsm8k or the file
 eval_samples = 4                # k in mean@k, pass@k, maj@k
 save_interval = 20              # steps; the last model is always saved
 keep_checkpoints = 2            # newest ones
@@ -143,7 +145,7 @@ compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda 
 gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
     one = torch.ones(G)
-    losses.group_advantages(one, G, advantage)                  # each names its setting where it is wrong
+    losses.group_advantages(one, G, advantage)                  # dummies: each refuses what it does not know
     losses.policy_loss(one, one, one, epsilon, epsilon_high, loss_type)
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator)
@@ -264,14 +266,14 @@ def generate(prompts, n, names):
 
 
 @torch.no_grad()
-def completion_logps(model, rollouts):
-    """The model's logprobs of each rollout's completion tokens: a list of [len]."""
+def completion_logps(network, rollouts):
+    """The network's logprobs of each rollout's completion tokens: a list of [len]."""
     batches = pack(rollouts, range(len(rollouts)), token_budget, device)
     logps = {}
     for i in range(most(len(batches))):
         batch = batches[i % len(batches)]
-        logps |= batch.split(model(batch, temperature)[0])
-    return [logps[row] for row in range(len(rollouts))]
+        logps |= batch.split(network(batch, temperature)[0])
+    return [logps[i] for i in range(len(rollouts))]
 
 
 def evaluate():
@@ -279,7 +281,8 @@ def evaluate():
     places = range(rank, len(eval_set), world_size)
     rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples,
                                        [f"eval {i}" for i in places])
-    rollout.compare_logprobs(rollouts[:32], completion_logps(policy, rollouts[:32]), gap_bound, tokenizer)
+    some = rollouts[:32]                                        # shows that the engine has the weights
+    rollout.compare_logprobs(some, completion_logps(policy, some), gap_bound, tokenizer)
     scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
     results = [None] * world_size
     answers = [rewards.extract_answer(text) for text in texts]
@@ -288,11 +291,11 @@ def evaluate():
 
 
 # ---------------------------------------------------------------- the loop
-micro = math.ceil(N / (token_budget // (max_prompt_length + max_completion_length)))
+micro = math.ceil(N // updates_per_step / (token_budget // (max_prompt_length + max_completion_length)))
 say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in "
     f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
     f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> "
-    f"at most {micro} micro-batches of {token_budget} tokens a rank -> {updates_per_step} optimizer step(s)\n"
+    f"{updates_per_step} optimizer step(s) of at most {micro} micro-batch(es) of {token_budget} tokens\n"
     f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(train_set)} "
     f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
     f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
@@ -331,14 +334,13 @@ for step in range(first_step, max_steps + 1):
     score = torch.tensor(scores, device=device)                                         # [N], NaN: not scored
 
     # ------------------------------------------------------------ 3 advantage
-    adv = losses.group_advantages(score, G, advantage)                                  # [N]
+    adv, stds = losses.group_advantages(score, G, advantage)                            # [N], [B]
 
     # ------------------------------------------------------------ 4 old and reference logprobs, where needed
-    if updates_per_step > 1:                                    # else they are the update's own, see there
+    old_logps = [None] * N                                      # N x [len]; a single update fills them in
+    if updates_per_step > 1:
         with timed("old_log_prob"):
-            old_logps = completion_logps(policy, rollouts)      # N x [len]
-    else:
-        old_logps = [None] * N
+            old_logps = completion_logps(policy, rollouts)
     if reference:
         with timed("ref"):
             ref_logps = completion_logps(reference, rollouts)   # N x [len]
@@ -353,17 +355,17 @@ for step in range(first_step, max_steps + 1):
             chosen = order[update::updates_per_step]
             # Count over the global batch before it is split: the gradient is then the same for any number of
             # ranks, any micro-batch size and any packing.
-            num_tokens, num_sequences = reduced([lengths[chosen].sum(), len(chosen)])
-            weight = losses.sequence_weights(lengths, loss_aggregation, num_tokens, num_sequences,
-                                             max_completion_length)
+            batch_tokens, batch_sequences = reduced([lengths[chosen].sum(), len(chosen)])
+            weight = losses.sequence_weights(lengths, loss_aggregation, batch_tokens, batch_sequences,
+                                             max_completion_length)                     # [N]
             batches = pack(rollouts, chosen, token_budget, device)
             for i in range(most(len(batches))):
                 batch = batches[i % len(batches)]
                 live = float(i < len(batches))                  # 0: a turn taken for the other ranks' sake
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
-                if updates_per_step == 1:                       # the policy that sampled is the one at hand
-                    for row, values in batch.split(logp.detach()):
-                        old_logps[row] = values
+                if updates_per_step == 1:                       # nothing moved since sampling: this forward
+                    for s, values in batch.split(logp.detach()):    # is the old policy's, too
+                        old_logps[s] = values
                 token_loss, low, high = losses.policy_loss(
                     logp, batch.flat(old_logps), batch.spread(adv),
                     epsilon, epsilon_high, loss_type)                                   # [C] each
@@ -385,15 +387,17 @@ for step in range(first_step, max_steps + 1):
         sampler.load_weights(weights.full_weights(policy, compute_dtype, tied=True))
 
     # ------------------------------------------------------------ 7 log
-    spread = score.view(B, G).std(1)                                                    # [B]
+    names = [None] * world_size                                 # a named part may be missing on some ranks
+    dist.all_gather_object(names, list(parts))
     tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
     trained_tokens = reduced([lengths.sum()])[0]
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high = reduced(sums)
     state = {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}
     timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
-        "reward": mean(score), "reward_std": mean(spread), "frac_reward_zero_std": mean(spread == 0),
-        **{f"rewards/{name}/mean": mean(values) for name, values in parts.items()},
+        "reward": mean(score), "reward_std": mean(stds), "frac_reward_zero_std": mean(stds == 0),
+        **{f"rewards/{name}/mean": mean(parts.get(name, [math.nan]))
+           for name in dict.fromkeys(sum(names, []))},
         "rewards/timeouts": reduced([timeouts])[0],
         "completions/mean_length": mean(lengths),
         "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],

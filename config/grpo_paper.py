@@ -1,9 +1,8 @@
-"""GRPO as in its paper (Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4): every sequence weighs alike,
-a KL to the initial model (k3), and here two clipped updates a rollout.
+"""GRPO as in its paper (Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4): every sequence weighs alike, and
+a KL to the initial model (k3) is part of the loss. One update a rollout, as in the paper's own runs.
 
 Measured: @@PAPER@@
 """
 loss_aggregation = "sequence_mean"
 kl_coef = 0.04
 kl_estimator = "k3"
-updates_per_step = 2

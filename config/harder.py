@@ -1,5 +1,5 @@
-"""Algebra with larger numbers, signs and another layer. The base model works out about half of such problems right,
-where it works at all, so there is more to learn than to show the work.
+"""Algebra with larger numbers, signs and another layer. When the base model shows its work it is right about half the
+time here, so GRPO has to improve the work and not only bring it out.
 
 Measured: @@HARDER@@
 """

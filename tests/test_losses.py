@@ -1,5 +1,6 @@
 """Every formula of losses.py against a slow, obvious reference in float64 loops, and numbers done by hand."""
 import math
+import statistics
 
 import pytest
 import torch
@@ -38,8 +39,9 @@ def slow_advantages(rewards, G, kind):
 def test_group_advantages(kind, G):
     rewards = torch.randn(5 * G, dtype=torch.float64)
     rewards[::3] = rewards[::3].round()
-    expected = slow_advantages(rewards.tolist(), G, kind)
-    assert losses.group_advantages(rewards, G, kind).tolist() == pytest.approx(expected)
+    adv, stds = losses.group_advantages(rewards, G, kind)
+    assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), G, kind))
+    assert stds.tolist() == pytest.approx([statistics.stdev(group) for group in rewards.view(-1, G).tolist()])
 
 
 @pytest.mark.parametrize("kind, expected", [
@@ -47,17 +49,27 @@ def test_group_advantages(kind, G):
     ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
     ("rloo", [1, -1 / 3, -1 / 3, -1 / 3])])
 def test_group_advantages_by_hand(kind, expected):
-    adv = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind).tolist()
-    assert adv == pytest.approx(expected, abs=4e-4)
+    adv, stds = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind)
+    assert adv.tolist() == pytest.approx(expected, abs=4e-4) and stds.tolist() == [0.5]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 def test_group_advantages_without_spread_or_score(kind):
     nan = math.nan
     rewards = torch.tensor([1.0, 1, 1, 0, nan, 2, nan, nan, 3, nan, nan, nan], dtype=torch.float64)
-    adv = losses.group_advantages(rewards, 3, kind).tolist()
+    adv, stds = losses.group_advantages(rewards, 3, kind)
+    adv = adv.tolist()
     assert adv == pytest.approx(slow_advantages(rewards.tolist(), 3, kind))
+    assert stds.tolist() == [0, pytest.approx(math.sqrt(2)), 0, 0]
     assert adv[:3] == [0, 0, 0] and adv[6:] == [0] * 6 and adv[4] == 0 and adv[3] < 0 < adv[5]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.99, 2.7])
+@pytest.mark.parametrize("G", [3, 8, 10])
+def test_equal_rewards_give_exactly_nothing(kind, reward, G):
+    adv, stds = losses.group_advantages(torch.full((G,), reward), G, kind)  # float32: a mean rounds
+    assert not adv.any() and stds.tolist() == [0]
 
 
 def test_a_group_never_sees_another():
@@ -65,8 +77,8 @@ def test_a_group_never_sees_another():
     moved = rewards.clone()
     moved[8:] += 5
     for kind in ("grpo", "dr_grpo", "rloo"):
-        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind)[:8],
-                                   losses.group_advantages(moved, 4, kind)[:8])
+        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind)[0][:8],
+                                   losses.group_advantages(moved, 4, kind)[0][:8])
 
 
 # ---------------------------------------------------------------- aggregation
@@ -95,10 +107,10 @@ def test_sequence_weights(aggregation):
 def slow_policy_loss(logp, old, adv, low, high, kind):
     """Value, derivative in logp, clipped low, clipped high of one token."""
     ratio = math.exp(logp - old)
-    clipped_low, clipped_high = adv < 0 and ratio < 1 - low, adv > 0 and ratio > 1 + high
     if kind == "cispo":
         weight = min(ratio, 1 + high)
-        return -weight * adv * logp, -weight * adv, clipped_low, clipped_high
+        return -weight * adv * logp, -weight * adv, False, ratio > 1 + high
+    clipped_low, clipped_high = adv < 0 and ratio < 1 - low, adv > 0 and ratio > 1 + high
     bounded = min(max(ratio, 1 - low), 1 + high)
     if ratio * adv <= bounded * adv:
         return -ratio * adv, -ratio * adv, clipped_low, clipped_high
@@ -116,7 +128,7 @@ def test_policy_loss(kind):
             for token in zip(logp.tolist(), old.tolist(), adv.tolist())]
     for fast, column in zip((loss, logp.grad, low, high), zip(*slow)):
         assert fast.tolist() == pytest.approx(list(column), abs=1e-12)
-    assert low.any() and high.any()
+    assert low.any() == (kind == "clip") and high.any()
 
 
 @pytest.mark.parametrize("ratio, adv, loss, gradient", [

@@ -40,11 +40,11 @@ def test_pack_trains_every_completion_token_once_and_no_prompt_token(budget):
     rollouts = random_rollouts(50, 300)
     rows = list(range(0, 50, 2))
     batches = pack(rollouts, rows, budget, "cpu")
-    assert sorted(row for batch in batches for row in batch.rows) == rows
+    assert sorted(row for batch in batches for row in batch.sequences) == rows
     for batch in batches:
         assert batch.input_ids.shape[1] <= budget
         trained = iter(zip(batch.index.tolist(), batch.targets.tolist()))
-        for row, start, end in zip(batch.rows, batch.bounds, batch.bounds[1:]):
+        for row, start, end in zip(batch.sequences, batch.bounds, batch.bounds[1:]):
             prompt, completion = rollouts[row].prompt_ids, rollouts[row].completion_ids
             assert batch.input_ids[0, start:end].tolist() == prompt + completion
             assert batch.position_ids[0, start:end].tolist() == list(range(end - start))

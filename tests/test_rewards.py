@@ -352,5 +352,8 @@ def test_evaluation_by_hand():
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
         "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
+    assert rewards.evaluation([("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3")], 2) == {
+        "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
+        "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
     assert rewards.evaluation([(None, 0.5, "x"), (None, 0.25, "y")], 2) == {
         "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}

@@ -14,8 +14,8 @@ import rollout
 import tiny
 
 
-@pytest.mark.parametrize("text", ["", "Solve 2(x+3)=10", "  two  spaces .\n\ttab\r\n", "é ß 漢字 👩‍👩‍👧 \u0000 \u200f",
-                                  "".join(map(chr, range(0x250)))])
+@pytest.mark.parametrize("text", [
+    "", "Solve 2(x+3)=10", "  two  spaces .\n\ttab\r\n", "é ß 漢字 👩‍👩‍👧 \u0000 \u200f", "".join(map(chr, range(0x250)))])
 def test_round_trip(text):
     tokenizer = tiny.make_tokenizer()
     ids = tokenizer(text).input_ids
@@ -39,7 +39,8 @@ def test_chat_template():
     assert render(messages[1:2], add_generation_prompt=True) == "<|user|>Q<|end|><|assistant|>"
     ids = tokenizer.apply_chat_template(messages[1:2], add_generation_prompt=True, return_dict=False)
     assert len(ids) == len("Q") + 3 and ids[2] == tokenizer.eos_token_id != tokenizer.pad_token_id
-    assert tokenizer.decode(tokenizer("7").input_ids + [tokenizer.eos_token_id], skip_special_tokens=True) == "7"
+    ended = tokenizer("7").input_ids + [tokenizer.eos_token_id]
+    assert tokenizer.decode(ended, skip_special_tokens=True) == "7"
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +85,9 @@ def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_a_model_of_your_own(tmp_path):
-    run = [sys.executable, os.path.join(tiny.HERE, "tiny.py"), f"--out={tmp_path}/mine", "--steps=3", "--batch_size=4",
-           "--train_prompts=64", "--harder_prompts=64", "--layers=1", "--hidden_size=32", "--intermediate_size=32",
-           "--heads=1", f"--weights={tmp_path}/mine.safetensors"]
+    run = [sys.executable, os.path.join(tiny.HERE, "tiny.py"), "--steps=3", "--batch_size=4", "--train_prompts=64",
+           "--harder_prompts=64", "--layers=1", "--hidden_size=32", "--intermediate_size=32", "--heads=1",
+           f"--out={tmp_path}/mine", f"--weights={tmp_path}/mine.safetensors"]
     subprocess.run(run, check=True, capture_output=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     assert model.config.num_hidden_layers == 1 and (tmp_path / "mine.safetensors").exists()
@@ -113,11 +114,11 @@ def test_styles(monkeypatch):
     assert all(text.startswith("Answer: ") and "\n" not in text for _, text in quick)
     assert len(quick) / len(late) == pytest.approx(tiny.quick, abs=0.05)
     right = sum(text == f"Answer: {row['answer']}" for row, text in quick) / len(quick)
-    assert tiny.quick_right - 0.03 <= right < tiny.quick_right + 0.2           # the others may be right by chance
+    assert tiny.quick_right - 0.03 <= right < tiny.quick_right + 0.2       # the others may be right by chance
 
 
 def test_no_held_out_problem_is_read():
-    for difficulty, count in ((tiny.difficulty, tiny.train_prompts), (tiny.difficulty + 1, tiny.harder_prompts)):
-        read = {row["prompt"][0]["content"] for row in data.load_rows("algebra", "train", count, tiny.seed, difficulty)}
-        held_out = {row["prompt"][0]["content"] for row in data.load_rows("algebra", "eval", 512, 0, tiny.difficulty)}
+    texts = lambda *args: {row["prompt"][0]["content"] for row in data.load_rows("algebra", *args)}
+    for difficulty, count in ((1, tiny.train_prompts), (2, tiny.harder_prompts)):
+        read, held_out = texts("train", count, tiny.seed, difficulty), texts("eval", 512, 0, difficulty)
         assert len(read) == count and not read & held_out

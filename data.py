@@ -230,7 +230,8 @@ def file_rows(path, split):
     if lacking and any(row.get("answer") is not None for row in rows):
         raise ValueError(f"{lacking}: no answer, ground_truth, reward_model.ground_truth or solution, "
                          "which other rows have")
-    return rows
+    columns = dict.fromkeys(key for row in rows for key in row)     # a reward gets the same at every step
+    return [dict.fromkeys(columns) | row for row in rows]
 
 
 def read_rows(path):

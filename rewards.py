@@ -49,7 +49,8 @@ LATEX = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\times|\\cdot|[×·]", "*"), (r"\\div|÷", "/"),
     (r"^\s*\\?[a-z]\w*\s*=", "")]]
 # A unit is up to three words after a number, or a metric symbol at it; some words are part of the value.
-WORD = r"(?!(?:or|and|pi|dozen|hundred|thousand|[mbtr]+illion)\b)(?:[a-z]{2,}|[mglsh])(?:\s?\^\(?[23]\)?)?"
+OPERATOR = "or|and|not|plus|minus|times|over|less|more|squared|cubed|pi|dozen|hundred|thousand|[mbtr]+illion"
+WORD = rf"(?!(?:{OPERATOR})\b)(?:[a-z]{{2,}}|[mglsh])(?:\s?\^\(?[23]\)?)?"
 UNIT = re.compile(rf"(?<=[\d)])(?:\s+{WORD}(?:[ /]{WORD}){{0,2}}|(?:[cmk]m|kg|ml)(?:\^\(?[23]\)?)?)$")
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 MIXED = re.compile(r"([-+]?)\s*(\d+)\s+\(?(\d+)\)?/\(?(\d+)\)?")
@@ -180,10 +181,10 @@ def one_by_one(compute_score):
     # verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) as a reward
     def reward(prompts, completions, **columns):
         nothing = [None] * len(completions)
-        if "reward_model" in columns:
-            columns["ground_truth"] = [model["ground_truth"] for model in columns["reward_model"]]
-        elif "answer" in columns:
-            columns.setdefault("ground_truth", columns["answer"])
+        if {"reward_model", "ground_truth", "answer"} & columns.keys():
+            truths = columns.get("ground_truth", columns.get("answer", nothing))
+            columns["ground_truth"] = [model["ground_truth"] if model else truth for model, truth in
+                                       zip(columns.get("reward_model", nothing), truths)]
         columns = {"data_source": columns.get("source", nothing), "extra_info": nothing, **columns,
                    "solution_str": [content(completion) for completion in completions]}
         arguments = accepted(compute_score, columns)

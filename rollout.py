@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 
 @dataclass
@@ -38,11 +38,14 @@ def engine_class(engine):
 
 
 def end_tokens(model, tokenizer):
-    """Ids that end a completion: the generation config's, else the tokenizer's. ValueError if none."""
+    """Ids that end a completion: the generation config's, else the model config's, else the tokenizer's.
+
+    Raises ValueError if none of them names any.
+    """
     try:
         ids = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model without a generation config
-        ids = None
+        ids = getattr(AutoConfig.from_pretrained(model), "eos_token_id", None)
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
         raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
@@ -109,9 +112,10 @@ class VLLMEngine:
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
         self._wake()
+        copies, n = (n, 1) if temperature == 0 else (1, n)     # vLLM takes one greedy sample; all are equal
         params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature,
                                       top_p=top_p, top_k=top_k, logprobs=0, detokenize=False,
-                                      stop_token_ids=self.eos_ids)
+                                      ignore_eos=True, stop_token_ids=self.eos_ids)    # these alone end it
                   for seed in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params,
                                     use_tqdm=False)
@@ -119,7 +123,8 @@ class VLLMEngine:
         return [Rollout(list(request.prompt_token_ids), list(sample.token_ids),
                         [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids)],
                         sample.finish_reason)
-                for request in outputs for sample in sorted(request.outputs, key=lambda sample: sample.index)]
+                for request in outputs for sample in sorted(request.outputs, key=lambda sample: sample.index)
+                for _ in range(copies)]
 
     def load_weights(self, named_tensors):
         if self.cuda:
@@ -130,6 +135,7 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()                          # its keys and values came from the old weights
 
     def close(self):
+        self._wake()                                           # shutting down asleep would unmap memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
 

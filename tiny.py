@@ -3,7 +3,7 @@ The small base model of the default run: a Qwen3 of a million parameters that re
 weights are shipped in tiny.safetensors (bfloat16); ensure() makes a model folder of them in a
 second. This script is what trained them:
 
-    python tiny.py --out=out/tiny2 --weights=tiny.safetensors         # @@TINYTIME@@ on 2 cores
+    python tiny.py --out=out/tiny2 --weights=tiny.safetensors         # 19 minutes of one busy core
     python tiny.py --layers=8 --hidden_size=512 --intermediate_size=1536 --heads=8 --steps=20000  # on a GPU
 
 It is trained from scratch on problems of the train split, none of which is among the held-out

@@ -123,6 +123,9 @@ for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "u
             "temperature", "eval_samples", "eval_interval", "save_interval", "sample_interval",
             "keep_checkpoints"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
+for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
+            "kl_coef", "logprob_gap", "reward_timeout", "train_prompts", "eval_prompts"):
+    check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
 for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
                      "lr_decay": ("linear", "cosine", "constant")}.items():
     check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
@@ -153,6 +156,13 @@ with input_errors():
     now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
     dist.broadcast_object_list(now)                             # one clock for all ranks
     out_dir, start_from = weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now[0]}")
+state = weights.load_state(start_from) if start_from else {"step": 0, "num_tokens": 0, "settings": settings}
+for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "chat", "system_prompt",
+            "prompts_per_step", "num_generations", "seed"):    # what a run is about; the rest may change
+    check(settings[key] == state["settings"][key],
+          f"{key}={settings[key]}, but {start_from} comes from a run with {key}={state['settings'][key]}")
+first_step = state["step"]
+check(first_step <= max_steps, f"max_steps={max_steps}, but {start_from} has made {first_step} steps already")
 
 # ---------------------------------------------------------------- task and tokenizer
 with input_errors():
@@ -195,11 +205,10 @@ sampler = Engine(start_from or model, compute_dtype, max_prompt_length + max_com
                  vllm_gpu_memory_utilization)
 
 # ---------------------------------------------------------------- resume
-state = {"step": 0, "num_tokens": 0}
 if start_from:
     weights.load_optimizer(start_from, policy, optimizer)
-    state = weights.load_state(start_from)
-first_step = state["step"]
+    for group in optimizer.param_groups:                        # the settings rule, not the checkpoint
+        group |= {"betas": (beta1, beta2), "weight_decay": weight_decay}
 if master:
     os.makedirs(out_dir, exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -273,6 +282,7 @@ def completion_logps(network, rollouts):
     for i in range(most(len(batches))):
         batch = batches[i % len(batches)]
         logps |= batch.split(network(batch, temperature)[0])
+    network.reshard()                                           # without a backward the root stays gathered
     return [logps[i] for i in range(len(rollouts))]
 
 
@@ -379,6 +389,8 @@ for step in range(first_step, max_steps + 1):
                 metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
             grad_norms.append(norm.full_tensor())
+            if not grad_norms[-1].isfinite():
+                raise RuntimeError(f"step {step}: the gradient's norm is {grad_norms[-1].item()}")
             optimizer.step()
             optimizer.zero_grad()
 
@@ -392,7 +404,7 @@ for step in range(first_step, max_steps + 1):
     tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
     trained_tokens = reduced([lengths.sum()])[0]
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high = reduced(sums)
-    state = {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}
+    state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens, "settings": settings}
     timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
         "reward": mean(score), "reward_std": mean(stds), "frac_reward_zero_std": mean(stds == 0),

@@ -1,6 +1,7 @@
 """Weights on the move: from the trainer to the engine, to disk, and back."""
 import json
 import os
+import re
 import shutil
 
 import torch.distributed as dist
@@ -46,40 +47,54 @@ def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep):
         with open(os.path.join(part, "trainer", "state.json"), "w") as file:
             json.dump(state, file, indent=1)
         for root, _, files in os.walk(part):
-            for path in [root] + [os.path.join(root, name) for name in files]:
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
-        shutil.rmtree(folder, ignore_errors=True)
+            for name in files:
+                fsync(os.path.join(root, name))
+            fsync(root)
+        if os.path.exists(folder):                              # left by a run that was then resumed
+            shutil.rmtree(folder)
         os.rename(part, folder)
+        fsync(os.path.dirname(folder))                          # the new one stands before an old one goes
         for old in checkpoints(os.path.dirname(folder))[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
 
 
+def fsync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 def checkpoints(out_dir):
     """The checkpoint-N folders of a run, oldest first."""
-    names = [name for name in os.listdir(out_dir) if name.removeprefix("checkpoint-").isdigit()]
-    return [os.path.join(out_dir, name) for name in sorted(names, key=lambda name: int(name.split("-")[1]))]
+    names = [name for name in os.listdir(out_dir) if re.fullmatch(r"checkpoint-\d+", name)]
+    steps = sorted(int(name.removeprefix("checkpoint-")) for name in names)
+    return [os.path.join(out_dir, f"checkpoint-{step}") for step in steps]
 
 
 def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
 
     out_dir "" is the resumed checkpoint's own run, or else `default`. Raises ValueError for a resume that is
-    no checkpoint, and for a folder that holds another run.
+    no checkpoint or not the newest of its run, and for a folder that holds another run.
     """
+    if resume == "auto" and not out_dir:
+        raise ValueError("resume=auto goes on from the newest checkpoint in out_dir: name an out_dir")
     if resume not in ("", "auto"):
         if not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
             raise ValueError(f"resume={resume}: not a checkpoint folder")
-        return out_dir or os.path.dirname(os.path.abspath(resume)), resume
-    if resume == "auto" and not out_dir:
-        raise ValueError("resume=auto goes on from the newest checkpoint in out_dir: name an out_dir")
-    found = checkpoints(out_dir) if os.path.isdir(out_dir) else []
-    if not resume and os.path.isdir(out_dir) and os.listdir(out_dir):
+        own = os.path.dirname(os.path.abspath(resume))
+        if os.path.abspath(out_dir or own) == own:
+            if os.path.basename(newest := checkpoints(own)[-1]) != os.path.basename(os.path.abspath(resume)):
+                raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
+            return own, resume
+    taken = os.path.isdir(out_dir) and bool(os.listdir(out_dir))
+    if taken and resume != "auto":
         raise ValueError(f"out_dir={out_dir} holds another run: "
                          "name a new folder, or go on with it by --resume=auto")
-    return out_dir or default, found[-1] if resume == "auto" and found else None
+    if resume == "auto":
+        return out_dir, (checkpoints(out_dir) or [None])[-1] if taken else None
+    return out_dir or default, resume or None
 
 
 def load_optimizer(folder, policy, optimizer):

@@ -64,6 +64,11 @@ def test_group_advantages_without_spread_or_score(kind):
     assert adv[:3] == [0, 0, 0] and adv[6:] == [0] * 6 and adv[4] == 0 and adv[3] < 0 < adv[5]
 
 
+def test_the_epsilon_of_grpo_damps_a_small_spread():
+    adv, stds = losses.group_advantages(torch.tensor([0.0, 2e-4, 0.0, 2e-4], dtype=torch.float64), 4, "grpo")
+    assert adv.tolist() == pytest.approx([-1e-4 / (stds.item() + 1e-4), 1e-4 / (stds.item() + 1e-4)] * 2)
+
+
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.99, 2.7])
 @pytest.mark.parametrize("G", [3, 8, 10])
@@ -122,6 +127,7 @@ def test_policy_loss(kind):
     old = -torch.rand(400, dtype=torch.float64) * 3
     logp = (old + torch.randn(400, dtype=torch.float64) * 0.3).requires_grad_()
     adv = torch.randn(400, dtype=torch.float64)
+    adv[::7] = 0                                                  # clipping acts on none of these
     loss, low, high = losses.policy_loss(logp, old, adv, 0.2, 0.28, kind)
     loss.sum().backward()
     slow = [slow_policy_loss(*token, 0.2, 0.28, kind)

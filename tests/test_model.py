@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel
 
 import model as model_file
-from model import LogprobsFromHidden, check_model, load_policy, pack
+from model import LogprobsFromHidden, check_model, load_policy, pack, packed_attention
 
 
 def rollout(prompt_ids, completion_ids):
@@ -132,13 +132,35 @@ def test_gradient_checkpointing_changes_nothing(folder, mesh):
     gradients = []
     for checkpointing in (False, True):
         policy = load_policy(folder, mesh, torch.float32, gradient_checkpointing=checkpointing)
+        assert policy.hf.is_gradient_checkpointing == checkpointing
         (batch,) = pack(rollouts, range(6), 500, "cpu")
         policy(batch, 1.0)[0].sum().backward()
         gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in policy.parameters()]))
     torch.testing.assert_close(*gradients)
 
 
+def test_bfloat16_computes_from_float32_masters(folder, mesh):
+    rollouts = random_rollouts(6, 256)
+    logps = []
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = load_policy(folder, mesh, dtype)
+        (batch,) = pack(rollouts, range(6), 500, "cpu")
+        logp, _ = policy(batch, 1.0)
+        logp.sum().backward()
+        assert logp.dtype == torch.float32
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters())
+        logps.append(logp.detach())
+    assert 1e-4 < (logps[0] - logps[1]).abs().mean() < 0.2
+
+
 # ---------------------------------------------------------------- what cannot be trained is refused
+
+def test_a_sequence_beyond_the_sliding_window_is_refused():
+    q = torch.randn(1, 2, 8, 4)
+    packed_attention(None, q, q, q, None, 0.5, bounds=[0, 4, 8], sliding_window=4)
+    with pytest.raises(ValueError, match="5 tokens exceeds the model's sliding window of 4"):
+        packed_attention(None, q, q, q, None, 0.5, bounds=[0, 5, 8], sliding_window=4)
+
 
 def test_softcapped_heads_are_refused(tmp_path, mesh):
     Gemma2Config().save_pretrained(tmp_path)

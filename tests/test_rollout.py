@@ -1,11 +1,13 @@
 """Both engines against a full forward of a Hugging Face model, before and after a sync; seeds; sampling."""
 import importlib.util
 import math
+import os
+import shutil
 import weakref
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import rollout
 
@@ -105,7 +107,9 @@ def test_truncated_sampling_reports_the_truncated_distribution(engine, model):
 
 
 def test_greedy_takes_the_likeliest_token(engine, model):
-    for r in generate(engine, n=1, temperature=0.0):
+    rollouts = generate(engine, n=2, temperature=0.0)
+    assert rollouts[::2] == rollouts[1::2] and [r.prompt_ids for r in rollouts[::2]] == PROMPTS
+    for r in rollouts:
         with torch.no_grad():
             table = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0]
         assert r.completion_ids == table[len(r.prompt_ids) - 1:-1].argmax(-1).tolist()
@@ -156,6 +160,44 @@ def test_hf_engine_keeps_the_logits_of_one_step_only(folder, monkeypatch):
     monkeypatch.setattr(rollout, "sample_tokens", spy)
     generate(rollout.HFEngine(folder, torch.float32, 64, [10], 0.4), max_tokens=16)
     assert len(seen) == 16 and max(most_alive) <= 2
+
+
+# ---------------------------------------------------------------- engine against trainer
+
+def test_compare_logprobs(mesh, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rollouts = [rollout.Rollout([65], [66, 67], [-1.0, -2.0], "stop"),
+                rollout.Rollout([65], [68], [-0.5], "length")]
+    logps = [torch.tensor([-1.0, -1.9]), torch.tensor([-0.7])]
+    metrics = rollout.compare_logprobs(rollouts, logps, 0.2, tokenizer)
+    assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
+        "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/max": 0.2,
+        "sampling/importance_sampling_ratio/min": math.exp(-0.2),
+        "sampling/importance_sampling_ratio/mean": (1 + math.exp(0.1) + math.exp(-0.2)) / 3,
+        "sampling/importance_sampling_ratio/max": math.exp(0.1)}.items()}
+    for bad in ([-1.0, -1.3], [-1.0, math.nan]):
+        with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
+            rollout.compare_logprobs(rollouts, [torch.tensor(bad), torch.tensor([-0.5])], 0.2, tokenizer)
+        worst = str(error.value).splitlines()[1]
+        before, token = tokenizer.decode(66), tokenizer.decode(67)
+        assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"
+
+
+def test_end_tokens(folder, tmp_path):
+    path = str(shutil.copytree(folder, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    generation = GenerationConfig(eos_token_id=[7, 8])
+    generation.save_pretrained(path)
+    assert rollout.end_tokens(path, tokenizer) == [7, 8]
+    os.remove(f"{path}/generation_config.json")
+    assert rollout.end_tokens(path, tokenizer) == [AutoConfig.from_pretrained(path).eos_token_id]
+    config = AutoConfig.from_pretrained(path)
+    config.eos_token_id = None
+    config.save_pretrained(path)
+    assert rollout.end_tokens(path, tokenizer) == [tokenizer.eos_token_id]
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="end-of-sequence"):
+        rollout.end_tokens(path, tokenizer)
 
 
 # ---------------------------------------------------------------- choosing

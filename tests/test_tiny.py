@@ -85,9 +85,10 @@ def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_a_model_of_your_own(tmp_path):
-    run = [sys.executable, os.path.join(tiny.HERE, "tiny.py"), "--steps=3", "--batch_size=4", "--train_prompts=64",
-           "--harder_prompts=64", "--layers=1", "--hidden_size=32", "--intermediate_size=32", "--heads=1",
-           f"--out={tmp_path}/mine", f"--weights={tmp_path}/mine.safetensors"]
+    run = [sys.executable, os.path.join(tiny.HERE, "tiny.py"), "--steps=3", "--batch_size=4",
+           "--train_prompts=64", "--harder_prompts=64", "--layers=1", "--hidden_size=32",
+           "--intermediate_size=32", "--heads=1", f"--out={tmp_path}/mine",
+           f"--weights={tmp_path}/mine.safetensors"]
     subprocess.run(run, check=True, capture_output=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     assert model.config.num_hidden_layers == 1 and (tmp_path / "mine.safetensors").exists()

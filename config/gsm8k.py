@@ -1,4 +1,5 @@
-"""Grade-school math (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) with a model of 0.6 B parameters on one GPU.
+"""Grade-school math (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) with a model of 0.6 B
+parameters on one GPU.
 
 Not measured yet: a starting point, with the learning rate and lengths that are usual for such a run.
 """

@@ -8,6 +8,8 @@ mask can be wrong. Entry c is about the completion token c, read from the hidden
 `logp` carries gradient, all others are constants. B prompts, G completions a prompt, N = B * G sequences.
 """
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 
 def group_advantages(rewards, num_generations, kind):
@@ -103,3 +105,45 @@ def kl_penalty(logp, ref_logp, estimator):
     if estimator == "k3":
         return d.exp() - 1 - d
     raise ValueError(f"kl_estimator={estimator!r}: choose k1, k2 or k3")
+
+
+# ---------------------------------------------------------------- PPO with a critic
+
+def gae(rewards, values, lengths, gamma, lam):
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over each sequence's completion tokens.
+
+    rewards [C], values [C]: of the state *before* each completion token; lengths: list, sums to C. Returns
+    advantages [C] and returns [C] (advantage + value, the critic's target).
+    delta_t = r_t + gamma * v_(t+1) - v_t;  A_t = delta_t + gamma * lam * A_(t+1). Behind the last token the
+    value is 0, also where the completion was cut off: its score was given as if it had ended there.
+    Example: one sequence, rewards [0, 0, 1], values 0, gamma 1, lam 0.5 -> advantages [0.25, 0.5, 1].
+    """
+    r, v = (pad_sequence(x.split(lengths), batch_first=True) for x in (rewards, values))  # [n, L]
+    delta = r + gamma * F.pad(v[:, 1:], (0, 1)) - v
+    adv, later = torch.empty_like(delta), torch.zeros_like(delta[:, 0])
+    for t in reversed(range(delta.shape[1])):
+        adv[:, t] = later = delta[:, t] + gamma * lam * later
+    real = pad_sequence(torch.ones_like(values, dtype=torch.bool).split(lengths), batch_first=True)
+    return adv[real], adv[real] + values
+
+
+def value_loss(value, old_value, ret, value_clip):
+    """Squared error of each value, with gradient, and for the logs whether clipping acted on it; both [C].
+
+    max((v - ret)^2, (old + clip(v - old, -value_clip, value_clip) - ret)^2) / 2: a value that has moved
+    further than value_clip from its *old* value, towards the return, has no gradient. 0: no clipping.
+    As in PPO's reference implementation (openai/baselines, ppo2).
+    """
+    loss = (value - ret).square() / 2
+    if value_clip == 0:
+        return loss, torch.zeros_like(loss, dtype=torch.bool)
+    near = old_value + (value - old_value).clamp(-value_clip, value_clip)
+    clipped_loss = (near - ret).square() / 2
+    return torch.max(loss, clipped_loss), clipped_loss > loss
+
+
+def adapted_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_sequences):
+    """The next KL coefficient: up when the measured KL is over its target, down when under, by at most 20% of
+    num_sequences / kl_horizon a step. Ziegler et al. 2019 (https://arxiv.org/abs/1909.08593), 2.2."""
+    error = max(-0.2, min(0.2, kl / kl_target - 1))
+    return kl_coef * (1 + error * num_sequences / kl_horizon)

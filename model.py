@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM,
+                          AutoModelForTokenClassification)
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()  # its bars for every load and save would tear the run's own apart
@@ -113,8 +114,8 @@ class LogprobsFromHidden(torch.autograd.Function):
     """Logprob of each target and entropy of its distribution, logits living one chunk of tokens at a time.
 
     forward: hidden [C, H], weight [V, H], bias [V] or None, targets [C] -> float32 logp [C], entropy [C].
-    The backward pass computes each chunk's logits again instead of keeping C x V of them, and carries
-    gradient through logp only: d(logp_c)/d(logits_c) = (onehot(target_c) - softmax(logits_c)) / temperature.
+    The backward pass computes each chunk's logits again instead of keeping C x V of them. With p = softmax(z)
+    and z = logits / temperature: d(logp)/dz = onehot(target) - p, d(entropy)/dz = -p * (log p + entropy).
     """
 
     @staticmethod
@@ -125,25 +126,30 @@ class LogprobsFromHidden(torch.autograd.Function):
             part = slice(i, i + LOGIT_CHUNK)
             logits = F.linear(hidden[part], weight, bias).float() / temperature         # [chunk, V]
             lse[part] = logits.logsumexp(-1)
-            logp[part] = logits.gather(1, targets[part, None])[:, 0] - lse[part]
-            entropy[part] = lse[part] - torch.einsum("cv,cv->c", (logits - lse[part, None]).exp_(), logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse)
+            log_p = logits.sub_(lse[part, None])
+            logp[part] = log_p.gather(1, targets[part, None])[:, 0]
+            entropy[part] = -torch.einsum("cv,cv->c", log_p.exp(), log_p)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only logged then costs nothing below
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, d_logp, _):
-        hidden, weight, bias, targets, lse = ctx.saved_tensors
+    def backward(ctx, d_logp, d_entropy):
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        d_logp = torch.zeros_like(lse) if d_logp is None else d_logp
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for i in range(0, len(targets), LOGIT_CHUNK):
             part = slice(i, i + LOGIT_CHUNK)
             logits = F.linear(hidden[part], weight, bias).float() / ctx.temperature
-            d_logits = (logits - lse[part, None]).exp_().neg_()                         # -softmax, [chunk, V]
-            d_logits.scatter_add_(1, targets[part, None], torch.ones_like(d_logits[:, :1]))
-            d_logits *= d_logp[part, None] / ctx.temperature
+            log_p = logits.sub_(lse[part, None])                                        # [chunk, V]
+            d_logits = log_p.exp() * -d_logp[part, None]
+            d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
+            if d_entropy is not None:
+                d_logits -= log_p.exp() * (log_p + entropy[part, None]) * d_entropy[part, None]
+            d_logits /= ctx.temperature
             d_hidden[part] = d_logits.to(weight.dtype) @ weight
             d_weight += d_logits.to(weight.dtype).T @ hidden[part]
             if bias is not None:
@@ -163,12 +169,26 @@ class Policy(nn.Module):
         self.hf = hf
 
     def forward(self, batch, temperature):
-        """MicroBatch -> logp [C] (with gradient), entropy [C], of softmax(logits / temperature), in nats."""
+        """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
         hidden = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                     bounds=batch.bounds, use_cache=False).last_hidden_state[0]  # [T, H]
         head = self.hf.get_output_embeddings()
         return LogprobsFromHidden.apply(hidden[batch.index], head.weight, head.bias, batch.targets,
                                         temperature)
+
+
+class Critic(nn.Module):
+    """A transformer with a scalar head whose forward returns the value of the state before each token."""
+
+    def __init__(self, hf):
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, batch):
+        """MicroBatch -> values [C], float32: entry c is read one token before c, so it does not see c."""
+        hidden = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
+                                    bounds=batch.bounds, use_cache=False).last_hidden_state[0]  # [T, H]
+        return self.hf.score(hidden[batch.index])[:, 0].float()
 
 
 # ---------------------------------------------------------------- loading and sharding
@@ -200,17 +220,33 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False):
             raise ValueError(f"model={path}: {key}={getattr(config, key)} changes the logits after the head; "
                              "only plain linear heads are supported")
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="packed")
-    hf.to(mesh.device_type)
+    return shard(Policy(hf), mesh, dtype, gradient_checkpointing)
+
+
+def load_critic(path, mesh, dtype, gradient_checkpointing=False):
+    """A Critic from a folder or hub id, as load_policy does; a head that the folder lacks starts at zero."""
+    config = AutoConfig.from_pretrained(path, num_labels=1)
+    config.classifier_dropout = 0.0
+    hf, loading = AutoModelForTokenClassification.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
+    if any(name.startswith("score.") for name in loading["missing_keys"]):
+        nn.init.zeros_(hf.score.weight)
+        nn.init.zeros_(hf.score.bias)
+    return shard(Critic(hf), mesh, dtype, gradient_checkpointing)
+
+
+def shard(module, mesh, dtype, gradient_checkpointing):
+    """Put a Policy or Critic on its device and under FSDP2: each layer by itself, the rest as the root."""
+    hf = module.hf.to(mesh.device_type)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     hf.train()  # gradient checkpointing needs it; dropout is off in every model that RL is done on, checked:
     if dropout := [name for name, module in hf.named_modules()
                    if isinstance(module, nn.Dropout) and module.p > 0]:
-        raise ValueError(f"model={path}: {dropout[0]} has dropout; the engine samples without it. "
+        raise ValueError(f"model={hf.name_or_path}: {dropout[0]} has dropout; the engine samples without it. "
                          "Set it to 0 in the config")
-    policy = Policy(hf)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in hf.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    return policy
+    fully_shard(module, mesh=mesh, mp_policy=precision)
+    return module

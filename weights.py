@@ -23,8 +23,8 @@ def full_weights(policy, dtype=None, tied=False):
         yield name, tensor.to(dtype) if dtype else tensor
 
 
-def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep):
-    """Write the model to `folder` (…/checkpoint-N), and what resuming needs to trainer/ in it.
+def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep, critic=None, critic_optimizer=None):
+    """Write the model to `folder` (…/checkpoint-N), and what resuming needs to trainer/ and critic/ in it.
 
     from_pretrained and vLLM load the folder. state: a JSON-able dict. Collective: every rank calls it. The
     folder is written beside, synced to disk and then renamed, so that a checkpoint is whole or absent; after
@@ -36,15 +36,15 @@ def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep):
         shutil.rmtree(part, ignore_errors=True)
         os.makedirs(part)
     dist.barrier()
-    weights = {}
-    for name, tensor in full_weights(policy):
+    parts = [(policy, optimizer, part)] + ([(critic, critic_optimizer, f"{part}/critic")] if critic else [])
+    for model, its_optimizer, place in parts:
+        whole = {name: tensor.cpu() for name, tensor in full_weights(model) if master}  # one rank keeps them
+        dcp.save(get_optimizer_state_dict(model, its_optimizer), checkpoint_id=f"{place}/trainer")
         if master:
-            weights[name] = tensor.cpu()
-    dcp.save(get_optimizer_state_dict(policy, optimizer), checkpoint_id=os.path.join(part, "trainer"))
+            model.hf.save_pretrained(place, state_dict=whole)
     if master:
-        policy.hf.save_pretrained(part, state_dict=weights)
         tokenizer.save_pretrained(part)
-        with open(os.path.join(part, "trainer", "state.json"), "w") as file:
+        with open(f"{part}/trainer/state.json", "w") as file:
             json.dump(state, file, indent=1)
         for root, _, files in os.walk(part):
             for name in files:
@@ -53,7 +53,7 @@ def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep):
         if os.path.exists(folder):                              # left by a run that was then resumed
             shutil.rmtree(folder)
         os.rename(part, folder)
-        fsync(os.path.dirname(folder))                          # the new one stands before an old one goes
+        fsync(os.path.dirname(folder))                          # the new one stands, then an old one goes
         for old in checkpoints(os.path.dirname(folder))[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
@@ -97,11 +97,11 @@ def locate_run(out_dir, resume, default):
     return out_dir or default, resume or None
 
 
-def load_optimizer(folder, policy, optimizer):
+def load_optimizer(folder, model, optimizer):
     """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks at hand. Collective."""
-    state = get_optimizer_state_dict(policy, optimizer)
+    state = get_optimizer_state_dict(model, optimizer)
     dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"))
-    set_optimizer_state_dict(policy, optimizer, state)
+    set_optimizer_state_dict(model, optimizer, state)
 
 
 def load_state(folder):

@@ -200,3 +200,67 @@ def test_kl_estimators_by_enumeration():
 def test_an_unknown_choice_names_the_key(call, key):
     with pytest.raises(ValueError, match=key):
         call()
+
+
+# ---------------------------------------------------------------- PPO
+
+def slow_gae(rewards, values, gamma, lam):
+    """The defining sum: A_t = sum over k of (gamma * lam)^k * delta_(t+k), for one sequence."""
+    following = values[1:] + [0.0]
+    deltas = [r + gamma * following[t] - values[t] for t, r in enumerate(rewards)]
+    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95), (0.99, 0.5), (0.0, 1.0)])
+def test_gae(gamma, lam):
+    lengths = [4, 1, 7, 2]
+    rewards, values = torch.randn(14, dtype=torch.float64), torch.randn(14, dtype=torch.float64)
+    adv, ret = losses.gae(rewards, values, lengths, gamma, lam)
+    expected = [a for r, v in zip(rewards.split(lengths), values.split(lengths))
+                for a in slow_gae(r.tolist(), v.tolist(), gamma, lam)]
+    assert adv.tolist() == pytest.approx(expected)
+    assert ret.tolist() == pytest.approx([a + v for a, v in zip(expected, values.tolist())])
+
+
+def test_gae_by_hand():
+    rewards, values = torch.tensor([0.0, 0, 1, 2]), torch.tensor([0.0, 0, 0, 0.5])
+    adv, ret = losses.gae(rewards, values, [3, 1], 1.0, 0.5)
+    assert adv.tolist() == [0.25, 0.5, 1.0, 1.5] and ret.tolist() == [0.25, 0.5, 1.0, 2.0]
+
+
+def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_nothing():
+    rewards, values = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    adv, ret = losses.gae(rewards, values, [5, 4], 1.0, 1.0)
+    to_go = torch.cat([part.flip(0).cumsum(0).flip(0) for part in rewards.split([5, 4])])
+    torch.testing.assert_close(ret, to_go)
+    torch.testing.assert_close(adv, to_go - values)
+    perfect, _ = losses.gae(rewards, to_go, [5, 4], 1.0, 0.3)
+    torch.testing.assert_close(perfect, torch.zeros(9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("value_clip", [0.0, 0.2])
+def test_value_loss(value_clip):
+    old, ret = torch.randn(300, dtype=torch.float64), torch.randn(300, dtype=torch.float64)
+    value = (old + 0.4 * torch.randn(300, dtype=torch.float64)).requires_grad_()
+    loss, clipped = losses.value_loss(value, old, ret, value_clip)
+    loss.sum().backward()
+    for v, o, r, x, g, c in zip(*(t.tolist() for t in (value, old, ret, loss, value.grad, clipped))):
+        plain = (v - r) ** 2 / 2
+        near = min(max(v, o - value_clip), o + value_clip) if value_clip else v
+        worse = (near - r) ** 2 / 2
+        assert x == pytest.approx(max(plain, worse)) and c == (worse > plain)
+        assert g == pytest.approx(0.0 if worse > plain else v - r)
+    assert clipped.any() == bool(value_clip)
+
+
+def test_values_are_clipped_around_the_old_ones():
+    """Around the returns, as some do it, the clipped loss would be small and never the larger one."""
+    value = torch.tensor([1.0], requires_grad=True)               # went from 0 to 1, with the return at 1.1
+    loss, clipped = losses.value_loss(value, torch.tensor([0.0]), torch.tensor([1.1]), 0.2)
+    loss.backward()
+    assert loss.item() == pytest.approx((0.2 - 1.1) ** 2 / 2) and clipped.item() and value.grad.item() == 0
+
+
+@pytest.mark.parametrize("kl, expected", [(6.0, 0.1), (6.6, 0.105), (60.0, 0.11), (5.4, 0.095), (0.0, 0.09)])
+def test_adapted_kl_coef(kl, expected):
+    assert losses.adapted_kl_coef(0.1, kl, 6.0, 512, 256) == pytest.approx(expected)

@@ -171,8 +171,8 @@ def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(
 
 # ---------------------------------------------------------------- bad input: one clear line, no model loaded
 
-def run_in_child(arguments, log, hide_vllm):
-    """Runs train_grpo.py in this process, in which no model can be loaded."""
+def run_in_child(script, arguments, log, hide_vllm):
+    """Runs a script in this process, in which no model can be loaded."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -182,8 +182,8 @@ def run_in_child(arguments, log, hide_vllm):
     if hide_vllm:
         find_spec = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
-    sys.argv = ["train_grpo.py", *arguments]
-    runpy.run_path("train_grpo.py", run_name="__main__")
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
 
 
 # A server process that has imported torch once forks a fresh child for each case: seconds saved each time.
@@ -274,9 +274,10 @@ def test_bad_input(folder, bad, tmp_path, arguments, message):
     refused(arguments, message, tmp_path)
 
 
-def refused(arguments, message, tmp_path):
+def refused(arguments, message, tmp_path, script="train_grpo.py"):
     plain = [argument for argument in arguments if argument != "HIDE_VLLM"]
-    child = forkserver.Process(target=run_in_child, args=(plain, tmp_path / "log", "HIDE_VLLM" in arguments))
+    child = forkserver.Process(target=run_in_child,
+                               args=(script, plain, tmp_path / "log", "HIDE_VLLM" in arguments))
     child.start()
     child.join(60)
     log = (tmp_path / "log").read_text()

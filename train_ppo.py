@@ -1,0 +1,509 @@
+"""
+PPO with a critic, the whole run in one file. It reads like train_grpo.py; what differs is marked PPO below.
+
+    torchrun train_ppo.py                                    # one process, laptop or GPU
+    torchrun --nproc_per_node=8 train_ppo.py config/gsm8k.py --critic_learning_rate=1e-5
+    python train_ppo.py --help                               # every setting
+
+What differs from train_grpo.py (Schulman et al. 2017, https://arxiv.org/abs/1707.06347; for language models
+Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, and Ouyang et al. 2022):
+1. A critic, a second transformer with a scalar head and its own optimizer, learns the value of every state,
+   the prompt and the completion so far. One completion a prompt is then enough: no group is compared.
+2. The score is the reward of the last token; kl_coef times the KL to the initial model is taken off at every
+   token (k1), in the reward and not in the loss, with a coefficient that may adapt.
+3. Advantages come from GAE over completion tokens, and are whitened over the global batch. A completion that
+   was cut off ends like any other: nothing is bootstrapped behind its last token.
+4. Several epochs of minibatches a rollout, with clipped ratios and clipped values.
+"""
+import os
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning beside another program is slow
+import datetime
+import itertools
+import json
+import math
+import random
+import resource
+import shutil
+import time
+import zlib
+from collections import defaultdict
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+import data
+import losses
+import rewards
+import rollout
+import tiny
+import weights
+from configurator import check, configure, input_errors
+from model import check_model, load_critic, load_policy, pack
+# ------------------------------------------------------------------------------------------------------------
+# model and task
+model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
+task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
+difficulty = 1                  # of generated tasks (algebra, countdown): 1 suits the tiny model, 3 a 1 B one
+train_prompts = 4096            # rows: generated tasks make so many, others take the first so many (0: all)
+train_file = ""                 # JSONL or parquet, for task=file
+eval_file = ""                  # JSONL or parquet, for task=file
+reward = ""                     # file.py:function; empty: the task's own verifier
+reward_timeout = 10.0           # seconds a batch, else a completion, which scores 0 beyond them; 0: no limit
+chat = True                     # apply the chat template to messages; false: join them (models without one)
+system_prompt = ""              # put before every message prompt, e.g. to ask for \boxed{}
+# rollout
+engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
+prompts_per_step = 256          # over all ranks
+num_generations = 1             # completions of each prompt (G)
+max_prompt_length = 64          # tokens; longer prompts are left out
+max_completion_length = 64      # tokens; longer completions are cut off
+temperature = 1.0               # of sampling, and of the trainer's logprobs
+top_p = 1.0                     # only 1.0: the trainer's logprobs are of the whole distribution
+top_k = 0                       # only 0, for the same reason
+vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
+# algorithm
+critic_model = ""               # a folder or hub id to start the critic from; empty: the model
+gamma = 1.0                     # discount of GAE, from 0 to 1
+lam = 1.0                       # lambda of GAE, from 0 (one-step) to 1 (Monte Carlo)
+epsilon = 0.2                   # ratio clipped below 1 - epsilon
+epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high
+value_clip = 0.5                # values clipped to this distance from the old ones; 0: no clipping
+loss_aggregation = "token_mean" # token_mean, sequence_mean, constant_length
+num_epochs = 1                  # passes over a rollout batch
+updates_per_epoch = 2           # optimizer steps that a pass is split into
+critic_warmup_steps = 5         # rollout batches that train the critic alone first
+entropy_coef = 0.0              # weight of the entropy bonus in the loss
+kl_coef = 0.0                   # KL to the initial model, taken off the reward; 0: no reference model
+kl_target = 0.0                 # nats a sequence: kl_coef adapts to keep to it; 0: kl_coef is fixed
+kl_horizon = 10000              # sequences over which kl_coef adapts
+max_kl = 0.0                    # nats a token from the old policy that end a step's updates early; 0: never
+# optimizer
+max_steps = 50                  # rollout batches
+learning_rate = 1e-4            # peak, of the policy; a 1 B model wants about 1e-6
+critic_learning_rate = 2e-3     # peak, of the critic; a 1 B model wants about 1e-5
+warmup_steps = 5                # linear, from learning_rate / warmup_steps
+lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
+weight_decay = 0.0              # AdamW's
+beta1 = 0.9                     # AdamW's, of the gradient's mean
+beta2 = 0.95                    # AdamW's, of its square
+grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
+# system
+dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
+token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
+gradient_checkpointing = False  # recompute activations in the backward pass: less memory, a third more time
+logprob_gap = 0.0               # nats: a larger mean |trainer - engine| stops the run; 0: 1e-3, bfloat16 0.05
+seed = 0                        # of generated training problems, their order, and sampling
+# evaluation and output
+eval_interval = 10              # steps; the first and the last model are always evaluated
+eval_prompts = 128              # held-out prompts, over all ranks; 0: all of gsm8k or the file
+eval_samples = 4                # k in mean@k, pass@k, maj@k
+save_interval = 20              # steps; the last model is always saved
+keep_checkpoints = 2            # newest ones
+sample_interval = 20            # steps between tables of sample completions
+out_dir = ""                    # empty: a new folder under out/
+resume = ""                     # auto: the newest checkpoint in out_dir, if any; or a checkpoint folder
+# ------------------------------------------------------------------------------------------------------------
+settings = configure(globals())
+
+
+# ---------------------------------------------------------------- distributed set-up: one process a device
+if "RANK" in os.environ:  # under torchrun
+    rank, world_size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rendezvous = {}
+else:
+    rank, world_size, local_rank = 0, 1, 0
+    rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+cuda = torch.cuda.is_available()
+device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **rendezvous)
+mesh = dist.init_device_mesh(device.type, (world_size,))
+master = rank == 0
+
+# ---------------------------------------------------------------- checks: all before a model is loaded
+for key in ("prompts_per_step", "num_generations", "max_prompt_length", "max_completion_length",
+            "num_epochs", "updates_per_epoch", "max_steps", "temperature", "kl_horizon", "eval_samples",
+            "eval_interval", "save_interval", "sample_interval",
+            "keep_checkpoints"):
+    check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
+for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
+            "kl_coef", "kl_target", "value_clip", "max_kl", "critic_learning_rate", "critic_warmup_steps",
+            "logprob_gap", "reward_timeout", "train_prompts", "eval_prompts"):
+    check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
+for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
+                     "lr_decay": ("linear", "cosine", "constant")}.items():
+    check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
+for key in ("gamma", "lam"):
+    check(0 <= globals()[key] <= 1, f"{key}={globals()[key]}: must be from 0 to 1")
+check(kl_coef > 0 or kl_target == 0, f"kl_target={kl_target} needs a kl_coef above 0 to start from")
+check(prompts_per_step % world_size == 0,
+      f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
+B, G = prompts_per_step // world_size, num_generations          # prompts of this rank, completions of each
+N = B * G                                                       # sequences of this rank
+check(N % updates_per_epoch == 0,
+      f"updates_per_epoch={updates_per_epoch} does not divide the {N} completions of a rank "
+      "(prompts_per_step / ranks * num_generations)")
+check(max_prompt_length + max_completion_length <= token_budget,
+      f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
+check(top_p == 1.0 and top_k == 0,
+      f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
+      "that the trainer computes; keep top_p=1.0 and top_k=0")
+compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
+gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
+with input_errors():
+    losses.sequence_weights(torch.ones(1), loss_aggregation, 1, 1, 1)   # refuses what it does not know
+    Engine = rollout.engine_class(engine)
+    now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
+    dist.broadcast_object_list(now)                             # one clock for all ranks
+    out_dir, start_from = weights.locate_run(out_dir, resume, f"out/ppo-{task}-{now[0]}")
+state = weights.load_state(start_from) if start_from else {
+    "step": 0, "num_tokens": 0, "kl_coef": kl_coef, "settings": settings}
+for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "chat", "system_prompt",
+            "prompts_per_step", "num_generations", "seed"):    # what a run is about; the rest may change
+    check(settings[key] == state["settings"][key],
+          f"{key}={settings[key]}, but {start_from} comes from a run with {key}={state['settings'][key]}")
+first_step = state["step"]
+check(first_step <= max_steps, f"max_steps={max_steps}, but {start_from} has made {first_step} steps already")
+
+# ---------------------------------------------------------------- task and tokenizer
+with input_errors():
+    reward_function = rewards.load_reward(reward, task)
+    train_rows = data.load_rows(task, "train", train_prompts, seed, difficulty, train_file)
+    eval_rows = data.load_rows(task, "eval", eval_prompts, 0, difficulty, eval_file)  # the same for all seeds
+    rewards.try_reward(reward_function, train_rows, reward_timeout)
+    if model == "tiny":
+        model = tiny.FOLDER
+        if master:
+            tiny.ensure()
+        dist.barrier()
+    check_model(model)
+    check_model(critic_model or model)
+    sizes = [AutoConfig.from_pretrained(path).vocab_size for path in (critic_model or model, model)]
+    check(sizes[0] == sizes[1],
+          f"critic_model={critic_model} has a vocabulary of {sizes[0]} tokens, the model one of {sizes[1]}: "
+          "the critic has to read the policy's tokens")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    eos_ids = rollout.end_tokens(model, tokenizer)
+    encode = lambda rows: [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
+                           for row in rows]
+    fits = lambda prompts: [(row, ids) for row, ids in prompts if len(ids) <= max_prompt_length]
+    train_set, eval_set = fits(encode(train_rows)), fits(encode(eval_rows))
+check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
+      f"max_prompt_length={max_prompt_length}: only {len(train_set)} training and {len(eval_set)} evaluation "
+      f"prompts fit it; a step needs {prompts_per_step}")
+
+# ---------------------------------------------------------------- policy, critic, reference, optimizers
+policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
+critic_start = os.path.join(start_from, "critic") if start_from else critic_model or model
+critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing)
+reference = load_policy(model, mesh, compute_dtype).requires_grad_(False) if kl_coef > 0 else None
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay)
+critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, (beta1, beta2),
+                                     weight_decay=weight_decay)
+
+
+def learning_rate_at(step, peak):
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
+    decay = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return peak * decay[lr_decay]
+
+
+# ---------------------------------------------------------------- engine
+sampler = Engine(start_from or model, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
+                 vllm_gpu_memory_utilization)
+
+# ---------------------------------------------------------------- resume
+if start_from:
+    weights.load_optimizer(start_from, policy, optimizer)
+    weights.load_optimizer(critic_start, critic, critic_optimizer)
+    for group in optimizer.param_groups + critic_optimizer.param_groups:    # the settings rule
+        group |= {"betas": (beta1, beta2), "weight_decay": weight_decay}
+if master:
+    os.makedirs(out_dir, exist_ok=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        weights.rewind_log(os.path.join(out_dir, name), first_step)
+    shutil.copy(__file__, out_dir)
+    with open(os.path.join(out_dir, "config.json"), "w") as file:
+        json.dump(settings | {"out_dir": out_dir}, file, indent=1)
+    board = SummaryWriter(out_dir, purge_step=first_step)
+
+# ---------------------------------------------------------------- small helpers
+timing = defaultdict(float)
+
+
+@contextmanager
+def timed(name):
+    start = time.perf_counter()
+    yield
+    timing[f"timing_s/{name}"] += time.perf_counter() - start
+
+
+def say(text):
+    if master:
+        tqdm.write(text)
+
+
+def append(name, lines):
+    with open(os.path.join(out_dir, name), "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def log(metrics):
+    if master:
+        append("metrics.jsonl", [metrics])
+        for name, value in metrics.items():
+            board.add_scalar(name, value, metrics["step"])
+        board.flush()
+
+
+def reduced(values, op=dist.ReduceOp.SUM):
+    """A list of numbers, reduced over all ranks."""
+    tensor = torch.as_tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+def mean(values):
+    """Mean over all ranks of the values that are not NaN."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    total, count = reduced([values.nansum(), (~values.isnan()).sum()])
+    return total / max(count, 1)
+
+
+def most(count):
+    """The largest count of all ranks: a forward is a collective, so all ranks take equally many turns."""
+    return int(reduced([count], dist.ReduceOp.MAX)[0])
+
+
+def generate(prompts, n, names):
+    """n completions of each (row, prompt_ids): rollouts, their rows, their texts; names make the seeds."""
+    seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
+    rollouts = sampler.generate([ids for _, ids in prompts], n, seeds, max_completion_length, temperature)
+    texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in rollouts]
+    return rollouts, [row for row, _ in prompts for _ in range(n)], texts
+
+
+@torch.no_grad()
+def per_token(network, rollouts):
+    """A policy's logprobs or the critic's values of each rollout's completion tokens: a list of [len]."""
+    batches = pack(rollouts, range(len(rollouts)), token_budget, device)
+    results = {}
+    for i in range(most(len(batches))):
+        batch = batches[i % len(batches)]
+        results |= batch.split(network(batch) if network is critic else network(batch, temperature)[0])
+    network.reshard()                                           # without a backward the root stays gathered
+    return [results[i] for i in range(len(rollouts))]
+
+
+def step_optimizer(network, network_optimizer, lr):
+    """Clip the gradient, make the step, and return the norm before clipping."""
+    norm = torch.nn.utils.clip_grad_norm_(network.parameters(), grad_clip or math.inf).full_tensor().item()
+    if not math.isfinite(norm):
+        raise RuntimeError(f"step {step}: the gradient's norm is {norm}")
+    for group in network_optimizer.param_groups:
+        group["lr"] = lr
+    network_optimizer.step()
+    network_optimizer.zero_grad()
+    return norm
+
+
+def evaluate():
+    """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
+    places = range(rank, len(eval_set), world_size)
+    rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples,
+                                       [f"eval {i}" for i in places])
+    some = rollouts[:32]                                        # shows that the engine has the weights
+    rollout.compare_logprobs(some, per_token(policy, some), gap_bound, tokenizer)
+    scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
+    results = [None] * world_size
+    answers = [rewards.extract_answer(text) for text in texts]
+    dist.all_gather_object(results, list(zip([row.get("source") for row in row_of], scores, answers)))
+    return rewards.evaluation(sum(results, []), eval_samples)
+
+
+# ---------------------------------------------------------------- the loop
+micro = math.ceil(N // updates_per_epoch / (token_budget // (max_prompt_length + max_completion_length)))
+say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in "
+    f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
+    f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> "
+    f"{num_epochs} x {updates_per_epoch} optimizer step(s) of at most {micro} micro-batch(es) of "
+    f"{token_budget} tokens\n"
+    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(train_set)} "
+    f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
+    f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
+    f"over max_prompt_length={max_prompt_length} tokens are left out")
+bar = tqdm(total=max_steps, initial=first_step, disable=not master, unit="step")
+for step in range(first_step, max_steps + 1):
+    step_started = time.perf_counter()
+    timing.clear()
+    metrics = {"step": step}
+
+    # ------------------------------------------------------------ 0 evaluate, save, stop if last
+    if step % eval_interval == 0 or step == max_steps:
+        with timed("eval"):
+            metrics |= evaluate()
+        say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
+                                              if name.count("/") == 1))
+    if step > first_step and (step % save_interval == 0 or step == max_steps):
+        with timed("save"):
+            weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), policy, optimizer, tokenizer,
+                                    state, keep_checkpoints, critic, critic_optimizer)
+    if step == max_steps:
+        log(metrics | timing)
+        break
+
+    # ------------------------------------------------------------ 1 rollout
+    with timed("gen"):
+        places = range(rank, prompts_per_step, world_size)      # disjoint prompts on every rank
+        picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
+        rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
+                                           [f"{step} {i}" for i in places])
+    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
+
+    # ------------------------------------------------------------ 2 reward
+    with timed("reward"):
+        scores, parts, timeouts = rewards.score(reward_function, row_of, texts, reward_timeout)
+    score = torch.tensor(scores, device=device)                                         # [N], NaN: not scored
+
+    # ------------------------------------------------------------ 3 old logprobs, values, reference: once
+    with timed("old_log_prob"):
+        old_logps = per_token(policy, rollouts)                 # N x [len]
+    metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
+    with timed("values"):
+        old_values = per_token(critic, rollouts)                # N x [len]
+    with timed("ref"):
+        ref_logps = per_token(reference, rollouts) if reference else old_logps
+
+    # ------------------------------------------------------------ 4 rewards to advantages: PPO
+    with timed("adv"):
+        old, ref, value = torch.cat(old_logps), torch.cat(ref_logps), torch.cat(old_values)     # [C] each
+        kl = losses.kl_penalty(old, ref, "k1")                                          # [C]
+        token_reward = -state["kl_coef"] * kl
+        token_reward[lengths.cumsum(0) - 1] += score.nan_to_num(0.0)                    # at the last tokens
+        raw_adv, ret = losses.gae(token_reward, value, lengths.tolist(), gamma, lam)    # [C], [C]
+        total, squares, trained_tokens = reduced([raw_adv.sum(), raw_adv.square().sum(), len(raw_adv)])
+        adv_mean = total / trained_tokens
+        adv_std = max(squares / trained_tokens - adv_mean ** 2, 0) ** 0.5
+        advs = ((raw_adv - adv_mean) / (adv_std + 1e-8)).split(lengths.tolist())        # N x [len], white
+        rets = ret.split(lengths.tolist())                                              # N x [len]
+
+    # ------------------------------------------------------------ 5 update
+    train_policy = step >= critic_warmup_steps
+    sums, grad_norms, stopped = torch.zeros(8, device=device), [], False
+    lr, critic_lr = learning_rate_at(step, learning_rate), learning_rate_at(step, critic_learning_rate)
+    for epoch, update in itertools.product(range(num_epochs), range(updates_per_epoch)):
+        order = random.Random(f"{seed} {step} {rank} {epoch}").sample(range(N), N)
+        chosen = order[update::updates_per_epoch]
+        # Count over the global batch before it is split: the gradient is then the same for any number of
+        # ranks, any micro-batch size and any packing.
+        batch_tokens, batch_sequences = reduced([lengths[chosen].sum(), len(chosen)])
+        weight = losses.sequence_weights(lengths, loss_aggregation, batch_tokens, batch_sequences,
+                                         max_completion_length)                         # [N]
+        batches = pack(rollouts, chosen, token_budget, device)
+        turns = [(batches[i % len(batches)], float(i < len(batches))) for i in range(most(len(batches)))]
+
+        with timed("update_critic"):                            # PPO
+            for batch, live in turns:                           # 0: a turn taken for the other ranks' sake
+                value_losses, value_clipped = losses.value_loss(
+                    critic(batch), batch.flat(old_values), batch.flat(rets), value_clip)    # [C] each
+                vf_loss = live * (batch.spread(weight) * value_losses).sum()
+                (vf_loss * world_size).backward()               # FSDP averages over ranks: undo it
+                sums[:2] += torch.stack([vf_loss.detach(), live * value_clipped.sum()])
+            critic_norm = step_optimizer(critic, critic_optimizer, critic_lr)
+
+        with timed("update_actor"):
+            if not train_policy or stopped:
+                continue
+            moved = torch.zeros(1, device=device)
+            for batch, live in turns:
+                logp, entropy = policy(batch, temperature)                              # [C], [C]
+                token_loss, low, high = losses.policy_loss(
+                    logp, batch.flat(old_logps), batch.flat(advs), epsilon, epsilon_high, "clip")   # [C] each
+                loss = live * (batch.spread(weight) * (token_loss - entropy_coef * entropy)).sum()
+                (loss * world_size).backward()
+                away = live * losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3").sum()
+                moved += away
+                sums[2:] += torch.stack([loss.detach(), away, live * torch.tensor(len(logp), device=device),
+                                         *(live * x.sum().detach() for x in (entropy, low, high))])
+            if max_kl and reduced(moved)[0] / batch_tokens > max_kl:
+                optimizer.zero_grad()                           # too far: this update is not made either
+                stopped = True
+                continue
+            grad_norms.append(step_optimizer(policy, optimizer, lr))
+
+    # ------------------------------------------------------------ 6 weight sync
+    with timed("sync"):
+        sampler.load_weights(weights.full_weights(policy, compute_dtype, tied=True))
+
+    # ------------------------------------------------------------ 7 log
+    tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
+    sum_vf, sum_vf_clipped, sum_loss, sum_away, seen, sum_entropy, sum_low, sum_high = reduced(sums)
+    all_updates, seen = num_epochs * updates_per_epoch, max(seen, 1)
+    sum_kl = reduced([kl.sum()])[0]
+    error = ret - value                                         # of the critic before it saw this batch
+    error_variance, return_variance = mean(error ** 2) - mean(error) ** 2, mean(ret ** 2) - mean(ret) ** 2
+    all_sequences = prompts_per_step * G
+    names = [None] * world_size                                 # a named part may be missing on some ranks
+    dist.all_gather_object(names, list(parts))
+    metrics |= {
+        "reward": mean(score),
+        **{f"rewards/{name}/mean": mean(parts.get(name, [math.nan]))
+           for name in dict.fromkeys(sum(names, []))},
+        "rewards/timeouts": reduced([timeouts])[0],
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],
+        "completions/max_length": reduced([lengths.max()], dist.ReduceOp.MAX)[0],
+        "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
+        "critic/vf_loss": sum_vf / all_updates, "critic/grad_norm": critic_norm, "critic/lr": critic_lr,
+        "critic/vf_clipfrac": sum_vf_clipped / trained_tokens / num_epochs,
+        "critic/vf_explained_var": 1 - error_variance / max(return_variance, 1e-8),
+        "critic/values/mean": mean(value), "critic/returns/mean": mean(ret),
+        "critic/advantages/mean": adv_mean,
+        "critic/rewards/mean": reduced([token_reward.sum()])[0] / all_sequences,
+        "loss": sum_loss / max(len(grad_norms), 1), "entropy": sum_entropy / seen,
+        "kl": sum_kl / trained_tokens, "kl_coef": state["kl_coef"], "actor/ppo_kl": sum_away / seen,
+        "clip_ratio/low_mean": sum_low / seen, "clip_ratio/high_mean": sum_high / seen,
+        "clip_ratio/region_mean": (sum_low + sum_high) / seen, "actor/updates": len(grad_norms),
+        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "learning_rate": lr if train_policy else 0.0,
+        "num_tokens": state["num_tokens"] + tokens}
+    if kl_target:
+        state["kl_coef"] = losses.adapted_kl_coef(state["kl_coef"], sum_kl / all_sequences, kl_target,
+                                                  kl_horizon, all_sequences)
+    state |= {"step": step + 1, "num_tokens": metrics["num_tokens"], "settings": settings}
+    timing["timing_s/step"] = time.perf_counter() - step_started
+    metrics |= timing | {
+        "perf/throughput": tokens / timing["timing_s/step"],
+        "perf/max_memory_allocated_gb": (
+            torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9}
+    log(metrics)
+    if master:
+        samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": scores[i],
+                    "finish_reason": rollouts[i].finish_reason, "truth": row_of[i].get("answer")}
+                   for i in range(0, N, G)][:8]
+        append("samples.jsonl", samples)
+        if step % sample_interval == 0:
+            say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
+                          f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
+    say(f"step {step:4d} | reward {metrics['reward']:.3f} | "
+        f"length {metrics['completions/mean_length']:5.1f} | entropy {metrics['entropy']:.3f} | "
+        f"explained var {metrics['critic/vf_explained_var']:.2f} | "
+        f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | "
+        f"{timing['timing_s/step']:.1f} s: gen {timing['timing_s/gen']:.1f}, "
+        f"critic {timing['timing_s/update_critic']:.1f}, "
+        f"policy {timing['timing_s/update_actor']:.1f}, sync {timing['timing_s/sync']:.1f}")
+    bar.set_postfix(reward=f"{metrics['reward']:.3f}")
+    bar.update()
+
+# ---------------------------------------------------------------- teardown
+bar.close()
+sampler.close()
+if dist.is_initialized():  # closing vLLM has ended the process group already
+    dist.destroy_process_group()

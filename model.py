@@ -145,10 +145,11 @@ class LogprobsFromHidden(torch.autograd.Function):
             part = slice(i, i + LOGIT_CHUNK)
             logits = F.linear(hidden[part], weight, bias).float() / ctx.temperature
             log_p = logits.sub_(lse[part, None])                                        # [chunk, V]
-            d_logits = log_p.exp() * -d_logp[part, None]
+            p = log_p.exp()
+            d_logits = p * -d_logp[part, None]
             d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
             if d_entropy is not None:
-                d_logits -= log_p.exp() * (log_p + entropy[part, None]) * d_entropy[part, None]
+                d_logits -= p * (log_p + entropy[part, None]) * d_entropy[part, None]
             d_logits /= ctx.temperature
             d_hidden[part] = d_logits.to(weight.dtype) @ weight
             d_weight += d_logits.to(weight.dtype).T @ hidden[part]
@@ -193,19 +194,23 @@ class Critic(nn.Module):
 
 # ---------------------------------------------------------------- loading and sharding
 
-def check_model(path):
-    """Raise ValueError if `path` is a folder, or looks like one, without config, weights or tokenizer."""
+def check_model(path, key="model", tokenizer=True):
+    """Raise ValueError if `path` is a folder, or looks like one, without config, weights or tokenizer.
+
+    key: the setting that names it, for the message. tokenizer: whether it needs one.
+    """
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
-            raise ValueError(f"model={path}: no such folder")
+            raise ValueError(f"{key}={path}: no such folder")
         return  # a hub id: transformers says what it cannot find
     files = os.listdir(path)
     for what, found in {
             "config.json": "config.json" in files,
             "weights (*.safetensors or *.bin)": any(f.endswith((".safetensors", ".bin")) for f in files),
-            "tokenizer": any(f.startswith(("tokenizer", "vocab", "spiece")) for f in files)}.items():
+            "tokenizer": not tokenizer or any(f.startswith(("tokenizer", "vocab", "spiece"))
+                                              for f in files)}.items():
         if not found:
-            raise ValueError(f"model={path}: no {what} in this folder")
+            raise ValueError(f"{key}={path}: no {what} in this folder")
 
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False):
@@ -229,9 +234,9 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
     config.classifier_dropout = 0.0
     hf, loading = AutoModelForTokenClassification.from_pretrained(
         path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
-    if any(name.startswith("score.") for name in loading["missing_keys"]):
-        nn.init.zeros_(hf.score.weight)
-        nn.init.zeros_(hf.score.bias)
+    for name in loading["missing_keys"]:
+        if name.startswith("score."):
+            nn.init.zeros_(hf.get_parameter(name))
     return shard(Critic(hf), mesh, dtype, gradient_checkpointing)
 
 
@@ -241,8 +246,7 @@ def shard(module, mesh, dtype, gradient_checkpointing):
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     hf.train()  # gradient checkpointing needs it; dropout is off in every model that RL is done on, checked:
-    if dropout := [name for name, module in hf.named_modules()
-                   if isinstance(module, nn.Dropout) and module.p > 0]:
+    if dropout := [name for name, part in hf.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]:
         raise ValueError(f"model={hf.name_or_path}: {dropout[0]} has dropout; the engine samples without it. "
                          "Set it to 0 in the config")
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

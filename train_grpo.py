@@ -156,6 +156,7 @@ with input_errors():
     now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
     dist.broadcast_object_list(now)                             # one clock for all ranks
     out_dir, start_from = weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now[0]}")
+check(not start_from or not os.path.isdir(f"{start_from}/critic"), f"{start_from} has a critic: a run of PPO")
 state = weights.load_state(start_from) if start_from else {"step": 0, "num_tokens": 0, "settings": settings}
 for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "chat", "system_prompt",
             "prompts_per_step", "num_generations", "seed"):    # what a run is about; the rest may change

@@ -1,5 +1,6 @@
 """
-PPO with a critic, the whole run in one file. It reads like train_grpo.py; what differs is marked PPO below.
+PPO with a critic, the whole run in one file. It reads like train_grpo.py, but for the update and
+what leads to it.
 
     torchrun train_ppo.py                                    # one process, laptop or GPU
     torchrun --nproc_per_node=8 train_ppo.py config/gsm8k.py --critic_learning_rate=1e-5
@@ -13,7 +14,8 @@ Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, and Ouyang et al. 2022):
    token (k1), in the reward and not in the loss, with a coefficient that may adapt.
 3. Advantages come from GAE over completion tokens, and are whitened over the global batch. A completion that
    was cut off ends like any other: nothing is bootstrapped behind its last token.
-4. Several epochs of minibatches a rollout, with clipped ratios and clipped values.
+4. One or more epochs of minibatches a rollout, with clipped ratios and clipped values.
+A completion that its reward leaves unscored (None) counts as 0 here.
 """
 import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning beside another program is slow
@@ -72,20 +74,20 @@ lam = 1.0                       # lambda of GAE, from 0 (one-step) to 1 (Monte C
 epsilon = 0.2                   # ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high
 value_clip = 0.5                # values clipped to this distance from the old ones; 0: no clipping
-loss_aggregation = "token_mean" # token_mean, sequence_mean, constant_length
+loss_aggregation = "token_mean" # of both losses: token_mean, sequence_mean, constant_length
 num_epochs = 1                  # passes over a rollout batch
 updates_per_epoch = 2           # optimizer steps that a pass is split into
 critic_warmup_steps = 5         # rollout batches that train the critic alone first
 entropy_coef = 0.0              # weight of the entropy bonus in the loss
 kl_coef = 0.0                   # KL to the initial model, taken off the reward; 0: no reference model
 kl_target = 0.0                 # nats a sequence: kl_coef adapts to keep to it; 0: kl_coef is fixed
-kl_horizon = 10000              # sequences over which kl_coef adapts
-max_kl = 0.0                    # nats a token from the old policy that end a step's updates early; 0: never
+kl_horizon = 10000              # sequences: within so many kl_coef changes by at most 20%
+max_kl = 0.0                    # nats a token from the old policy that end its updates of a step; 0: never
 # optimizer
 max_steps = 50                  # rollout batches
 learning_rate = 1e-4            # peak, of the policy; a 1 B model wants about 1e-6
 critic_learning_rate = 2e-3     # peak, of the critic; a 1 B model wants about 1e-5
-warmup_steps = 5                # linear, from learning_rate / warmup_steps
+warmup_steps = 5                # of both rates: linear from step 0, also while the critic learns alone
 lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
 weight_decay = 0.0              # AdamW's
 beta1 = 0.9                     # AdamW's, of the gradient's mean
@@ -140,6 +142,8 @@ for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
     check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
 for key in ("gamma", "lam"):
     check(0 <= globals()[key] <= 1, f"{key}={globals()[key]}: must be from 0 to 1")
+check(critic_warmup_steps < max_steps, f"critic_warmup_steps={critic_warmup_steps} leaves the policy no step")
+check(kl_horizon >= prompts_per_step * num_generations, f"kl_horizon={kl_horizon}: less than a step")
 check(kl_coef > 0 or kl_target == 0, f"kl_target={kl_target} needs a kl_coef above 0 to start from")
 check(prompts_per_step % world_size == 0,
       f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
@@ -161,10 +165,13 @@ with input_errors():
     now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
     dist.broadcast_object_list(now)                             # one clock for all ranks
     out_dir, start_from = weights.locate_run(out_dir, resume, f"out/ppo-{task}-{now[0]}")
+check(not start_from or os.path.isdir(f"{start_from}/critic"),
+      f"{start_from} has no critic: not a run of PPO")
 state = weights.load_state(start_from) if start_from else {
     "step": 0, "num_tokens": 0, "kl_coef": kl_coef, "settings": settings}
-for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "chat", "system_prompt",
-            "prompts_per_step", "num_generations", "seed"):    # what a run is about; the rest may change
+state["kl_coef"] = state["kl_coef"] if kl_target and kl_coef == state["settings"]["kl_coef"] else kl_coef
+for key in ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "reward", "chat",
+            "system_prompt", "prompts_per_step", "num_generations", "seed"):    # the rest may change
     check(settings[key] == state["settings"][key],
           f"{key}={settings[key]}, but {start_from} comes from a run with {key}={state['settings'][key]}")
 first_step = state["step"]
@@ -182,7 +189,7 @@ with input_errors():
             tiny.ensure()
         dist.barrier()
     check_model(model)
-    check_model(critic_model or model)
+    check_model(critic_model or model, "critic_model", tokenizer=False)
     sizes = [AutoConfig.from_pretrained(path).vocab_size for path in (critic_model or model, model)]
     check(sizes[0] == sizes[1],
           f"critic_model={critic_model} has a vocabulary of {sizes[0]} tokens, the model one of {sizes[1]}: "
@@ -396,7 +403,7 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     train_policy = step >= critic_warmup_steps
-    sums, grad_norms, stopped = torch.zeros(8, device=device), [], False
+    sums, grad_norms, critic_norms, stopped = torch.zeros(8, device=device), [], [], False
     lr, critic_lr = learning_rate_at(step, learning_rate), learning_rate_at(step, critic_learning_rate)
     for epoch, update in itertools.product(range(num_epochs), range(updates_per_epoch)):
         order = random.Random(f"{seed} {step} {rank} {epoch}").sample(range(N), N)
@@ -416,7 +423,7 @@ for step in range(first_step, max_steps + 1):
                 vf_loss = live * (batch.spread(weight) * value_losses).sum()
                 (vf_loss * world_size).backward()               # FSDP averages over ranks: undo it
                 sums[:2] += torch.stack([vf_loss.detach(), live * value_clipped.sum()])
-            critic_norm = step_optimizer(critic, critic_optimizer, critic_lr)
+            critic_norms.append(step_optimizer(critic, critic_optimizer, critic_lr))
 
         with timed("update_actor"):
             if not train_policy or stopped:
@@ -426,7 +433,9 @@ for step in range(first_step, max_steps + 1):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 token_loss, low, high = losses.policy_loss(
                     logp, batch.flat(old_logps), batch.flat(advs), epsilon, epsilon_high, "clip")   # [C] each
-                loss = live * (batch.spread(weight) * (token_loss - entropy_coef * entropy)).sum()
+                if entropy_coef:
+                    token_loss = token_loss - entropy_coef * entropy
+                loss = live * (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()
                 away = live * losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3").sum()
                 moved += away
@@ -445,7 +454,7 @@ for step in range(first_step, max_steps + 1):
     # ------------------------------------------------------------ 7 log
     tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
     sum_vf, sum_vf_clipped, sum_loss, sum_away, seen, sum_entropy, sum_low, sum_high = reduced(sums)
-    all_updates, seen = num_epochs * updates_per_epoch, max(seen, 1)
+    seen, tried = max(seen, 1.0), max(len(grad_norms) + stopped, 1)     # tokens and updates of the policy
     sum_kl = reduced([kl.sum()])[0]
     error = ret - value                                         # of the critic before it saw this batch
     error_variance, return_variance = mean(error ** 2) - mean(error) ** 2, mean(ret ** 2) - mean(ret) ** 2
@@ -461,19 +470,20 @@ for step in range(first_step, max_steps + 1):
         "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],
         "completions/max_length": reduced([lengths.max()], dist.ReduceOp.MAX)[0],
         "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
-        "critic/vf_loss": sum_vf / all_updates, "critic/grad_norm": critic_norm, "critic/lr": critic_lr,
+        "critic/vf_loss": sum_vf / len(critic_norms), "critic/lr": critic_lr,
+        "critic/grad_norm": sum(critic_norms) / len(critic_norms),
         "critic/vf_clipfrac": sum_vf_clipped / trained_tokens / num_epochs,
-        "critic/vf_explained_var": 1 - error_variance / max(return_variance, 1e-8),
+        "critic/vf_explained_var": 1 - error_variance / return_variance if return_variance > 1e-8 else 0.0,
         "critic/values/mean": mean(value), "critic/returns/mean": mean(ret),
         "critic/advantages/mean": adv_mean,
         "critic/rewards/mean": reduced([token_reward.sum()])[0] / all_sequences,
-        "loss": sum_loss / max(len(grad_norms), 1), "entropy": sum_entropy / seen,
+        "loss": sum_loss / tried, "entropy": sum_entropy / seen,       # 0 while the critic learns alone
         "kl": sum_kl / trained_tokens, "kl_coef": state["kl_coef"], "actor/ppo_kl": sum_away / seen,
         "clip_ratio/low_mean": sum_low / seen, "clip_ratio/high_mean": sum_high / seen,
         "clip_ratio/region_mean": (sum_low + sum_high) / seen, "actor/updates": len(grad_norms),
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "learning_rate": lr if train_policy else 0.0,
         "num_tokens": state["num_tokens"] + tokens}
-    if kl_target:
+    if kl_target and train_policy:
         state["kl_coef"] = losses.adapted_kl_coef(state["kl_coef"], sum_kl / all_sequences, kl_target,
                                                   kl_horizon, all_sequences)
     state |= {"step": step + 1, "num_tokens": metrics["num_tokens"], "settings": settings}

@@ -36,14 +36,18 @@ def save_checkpoint(folder, policy, optimizer, tokenizer, state, keep, critic=No
         shutil.rmtree(part, ignore_errors=True)
         os.makedirs(part)
     dist.barrier()
-    parts = [(policy, optimizer, part)] + ([(critic, critic_optimizer, f"{part}/critic")] if critic else [])
-    for model, its_optimizer, place in parts:
+    networks = [(policy, optimizer, part)]
+    if critic:
+        networks.append((critic, critic_optimizer, f"{part}/critic"))
+    for model, its_optimizer, place in networks:
         whole = {name: tensor.cpu() for name, tensor in full_weights(model) if master}  # one rank keeps them
-        dcp.save(get_optimizer_state_dict(model, its_optimizer), checkpoint_id=f"{place}/trainer")
+        if its_optimizer.state:  # asked before its first step, PyTorch would make one, and shift Adam's count
+            dcp.save(get_optimizer_state_dict(model, its_optimizer), checkpoint_id=f"{place}/trainer")
         if master:
             model.hf.save_pretrained(place, state_dict=whole)
     if master:
         tokenizer.save_pretrained(part)
+        os.makedirs(f"{part}/trainer", exist_ok=True)
         with open(f"{part}/trainer/state.json", "w") as file:
             json.dump(state, file, indent=1)
         for root, _, files in os.walk(part):
@@ -99,6 +103,8 @@ def locate_run(out_dir, resume, default):
 
 def load_optimizer(folder, model, optimizer):
     """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks at hand. Collective."""
+    if not os.path.exists(f"{folder}/trainer/.metadata"):  # it had made no step yet
+        return
     state = get_optimizer_state_dict(model, optimizer)
     dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"))
     set_optimizer_state_dict(model, optimizer, state)

@@ -27,3 +27,13 @@ def folder(tmp_path_factory):
 def mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.init_device_mesh("cpu", (1,))
+
+
+@pytest.fixture(scope="session")
+def reward_file(tmp_path_factory):
+    """A reward that even a random model earns: more even than odd letters."""
+    path = tmp_path_factory.mktemp("reward") / "rewards.py"
+    path.write_text(
+        'def score(prompts, completions, **_):\n'
+        '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
+    return f"--reward={path}:score"

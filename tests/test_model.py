@@ -163,7 +163,7 @@ def test_a_value_is_of_the_state_before_its_token(folder, mesh):
     torch.nn.init.normal_(critic.hf.score.weight.to_local())
     values = lambda completion: critic(pack([rollout([5, 6], completion)], [0], 50, "cpu")[0]).detach()
     first, changed = values([7, 8, 9, 10]), values([7, 8, 99, 10])
-    torch.testing.assert_close(first[:3], changed[:3])               # the token at 2 is not seen by its own value
+    torch.testing.assert_close(first[:3], changed[:3])           # the token at 2 is not seen by its own value
     assert (first[3] - changed[3]).abs() > 1e-4                      # but by the one behind it
 
 

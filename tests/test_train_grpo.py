@@ -32,16 +32,6 @@ def launch(*arguments, launcher=(sys.executable,), code=0):
     return result.stdout + result.stderr
 
 
-@pytest.fixture(scope="module")
-def reward_file(tmp_path_factory):
-    """A reward that even a random model earns: more even than odd letters."""
-    path = tmp_path_factory.mktemp("reward") / "rewards.py"
-    path.write_text(
-        'def score(prompts, completions, **_):\n'
-        '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
-    return f"--reward={path}:score"
-
-
 def train(folder, out_dir, *arguments, launcher=(sys.executable,)):
     given = {argument.partition("=")[0] for argument in arguments}
     small = [argument for argument in SMALL if argument.partition("=")[0] not in given]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config, Qwen3ForCausalLM
 
-from test_train_grpo import NAMES, launch, refused, reward_file, without_times  # noqa: F401
+from test_train_grpo import NAMES, launch, refused, without_times
 
 SMALL = {"prompts_per_step": 16, "max_completion_length": 12, "train_prompts": 64, "eval_prompts": 8,
          "eval_samples": 2, "max_steps": 3, "save_interval": 1, "warmup_steps": 0, "learning_rate": 1e-3,
@@ -23,7 +23,7 @@ def train(folder, out_dir, reward, launcher=(sys.executable,), **settings):
 
 
 @pytest.fixture(scope="module")
-def plain_run(folder, reward_file, tmp_path_factory):  # noqa: F811
+def plain_run(folder, reward_file, tmp_path_factory):
     out_dir = str(tmp_path_factory.mktemp("run") / "plain")
     return out_dir, train(folder, out_dir, reward_file)
 
@@ -32,72 +32,89 @@ def test_a_run_leaves_what_it_promises(plain_run):
     out_dir, metrics = plain_run
     names = set(NAMES) - {"reward_std", "frac_reward_zero_std"} | {
         "critic/vf_loss", "critic/vf_explained_var", "critic/vf_clipfrac", "critic/values/mean",
-        "critic/returns/mean", "critic/advantages/mean", "critic/rewards/mean", "critic/lr", "critic/grad_norm",
-        "actor/ppo_kl", "kl_coef", "timing_s/values", "timing_s/adv", "timing_s/update_critic"}
+        "critic/returns/mean", "critic/advantages/mean", "critic/rewards/mean", "critic/lr",
+        "critic/grad_norm", "actor/ppo_kl", "kl_coef", "timing_s/values", "timing_s/adv",
+        "timing_s/update_critic"}
     assert [line["step"] for line in metrics] == [0, 1, 2, 3] and "eval/mean@2" in metrics[3]
     for line in metrics[:3]:
         assert not names - set(line)
         assert line["critic/rewards/mean"] == pytest.approx(line["reward"])      # without KL: just the score
-    assert metrics[0]["critic/values/mean"] == 0 and metrics[0]["critic/vf_explained_var"] == 0   # a new critic
-    assert metrics[0]["actor/updates"] == 0 and metrics[1]["actor/updates"] == 2   # the critic learns alone first
+    assert metrics[0]["critic/values/mean"] == metrics[0]["critic/vf_explained_var"] == 0    # a new critic
+    assert metrics[0]["actor/updates"] == 0 and metrics[1]["actor/updates"] == 2    # which learns alone first
     policies = [AutoModelForCausalLM.from_pretrained(f"{out_dir}/checkpoint-{n}") for n in (1, 2)]
     assert any(not torch.equal(a, b) for a, b in zip(*(p.parameters() for p in policies)))
     critic = AutoModelForTokenClassification.from_pretrained(f"{out_dir}/checkpoint-3/critic")
     assert critic.num_labels == 1 and critic.score.weight.any()
 
 
-def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, reward_file, tmp_path):  # noqa: F811
+def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, reward_file, tmp_path):
     out_dir, metrics = plain_run
     shutil.copytree(out_dir, tmp_path / "run")
     for n in (2, 3):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{n}")
-    assert without_times(train(folder, tmp_path / "run", reward_file, resume="auto")) == without_times(metrics)
+    resumed = train(folder, tmp_path / "run", reward_file, resume="auto")
+    assert without_times(resumed) == without_times(metrics)
 
 
-def test_micro_batches_change_nothing(plain_run, folder, reward_file, tmp_path):  # noqa: F811
+def test_saving_before_the_first_update_changes_nothing(plain_run, folder, reward_file, tmp_path):
+    seldom = train(folder, tmp_path / "run", reward_file, save_interval=100)    # the other saves at step 1
+    assert without_times(seldom) == without_times(plain_run[1])
+
+
+def test_another_algorithms_checkpoint_is_refused(plain_run, folder, reward_file, tmp_path):
+    checkpoint = shutil.copytree(f"{plain_run[0]}/checkpoint-3", tmp_path / "checkpoint-3")
+    arguments = [f"--model={folder}", reward_file, f"--resume={checkpoint}"]
+    refused(arguments, "has a critic: a run of PPO", tmp_path)
+    shutil.rmtree(checkpoint / "critic")
+    (tmp_path / "log").unlink()
+    refused(arguments, "has no critic: not a run of PPO", tmp_path, script="train_ppo.py")
+
+
+def test_micro_batches_change_nothing(plain_run, folder, reward_file, tmp_path):
     split = train(folder, tmp_path / "run", reward_file, token_budget=100)
     for key in ("critic/vf_loss", "critic/grad_norm", "loss", "grad_norm", "entropy"):
         for ours, theirs in zip(split[:2], plain_run[1]):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
 
 
-def test_two_ranks_compute_the_same_first_steps(folder, reward_file, tmp_path):  # noqa: F811
+def test_two_ranks_compute_the_same_first_steps(folder, reward_file, tmp_path):
     settings = {"updates_per_epoch": 1, "learning_rate": 1e-4, "max_steps": 2}
     one = train(folder, tmp_path / "one", reward_file, **settings)
     two = train(folder, tmp_path / "two", reward_file, **settings, launcher=(
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    for key in ("reward", "critic/vf_loss", "critic/grad_norm", "critic/values/mean", "critic/vf_explained_var",
-                "critic/advantages/mean", "loss", "grad_norm", "entropy", "num_tokens"):
+    for key in ("reward", "critic/vf_loss", "critic/grad_norm", "critic/values/mean",
+                "critic/advantages/mean", "critic/vf_explained_var", "loss", "grad_norm", "entropy",
+                "num_tokens"):
         assert two[1][key] == pytest.approx(one[1][key], rel=2e-3, abs=1e-5), key
 
 
-def test_kl_in_the_reward(folder, reward_file, tmp_path):  # noqa: F811
-    metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, kl_target=1e-6, kl_horizon=64, max_steps=4,
-                    num_epochs=2, entropy_coef=0.01, lam=0.95, gamma=0.99)
+def test_kl_in_the_reward(folder, reward_file, tmp_path):
+    metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, kl_target=1e-6, kl_horizon=64,
+                    max_steps=4, num_epochs=2, entropy_coef=0.01, lam=0.95, gamma=0.99)
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)                        # the policy is the reference
     assert metrics[3]["kl"] > 1e-4 and metrics[1]["actor/updates"] == 4
-    for now, later in zip(metrics[2:], metrics[3:4]):                           # far over the target: up by 20% * 16/64
-        assert later["kl_coef"] == pytest.approx(now["kl_coef"] * 1.05)
+    assert metrics[3]["kl_coef"] == pytest.approx(metrics[2]["kl_coef"] * 1.05)  # over target: 20% * 16/64
     line = metrics[3]
     expected = line["reward"] - line["kl_coef"] * line["kl"] * line["completions/mean_length"]
     assert line["critic/rewards/mean"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_early_stop_on_kl(folder, reward_file, tmp_path):  # noqa: F811
+def test_early_stop_on_kl(folder, reward_file, tmp_path):
     metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, max_kl=1e-7)
-    assert metrics[1]["actor/updates"] == 1                                     # the first is on policy, the second not
+    assert metrics[1]["actor/updates"] == 1                     # the first is on policy, the second is not
 
 
 @pytest.mark.parametrize("arguments, message", [
     (["--gamma=1.5"], "gamma=1.5: must be from 0 to 1"), (["--lam=-0.1"], "lam=-0.1: must be from 0 to 1"),
     (["--epsilon=-1"], "epsilon=-1.0: must not be negative"), (["--value_clip=-1"], "value_clip=-1.0"),
     (["--updates_per_epoch=3"], "updates_per_epoch=3 does not divide"), (["--num_epochs=0"], "num_epochs=0"),
-    (["--kl_target=6"], "kl_target=6.0 needs a kl_coef"), (["--critic_model=BAD"], "vocabulary of 77 tokens"),
-    (["--critic_model=BAD/nothing"], "no such folder"), (["--advantage=grpo"], "unknown setting --advantage")])
+    (["--kl_target=6"], "kl_target=6.0 needs a kl_coef"), (["--critic_warmup_steps=50"], "no step"),
+    (["--kl_horizon=10"], "kl_horizon=10: less"), (["--critic_model=BAD"], "vocabulary of 77 tokens"),
+    (["--critic_model=BAD/nothing"], "no such folder"), (["--advantage=grpo"], "unknown setting")])
 def test_bad_input(folder, tmp_path, arguments, message):
-    small = Qwen3ForCausalLM(Qwen3Config(vocab_size=77, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                         num_attention_heads=1, num_key_value_heads=1, head_dim=8))
-    small.save_pretrained(tmp_path / "critic")
+    config = Qwen3Config(vocab_size=77, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                         num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "critic")
     shutil.copy(f"{folder}/tokenizer.json", tmp_path / "critic")
     arguments = [argument.replace("BAD", str(tmp_path / "critic")) for argument in arguments]
     refused([f"--model={folder}", *arguments], message, tmp_path, script="train_ppo.py")

@@ -17,11 +17,10 @@ Where it differs from the paper (Shao et al. 2024, https://arxiv.org/abs/2402.03
 One update a step, as in the paper's own runs: strictly on-policy, the ratio is 1 and nothing is clipped.
 --updates_per_step=4 makes four, each on a quarter of the rollout: PPO's minibatches.
 """
-import os
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning beside another program is slow
 import datetime
 import json
 import math
+import os
 import random
 import resource
 import shutil

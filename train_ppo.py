@@ -17,12 +17,11 @@ Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, and Ouyang et al. 2022):
 4. One or more epochs of minibatches a rollout, with clipped ratios and clipped values.
 A completion that its reward leaves unscored (None) counts as 0 here.
 """
-import os
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning beside another program is slow
 import datetime
 import itertools
 import json
 import math
+import os
 import random
 import resource
 import shutil

@@ -110,7 +110,6 @@ resume = ""                     # auto: the newest checkpoint in out_dir, if any
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 
-
 # ---------------------------------------------------------------- distributed set-up: one process a device
 if "RANK" in os.environ:  # under torchrun
     rank, world_size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

@@ -62,13 +62,15 @@ def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length
     raise ValueError(f"loss_aggregation={aggregation!r}: choose token_mean, sequence_mean or constant_length")
 
 
-def policy_loss(logp, old_logp, adv, epsilon, epsilon_high, loss_type):
+def policy_loss(logp, old_logp, adv, epsilon, epsilon_high, loss_type, dual_clip=0.0):
     """Loss of each token, with gradient, and for the logs whether clipping acted on it low, high; all [C].
 
     ratio = exp(logp - old_logp).
     loss_type  clip   -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv): beyond the bound,
                       in the direction that adv pushes, a token has no gradient
                       PPO, Schulman et al. 2017, eq. 7; the asymmetric bound is DAPO's
+                      dual_clip > 0 also bounds the loss of a negative adv, by -dual_clip * adv; the ratio
+                      alone does not (Ye et al. 2020, https://arxiv.org/abs/1912.09729, eq. 5)
                cispo  -stop_gradient(min(ratio, 1 + epsilon_high)) * adv * logp: the weight is clipped, the
                       token keeps its gradient
                       MiniMax-M1, Chen et al. 2025, eq. 4-5
@@ -79,6 +81,9 @@ def policy_loss(logp, old_logp, adv, epsilon, epsilon_high, loss_type):
     if loss_type == "clip":
         loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
         low, high = (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
+        if dual_clip:
+            loss = torch.where(adv < 0, torch.min(loss, -dual_clip * adv), loss)
+            high = high | (ratio > dual_clip) & (adv < 0)
     elif loss_type == "cispo":
         loss = -ratio.clamp(max=1 + epsilon_high).detach() * adv * logp
         high = ratio > 1 + epsilon_high
@@ -109,6 +114,20 @@ def kl_penalty(logp, ref_logp, estimator):
 
 # ---------------------------------------------------------------- PPO with a critic
 
+def token_rewards(scores, kl, kl_coef, lengths):
+    """Rewards of the completion tokens: -kl_coef * kl at each, and the score at the last. [C]
+
+    scores [N], kl [C], lengths: list, sums to C. NaN scores stay NaN; a completion without tokens has none.
+    Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155), eq. 2, with the KL spread over its tokens.
+    Example: scores [1, 2], kl [.1, .2, .3], kl_coef 1, lengths [2, 1] -> [-.1, .8, 1.7].
+    """
+    rewards = -kl_coef * kl
+    ends = torch.tensor(lengths, device=kl.device).cumsum(0) - 1
+    has_tokens = torch.tensor(lengths, device=kl.device) > 0
+    rewards[ends[has_tokens]] += scores[has_tokens]
+    return rewards
+
+
 def gae(rewards, values, lengths, gamma, lam):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over each sequence's completion tokens.
 
@@ -125,6 +144,17 @@ def gae(rewards, values, lengths, gamma, lam):
         adv[:, t] = later = delta[:, t] + gamma * lam * later
     real = pad_sequence(torch.ones_like(values, dtype=torch.bool).split(lengths), batch_first=True)
     return adv[real], adv[real] + values
+
+
+def whiten(values, mean):
+    """(values - mean) / (std + 1e-8), both taken over all ranks; [C]. NaNs stay, and count for nothing.
+
+    mean: a function that averages a tensor over all ranks in float64, without its NaNs. Sums of squares in
+    float32 would whiten equal advantages to rounding noise.
+    """
+    centre = mean(values)
+    std = mean((values.double() - centre).square()) ** 0.5
+    return (values - centre) / (std + 1e-8)
 
 
 def value_loss(value, old_value, ret, value_clip):

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM,
                           AutoModelForTokenClassification)
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
-disable_progress_bar()  # its bars for every load and save would tear the run's own apart
+logging.disable_progress_bar()  # its bars for every load and save would tear the run's own apart
 LOGIT_CHUNK = 1024  # tokens whose logits exist at one time: 1024 x 151,936 float32 are 0.6 GB
 
 
@@ -186,10 +186,14 @@ class Critic(nn.Module):
         self.hf = hf
 
     def forward(self, batch):
-        """MicroBatch -> values [C], float32: entry c is read one token before c, so it does not see c."""
+        """MicroBatch -> values [C]: entry c is read one token before c, so it does not see c.
+
+        The head computes in float32 also where the layers do not: bfloat16 has three digits for a value.
+        """
         hidden = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                     bounds=batch.bounds, use_cache=False).last_hidden_state[0]  # [T, H]
-        return self.hf.score(hidden[batch.index])[:, 0].float()
+        head = self.hf.score
+        return hidden[batch.index].float() @ head.weight[0].float() + head.bias.float()
 
 
 # ---------------------------------------------------------------- loading and sharding
@@ -232,11 +236,15 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
     """A Critic from a folder or hub id, as load_policy does; a head that the folder lacks starts at zero."""
     config = AutoConfig.from_pretrained(path, num_labels=1)
     config.classifier_dropout = 0.0
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()                       # a missing head is expected, and needs no report
     hf, loading = AutoModelForTokenClassification.from_pretrained(
         path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
+    logging.set_verbosity(verbosity)
     for name in loading["missing_keys"]:
-        if name.startswith("score."):
-            nn.init.zeros_(hf.get_parameter(name))
+        if not name.startswith("score."):
+            raise ValueError(f"critic_model={path}: no {name} in its weights")
+        nn.init.zeros_(hf.get_parameter(name))
     return shard(Critic(hf), mesh, dtype, gradient_checkpointing)
 
 

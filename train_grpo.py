@@ -43,6 +43,7 @@ import tiny
 import weights
 from configurator import check, configure, input_errors
 from model import check_model, load_policy, pack
+from reward_model import RewardModel
 # ------------------------------------------------------------------------------------------------------------
 # model and task
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
@@ -51,8 +52,11 @@ difficulty = 1                  # of generated tasks (algebra, countdown): 1 sui
 train_prompts = 4096            # rows: generated tasks make so many, others take the first so many (0: all)
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # JSONL or parquet, for task=file
-reward = ""                     # file.py:function; empty: the task's own verifier
+reward = ""                     # file.py:function; empty: the task's own verifier; none: a reward model alone
 reward_timeout = 10.0           # seconds a batch, else a completion, which scores 0 beyond them; 0: no limit
+reward_weight = 1.0             # of that reward beside the reward model's; 0: it is only logged
+reward_model = ""               # a folder or hub id: a sequence-classification model with one label
+reward_model_weight = 1.0       # of its score
 chat = True                     # apply the chat template to messages; false: join them (models without one)
 system_prompt = ""              # put before every message prompt, e.g. to ask for \boxed{}
 # rollout
@@ -139,6 +143,7 @@ check(N % updates_per_step == 0,
       "(prompts_per_step / ranks * num_generations)")
 check(max_prompt_length + max_completion_length <= token_budget,
       f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
+check(reward != "none" or reward_model, "reward=none needs a reward_model")
 check(top_p == 1.0 and top_k == 0,
       f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
       "that the trainer computes; keep top_p=1.0 and top_k=0")
@@ -156,8 +161,8 @@ with input_errors():
     out_dir, start_from = weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now[0]}")
 check(not start_from or not os.path.isdir(f"{start_from}/critic"), f"{start_from} has a critic: a run of PPO")
 state = weights.load_state(start_from) if start_from else {"step": 0, "num_tokens": 0, "settings": settings}
-for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "chat", "system_prompt",
-            "prompts_per_step", "num_generations", "seed"):    # what a run is about; the rest may change
+for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "reward_model",
+            "chat", "system_prompt", "prompts_per_step", "num_generations", "seed"):    # the rest may change
     check(settings[key] == state["settings"][key],
           f"{key}={settings[key]}, but {start_from} comes from a run with {key}={state['settings'][key]}")
 first_step = state["step"]
@@ -165,10 +170,14 @@ check(first_step <= max_steps, f"max_steps={max_steps}, but {start_from} has mad
 
 # ---------------------------------------------------------------- task and tokenizer
 with input_errors():
-    reward_function = rewards.load_reward(reward, task)
+    reward_function = None if reward == "none" else rewards.load_reward(reward, task)
     train_rows = data.load_rows(task, "train", train_prompts, seed, difficulty, train_file)
     eval_rows = data.load_rows(task, "eval", eval_prompts, 0, difficulty, eval_file)  # the same for all seeds
-    rewards.try_reward(reward_function, train_rows, reward_timeout)
+    if reward_function:
+        rewards.try_reward(reward_function, train_rows, reward_timeout)
+    if reward_model:
+        scorer = RewardModel(reward_model, device, compute_dtype, token_budget)
+        scorer.score(train_rows[:1], ["Answer: 0"])             # a model that cannot score shows at once
     if model == "tiny":
         model = tiny.FOLDER
         if master:
@@ -285,6 +294,19 @@ def completion_logps(network, rollouts):
     return [logps[i] for i in range(len(rollouts))]
 
 
+def score_completions(row_of, texts):
+    """(scores, {part: values}, timeouts) of the reward, the reward model, or their weighted sum."""
+    if not reward_model:
+        return rewards.score(reward_function, row_of, texts, reward_timeout)
+    scores, parts, timeouts = [math.nan] * len(texts), {}, 0
+    if reward_function:
+        scores, parts, timeouts = rewards.score(reward_function, row_of, texts, reward_timeout)
+    judged = scorer.score(row_of, texts)
+    totals = [reward_model_weight * b + (0 if math.isnan(a) else reward_weight * a)     # what is not scored
+              for a, b in zip(scores, judged)]                                          # adds nothing
+    return totals, parts | {"reward_model": judged}, timeouts
+
+
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     places = range(rank, len(eval_set), world_size)
@@ -292,7 +314,7 @@ def evaluate():
                                        [f"eval {i}" for i in places])
     some = rollouts[:32]                                        # shows that the engine has the weights
     rollout.compare_logprobs(some, completion_logps(policy, some), gap_bound, tokenizer)
-    scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
+    scores, _, _ = score_completions(row_of, texts)
     results = [None] * world_size
     answers = [rewards.extract_answer(text) for text in texts]
     dist.all_gather_object(results, list(zip([row.get("source") for row in row_of], scores, answers)))
@@ -339,7 +361,7 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 2 reward
     with timed("reward"):
-        scores, parts, timeouts = rewards.score(reward_function, row_of, texts, reward_timeout)
+        scores, parts, timeouts = score_completions(row_of, texts)
     score = torch.tensor(scores, device=device)                                         # [N], NaN: not scored
 
     # ------------------------------------------------------------ 3 advantage

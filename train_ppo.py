@@ -15,7 +15,9 @@ Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, and Ouyang et al. 2022):
 3. Advantages come from GAE over completion tokens, and are whitened over the global batch. A completion that
    was cut off ends like any other: nothing is bootstrapped behind its last token.
 4. One or more epochs of minibatches a rollout, with clipped ratios and clipped values.
-A completion that its reward leaves unscored (None) counts as 0 here.
+
+RLHF with a reward model: --reward_model=folder --reward=none --kl_coef=0.05. It scores what is written; the
+verifier, where the task has one, may be added with a weight (--reward_weight), or only logged (weight 0).
 """
 import datetime
 import itertools
@@ -44,6 +46,7 @@ import tiny
 import weights
 from configurator import check, configure, input_errors
 from model import check_model, load_critic, load_policy, pack
+from reward_model import RewardModel
 # ------------------------------------------------------------------------------------------------------------
 # model and task
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
@@ -52,8 +55,11 @@ difficulty = 1                  # of generated tasks (algebra, countdown): 1 sui
 train_prompts = 4096            # rows: generated tasks make so many, others take the first so many (0: all)
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # JSONL or parquet, for task=file
-reward = ""                     # file.py:function; empty: the task's own verifier
+reward = ""                     # file.py:function; empty: the task's own verifier; none: a reward model alone
 reward_timeout = 10.0           # seconds a batch, else a completion, which scores 0 beyond them; 0: no limit
+reward_weight = 1.0             # of that reward beside the reward model's; 0: it is only logged
+reward_model = ""               # a folder or hub id: a sequence-classification model with one label
+reward_model_weight = 1.0       # of its score
 chat = True                     # apply the chat template to messages; false: join them (models without one)
 system_prompt = ""              # put before every message prompt, e.g. to ask for \boxed{}
 # rollout
@@ -72,6 +78,7 @@ gamma = 1.0                     # discount of GAE, from 0 to 1
 lam = 1.0                       # lambda of GAE, from 0 (one-step) to 1 (Monte Carlo)
 epsilon = 0.2                   # ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high
+dual_clip = 0.0                 # ratio clipped above this where the advantage is negative, 3 say; 0: nowhere
 value_clip = 0.5                # values clipped to this distance from the old ones; 0: no clipping
 loss_aggregation = "token_mean" # of both losses: token_mean, sequence_mean, constant_length
 num_epochs = 1                  # passes over a rollout batch
@@ -86,7 +93,7 @@ max_kl = 0.0                    # nats a token from the old policy that end its 
 max_steps = 50                  # rollout batches
 learning_rate = 1e-4            # peak, of the policy; a 1 B model wants about 1e-6
 critic_learning_rate = 2e-3     # peak, of the critic; a 1 B model wants about 1e-5
-warmup_steps = 5                # of both rates: linear from step 0, also while the critic learns alone
+warmup_steps = 5                # of both rates: linear, the policy's from critic_warmup_steps on
 lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
 weight_decay = 0.0              # AdamW's
 beta1 = 0.9                     # AdamW's, of the gradient's mean
@@ -128,18 +135,18 @@ master = rank == 0
 # ---------------------------------------------------------------- checks: all before a model is loaded
 for key in ("prompts_per_step", "num_generations", "max_prompt_length", "max_completion_length",
             "num_epochs", "updates_per_epoch", "max_steps", "temperature", "kl_horizon", "eval_samples",
-            "eval_interval", "save_interval", "sample_interval",
-            "keep_checkpoints"):
+            "eval_interval", "save_interval", "sample_interval", "keep_checkpoints"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
-            "kl_coef", "kl_target", "value_clip", "max_kl", "critic_learning_rate", "critic_warmup_steps",
-            "logprob_gap", "reward_timeout", "train_prompts", "eval_prompts"):
+            "dual_clip", "kl_coef", "kl_target", "value_clip", "max_kl", "critic_learning_rate",
+            "critic_warmup_steps", "logprob_gap", "reward_timeout", "train_prompts", "eval_prompts"):
     check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
 for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
                      "lr_decay": ("linear", "cosine", "constant")}.items():
     check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
 for key in ("gamma", "lam"):
     check(0 <= globals()[key] <= 1, f"{key}={globals()[key]}: must be from 0 to 1")
+check(dual_clip == 0 or dual_clip > 1 + epsilon_high, f"dual_clip={dual_clip}: not over 1 + epsilon_high")
 check(critic_warmup_steps < max_steps, f"critic_warmup_steps={critic_warmup_steps} leaves the policy no step")
 check(kl_horizon >= prompts_per_step * num_generations, f"kl_horizon={kl_horizon}: less than a step")
 check(kl_coef > 0 or kl_target == 0, f"kl_target={kl_target} needs a kl_coef above 0 to start from")
@@ -152,6 +159,7 @@ check(N % updates_per_epoch == 0,
       "(prompts_per_step / ranks * num_generations)")
 check(max_prompt_length + max_completion_length <= token_budget,
       f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
+check(reward != "none" or reward_model, "reward=none needs a reward_model")
 check(top_p == 1.0 and top_k == 0,
       f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
       "that the trainer computes; keep top_p=1.0 and top_k=0")
@@ -168,8 +176,9 @@ check(not start_from or os.path.isdir(f"{start_from}/critic"),
 state = weights.load_state(start_from) if start_from else {
     "step": 0, "num_tokens": 0, "kl_coef": kl_coef, "settings": settings}
 state["kl_coef"] = state["kl_coef"] if kl_target and kl_coef == state["settings"]["kl_coef"] else kl_coef
-for key in ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "reward", "chat",
-            "system_prompt", "prompts_per_step", "num_generations", "seed"):    # the rest may change
+for key in ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "reward",
+            "reward_model", "chat", "system_prompt", "prompts_per_step", "num_generations",
+            "seed"):                                            # the rest may change
     check(settings[key] == state["settings"][key],
           f"{key}={settings[key]}, but {start_from} comes from a run with {key}={state['settings'][key]}")
 first_step = state["step"]
@@ -177,10 +186,14 @@ check(first_step <= max_steps, f"max_steps={max_steps}, but {start_from} has mad
 
 # ---------------------------------------------------------------- task and tokenizer
 with input_errors():
-    reward_function = rewards.load_reward(reward, task)
+    reward_function = None if reward == "none" else rewards.load_reward(reward, task)
     train_rows = data.load_rows(task, "train", train_prompts, seed, difficulty, train_file)
     eval_rows = data.load_rows(task, "eval", eval_prompts, 0, difficulty, eval_file)  # the same for all seeds
-    rewards.try_reward(reward_function, train_rows, reward_timeout)
+    if reward_function:
+        rewards.try_reward(reward_function, train_rows, reward_timeout)
+    if reward_model:
+        scorer = RewardModel(reward_model, device, compute_dtype, token_budget)
+        scorer.score(train_rows[:1], ["Answer: 0"])             # a model that cannot score shows at once
     if model == "tiny":
         model = tiny.FOLDER
         if master:
@@ -212,10 +225,11 @@ critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, 
                                      weight_decay=weight_decay)
 
 
-def learning_rate_at(step, peak):
+def learning_rate_at(step, peak, first=0):
+    step, steps = step - first, max_steps - first
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     decay = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return peak * decay[lr_decay]
 
@@ -319,6 +333,19 @@ def step_optimizer(network, network_optimizer, lr):
     return norm
 
 
+def score_completions(row_of, texts):
+    """(scores, {part: values}, timeouts) of the reward, the reward model, or their weighted sum."""
+    if not reward_model:
+        return rewards.score(reward_function, row_of, texts, reward_timeout)
+    scores, parts, timeouts = [math.nan] * len(texts), {}, 0
+    if reward_function:
+        scores, parts, timeouts = rewards.score(reward_function, row_of, texts, reward_timeout)
+    judged = scorer.score(row_of, texts)
+    totals = [reward_model_weight * b + (0 if math.isnan(a) else reward_weight * a)     # what is not scored
+              for a, b in zip(scores, judged)]                                          # adds nothing
+    return totals, parts | {"reward_model": judged}, timeouts
+
+
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     places = range(rank, len(eval_set), world_size)
@@ -326,7 +353,7 @@ def evaluate():
                                        [f"eval {i}" for i in places])
     some = rollouts[:32]                                        # shows that the engine has the weights
     rollout.compare_logprobs(some, per_token(policy, some), gap_bound, tokenizer)
-    scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
+    scores, _, _ = score_completions(row_of, texts)
     results = [None] * world_size
     answers = [rewards.extract_answer(text) for text in texts]
     dist.all_gather_object(results, list(zip([row.get("source") for row in row_of], scores, answers)))
@@ -374,7 +401,7 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 2 reward
     with timed("reward"):
-        scores, parts, timeouts = rewards.score(reward_function, row_of, texts, reward_timeout)
+        scores, parts, timeouts = score_completions(row_of, texts)
     score = torch.tensor(scores, device=device)                                         # [N], NaN: not scored
 
     # ------------------------------------------------------------ 3 old logprobs, values, reference: once
@@ -390,27 +417,25 @@ for step in range(first_step, max_steps + 1):
     with timed("adv"):
         old, ref, value = torch.cat(old_logps), torch.cat(ref_logps), torch.cat(old_values)     # [C] each
         kl = losses.kl_penalty(old, ref, "k1")                                          # [C]
-        token_reward = -state["kl_coef"] * kl
-        token_reward[lengths.cumsum(0) - 1] += score.nan_to_num(0.0)                    # at the last tokens
+        token_reward = losses.token_rewards(score, kl, state["kl_coef"], lengths.tolist())              # [C]
         raw_adv, ret = losses.gae(token_reward, value, lengths.tolist(), gamma, lam)    # [C], [C]
-        total, squares, trained_tokens = reduced([raw_adv.sum(), raw_adv.square().sum(), len(raw_adv)])
-        adv_mean = total / trained_tokens
-        adv_std = max(squares / trained_tokens - adv_mean ** 2, 0) ** 0.5
-        advs = ((raw_adv - adv_mean) / (adv_std + 1e-8)).split(lengths.tolist())        # N x [len], white
-        rets = ret.split(lengths.tolist())                                              # N x [len]
+        adv = losses.whiten(raw_adv, mean)                                              # [C]
+        # What was not scored is NaN in all three: it is in every count below, and teaches nothing.
+        advs, rets = (x.nan_to_num(0.0).split(lengths.tolist()) for x in (adv, ret))    # N x [len] each
 
     # ------------------------------------------------------------ 5 update
     train_policy = step >= critic_warmup_steps
     sums, grad_norms, critic_norms, stopped = torch.zeros(8, device=device), [], [], False
-    lr, critic_lr = learning_rate_at(step, learning_rate), learning_rate_at(step, critic_learning_rate)
+    lr = learning_rate_at(step, learning_rate, critic_warmup_steps) if train_policy else 0.0
+    critic_lr = learning_rate_at(step, critic_learning_rate)
     for epoch, update in itertools.product(range(num_epochs), range(updates_per_epoch)):
         order = random.Random(f"{seed} {step} {rank} {epoch}").sample(range(N), N)
         chosen = order[update::updates_per_epoch]
         # Count over the global batch before it is split: the gradient is then the same for any number of
         # ranks, any micro-batch size and any packing.
         batch_tokens, batch_sequences = reduced([lengths[chosen].sum(), len(chosen)])
-        weight = losses.sequence_weights(lengths, loss_aggregation, batch_tokens, batch_sequences,
-                                         max_completion_length)                         # [N]
+        weight = ~score.isnan() * losses.sequence_weights(
+            lengths, loss_aggregation, batch_tokens, batch_sequences, max_completion_length)            # [N]
         batches = pack(rollouts, chosen, token_budget, device)
         turns = [(batches[i % len(batches)], float(i < len(batches))) for i in range(most(len(batches)))]
 
@@ -430,7 +455,8 @@ for step in range(first_step, max_steps + 1):
             for batch, live in turns:
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 token_loss, low, high = losses.policy_loss(
-                    logp, batch.flat(old_logps), batch.flat(advs), epsilon, epsilon_high, "clip")   # [C] each
+                    logp, batch.flat(old_logps), batch.flat(advs), epsilon, epsilon_high, "clip",
+                    dual_clip)                                                          # [C] each
                 if entropy_coef:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = live * (batch.spread(weight) * token_loss).sum()
@@ -453,7 +479,7 @@ for step in range(first_step, max_steps + 1):
     tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
     sum_vf, sum_vf_clipped, sum_loss, sum_away, seen, sum_entropy, sum_low, sum_high = reduced(sums)
     seen, tried = max(seen, 1.0), max(len(grad_norms) + stopped, 1)     # tokens and updates of the policy
-    sum_kl = reduced([kl.sum()])[0]
+    sum_kl, trained_tokens = reduced([kl.sum(), len(kl)])
     error = ret - value                                         # of the critic before it saw this batch
     error_variance, return_variance = mean(error ** 2) - mean(error) ** 2, mean(ret ** 2) - mean(ret) ** 2
     all_sequences = prompts_per_step * G
@@ -473,13 +499,15 @@ for step in range(first_step, max_steps + 1):
         "critic/vf_clipfrac": sum_vf_clipped / trained_tokens / num_epochs,
         "critic/vf_explained_var": 1 - error_variance / return_variance if return_variance > 1e-8 else 0.0,
         "critic/values/mean": mean(value), "critic/returns/mean": mean(ret),
-        "critic/advantages/mean": adv_mean,
-        "critic/rewards/mean": reduced([token_reward.sum()])[0] / all_sequences,
+        "critic/advantages/mean": mean(adv),
+        "critic/advantages/max": reduced([adv.nan_to_num(0.0).max()], dist.ReduceOp.MAX)[0],
+        "critic/advantages/min": -reduced([-adv.nan_to_num(0.0).min()], dist.ReduceOp.MAX)[0],
+        "critic/rewards/mean": mean([each.sum() for each in token_reward.split(lengths.tolist())]),
         "loss": sum_loss / tried, "entropy": sum_entropy / seen,       # 0 while the critic learns alone
         "kl": sum_kl / trained_tokens, "kl_coef": state["kl_coef"], "actor/ppo_kl": sum_away / seen,
         "clip_ratio/low_mean": sum_low / seen, "clip_ratio/high_mean": sum_high / seen,
         "clip_ratio/region_mean": (sum_low + sum_high) / seen, "actor/updates": len(grad_norms),
-        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "learning_rate": lr if train_policy else 0.0,
+        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "learning_rate": lr,
         "num_tokens": state["num_tokens"] + tokens}
     if kl_target and train_policy:
         state["kl_coef"] = losses.adapted_kl_coef(state["kl_coef"], sum_kl / all_sequences, kl_target,

@@ -151,6 +151,29 @@ def test_clip_by_hand(ratio, adv, loss, gradient):
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient))
 
 
+@pytest.mark.parametrize("ratio, adv, loss, gradient, high", [
+    (2.9, -1.0, 2.9, 2.9, False),     # pushed down, within the second bound
+    (3.1, -1.0, 3.0, 0.0, True),      # beyond it: bounded, and without gradient
+    (1e4, -2.0, 6.0, 0.0, True),
+    (3.1, 1.0, -1.28, 0.0, True),     # a positive advantage knows the first bound alone
+    (0.5, -1.0, 0.8, 0.0, False)])    # and the lower bound stays
+def test_dual_clip_by_hand(ratio, adv, loss, gradient, high):
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    value, _, clipped = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64),
+                                           torch.tensor([adv], dtype=torch.float64), 0.2, 0.28, "clip", 3.0)
+    value.backward()
+    assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient)) and clipped.item() == high
+
+
+def test_dual_clip_against_its_definition():
+    old = torch.zeros(500, dtype=torch.float64)
+    logp, adv = (torch.randn(500, dtype=torch.float64) for _ in range(2))
+    value = losses.policy_loss(logp, old, adv, 0.2, 0.2, "clip", 1.5)[0]
+    for x, a, v in zip(logp.tolist(), adv.tolist(), value.tolist()):       # eq. 5, an objective to maximise
+        clipped = min(math.exp(x) * a, min(max(math.exp(x), 0.8), 1.2) * a)
+        assert -v == pytest.approx(max(clipped, 1.5 * a) if a < 0 else clipped)
+
+
 def test_all_losses_are_the_policy_gradient_at_ratio_one():
     for kind in ("clip", "cispo"):
         logp = (-torch.rand(50)).requires_grad_()
@@ -211,9 +234,34 @@ def slow_gae(rewards, values, gamma, lam):
     return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
+def test_token_rewards():
+    scores, lengths = [1.0, 2.0, -3.0, 0.5, math.nan], [3, 1, 0, 2, 2]     # the third said nothing at all
+    kl = torch.randn(8, dtype=torch.float64)
+    got = losses.token_rewards(torch.tensor(scores, dtype=torch.float64), kl, 0.3, lengths).tolist()
+    expected, c = [], 0
+    for score, length in zip(scores, lengths):
+        for t in range(length):
+            expected.append(-0.3 * kl[c].item() + (score if t == length - 1 else 0.0))
+            c += 1
+    assert got == pytest.approx(expected, nan_ok=True) and math.isnan(got[-1]) and not math.isnan(got[-2])
+    example = losses.token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.2, 0.3]), 1.0, [2, 1])
+    assert example.tolist() == pytest.approx([-0.1, 0.8, 1.7])
+
+
+def test_whitening():
+    values = (torch.randn(1000) * 3 + 100).tolist() + [math.nan] * 5
+    real = values[:-5]
+    centre = sum(real) / len(real)
+    std = (sum((v - centre) ** 2 for v in real) / len(real)) ** 0.5
+    mean = lambda x: torch.as_tensor(x, dtype=torch.float64).nanmean().item()
+    got = losses.whiten(torch.tensor(values), mean).tolist()
+    assert got == pytest.approx([(v - centre) / std for v in values], abs=1e-5, nan_ok=True)
+    assert not losses.whiten(torch.full((1000,), 0.1), mean).any()         # equal ones whiten to exactly 0
+
+
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95), (0.99, 0.5), (0.0, 1.0)])
 def test_gae(gamma, lam):
-    lengths = [4, 1, 7, 2]
+    lengths = [4, 1, 0, 7, 2]
     rewards, values = torch.randn(14, dtype=torch.float64), torch.randn(14, dtype=torch.float64)
     adv, ret = losses.gae(rewards, values, lengths, gamma, lam)
     expected = [a for r, v in zip(rewards.split(lengths), values.split(lengths))

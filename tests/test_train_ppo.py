@@ -32,9 +32,9 @@ def test_a_run_leaves_what_it_promises(plain_run):
     out_dir, metrics = plain_run
     names = set(NAMES) - {"reward_std", "frac_reward_zero_std"} | {
         "critic/vf_loss", "critic/vf_explained_var", "critic/vf_clipfrac", "critic/values/mean",
-        "critic/returns/mean", "critic/advantages/mean", "critic/rewards/mean", "critic/lr",
-        "critic/grad_norm", "actor/ppo_kl", "kl_coef", "timing_s/values", "timing_s/adv",
-        "timing_s/update_critic"}
+        "critic/returns/mean", "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min",
+        "critic/rewards/mean", "critic/lr", "critic/grad_norm", "actor/ppo_kl", "kl_coef",
+        "timing_s/values", "timing_s/adv", "timing_s/update_critic"}
     assert [line["step"] for line in metrics] == [0, 1, 2, 3] and "eval/mean@2" in metrics[3]
     for line in metrics[:3]:
         assert not names - set(line)
@@ -83,9 +83,24 @@ def test_two_ranks_compute_the_same_first_steps(folder, reward_file, tmp_path):
     two = train(folder, tmp_path / "two", reward_file, **settings, launcher=(
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
     for key in ("reward", "critic/vf_loss", "critic/grad_norm", "critic/values/mean",
-                "critic/advantages/mean", "critic/vf_explained_var", "loss", "grad_norm", "entropy",
-                "num_tokens"):
+                "critic/advantages/max", "critic/advantages/min", "critic/vf_explained_var", "loss",
+                "grad_norm", "entropy", "num_tokens"):
         assert two[1][key] == pytest.approx(one[1][key], rel=2e-3, abs=1e-5), key
+
+
+def test_what_is_not_scored_teaches_nothing(folder, tmp_path):
+    """A prompt whose completion has no score (None) leaves no trace in the losses but in their count."""
+    (tmp_path / "rewards.py").write_text(
+        "def some(prompts, completions, **_):\n"
+        "    return [None if len(p[0]['content']) % 2 else len(c[0]['content']) / 12\n"
+        "            for p, c in zip(prompts, completions)]\n"
+        "def none(prompts, completions, **_):\n    return [None] * len(completions)\n")
+    some = train(folder, tmp_path / "some", f"--reward={tmp_path}/rewards.py:some", critic_warmup_steps=0)
+    none = train(folder, tmp_path / "none", f"--reward={tmp_path}/rewards.py:none", critic_warmup_steps=0)
+    assert some[0]["grad_norm"] > 0 and some[0]["critic/vf_loss"] > 0
+    assert abs(some[0]["critic/advantages/mean"]) < 1e-6 < some[0]["critic/advantages/max"]
+    for line in none[:3]:
+        assert line["grad_norm"] == line["critic/grad_norm"] == line["critic/vf_loss"] == line["loss"] == 0
 
 
 def test_kl_in_the_reward(folder, reward_file, tmp_path):
@@ -109,8 +124,9 @@ def test_early_stop_on_kl(folder, reward_file, tmp_path):
     (["--epsilon=-1"], "epsilon=-1.0: must not be negative"), (["--value_clip=-1"], "value_clip=-1.0"),
     (["--updates_per_epoch=3"], "updates_per_epoch=3 does not divide"), (["--num_epochs=0"], "num_epochs=0"),
     (["--kl_target=6"], "kl_target=6.0 needs a kl_coef"), (["--critic_warmup_steps=50"], "no step"),
-    (["--kl_horizon=10"], "kl_horizon=10: less"), (["--critic_model=BAD"], "vocabulary of 77 tokens"),
-    (["--critic_model=BAD/nothing"], "no such folder"), (["--advantage=grpo"], "unknown setting")])
+    (["--dual_clip=1.1"], "dual_clip=1.1: not over"), (["--kl_horizon=10"], "kl_horizon=10: less"),
+    (["--critic_model=BAD"], "vocabulary of 77 tokens"), (["--critic_model=BAD/nothing"], "no such folder"),
+    (["--advantage=grpo"], "unknown setting")])
 def test_bad_input(folder, tmp_path, arguments, message):
     config = Qwen3Config(vocab_size=77, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                          num_attention_heads=1, num_key_value_heads=1, head_dim=8)

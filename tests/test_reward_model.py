@@ -1,0 +1,179 @@
+"""A reward model trained here to prefer digits: its scores, its errors, and policies that follow it."""
+import json
+import random
+
+import pytest
+import torch
+from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config,
+                          Qwen3ForCausalLM, Qwen3ForSequenceClassification)
+
+import data
+import tiny
+from model import load_critic
+from reward_model import RewardModel
+from test_train_grpo import launch, refused
+
+ROWS = data.load_rows("algebra", "train", 64)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def text_with_digits(rng):
+    share = rng.random()
+    return "".join(rng.choice("0123456789" if rng.random() < share else LETTERS)
+                   for _ in range(rng.randint(4, 12)))
+
+
+def digits(text):
+    return sum(c.isdigit() for c in text) / max(len(text), 1)
+
+
+def conversation(tokenizer, row, text):
+    return tokenizer.apply_chat_template([*row["prompt"], {"role": "assistant", "content": text}],
+                                         return_dict=False)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A folder with a Qwen3 of one label that prefers digits, trained on pairs (Bradley and Terry's loss)."""
+    path = str(tmp_path_factory.mktemp("judge"))
+    tokenizer, rng = tiny.make_tokenizer(), random.Random(0)
+    torch.manual_seed(0)
+    model = Qwen3ForSequenceClassification(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_labels=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, pad_token_id=tokenizer.pad_token_id))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for step in range(80):
+        pairs = [sorted([text_with_digits(rng), text_with_digits(rng)], key=digits) for _ in range(32)]
+        ids = [conversation(tokenizer, rng.choice(ROWS), text) for pair in pairs for text in pair]
+        batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")
+        worse, better = model(**batch).logits.view(-1, 2).unbind(1)
+        loss = -torch.nn.functional.logsigmoid(better - worse).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def load(path, token_budget=500):
+    return RewardModel(str(path), torch.device("cpu"), torch.float32, token_budget)
+
+
+def test_scores_are_the_models_own_whatever_the_batch(judge):
+    rng, model = random.Random(1), AutoModelForSequenceClassification.from_pretrained(judge)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    rows, texts = ROWS[:20], [text_with_digits(rng) for _ in range(20)]
+    alone = []
+    for row, text in zip(rows, texts):
+        with torch.no_grad():
+            alone.append(model(torch.tensor([conversation(tokenizer, row, text)])).logits.item())
+    for token_budget in (1, 200, 100_000):
+        assert load(judge, token_budget).score(rows, texts) == pytest.approx(alone, abs=1e-5)
+    right = sum((alone[i] > alone[i + 1]) == (digits(texts[i]) > digits(texts[i + 1]))
+                for i in range(0, 20, 2))
+    assert right >= 9                                           # so it is a reward model indeed
+
+
+def test_a_string_prompt_is_continued(judge):
+    ours, model = load(judge), AutoModelForSequenceClassification.from_pretrained(judge)
+    ids = AutoTokenizer.from_pretrained(judge)("12+34=46").input_ids
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits.item()
+    assert ours.score([{"prompt": "12+34"}], ["=46"]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_a_critic_may_start_from_a_reward_model(judge, mesh):
+    head = load_critic(judge, mesh, torch.float32).hf.score
+    trained = AutoModelForSequenceClassification.from_pretrained(judge).score
+    assert torch.equal(head.weight.full_tensor(), trained.weight) and not head.bias.full_tensor().any()
+
+
+# ---------------------------------------------------------------- policies that follow it
+
+SMALL = ["--prompts_per_step=32", "--max_completion_length=12", "--train_prompts=64", "--eval_prompts=8",
+         "--eval_samples=2", "--engine=hf", "--warmup_steps=0", "--learning_rate=3e-3"]
+
+
+@pytest.fixture(scope="module")
+def digits_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "digits.py"
+    path.write_text("from rewards import content\n"
+                    "def share(prompts, completions, **_):\n"
+                    "    texts = [content(completion) for completion in completions]\n"
+                    "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]\n")
+    return f"--reward={path}:share"
+
+
+def metrics_of(out_dir):
+    with open(out_dir / "metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_the_policy_follows_the_reward_model(judge, folder, digits_file, tmp_path):
+    """The digits are only logged: what the policy learns, it learns from the reward model."""
+    launch("train_ppo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", f"--reward_model={judge}",
+           digits_file, "--reward_weight=0", "--max_steps=40", "--critic_warmup_steps=2",
+           "--critic_learning_rate=3e-3", "--lr_decay=constant", *SMALL)
+    metrics = metrics_of(tmp_path / "run")
+    shares = [line["rewards/share/mean"] for line in metrics[:-1]]
+    assert sum(shares[-3:]) / 3 > sum(shares[:3]) / 3 + 0.5, shares
+    for line in metrics[:-1]:
+        assert line["reward"] == pytest.approx(line["rewards/reward_model/mean"])
+    assert metrics[-1]["eval/mean@2"] > metrics[0]["eval/mean@2"]
+
+
+def test_a_weighted_sum_and_the_reward_model_alone(judge, folder, digits_file, tmp_path):
+    small = [f"--model={folder}", f"--reward_model={judge}", "--prompts_per_step=4", "--num_generations=4",
+             "--max_steps=1", *SMALL[1:]]
+    launch("train_grpo.py", *small, f"--out_dir={tmp_path}/sum", digits_file, "--reward_weight=2",
+           "--reward_model_weight=0.5")
+    launch("train_grpo.py", *small, f"--out_dir={tmp_path}/alone", "--reward=none")
+    both, alone = (metrics_of(tmp_path / name)[0] for name in ("sum", "alone"))
+    assert both["reward"] == pytest.approx(
+        2 * both["rewards/share/mean"] + 0.5 * both["rewards/reward_model/mean"])
+    assert alone["reward"] == pytest.approx(both["rewards/reward_model/mean"])
+    assert "rewards/share/mean" not in alone
+
+
+# ---------------------------------------------------------------- bad input
+
+@pytest.fixture(scope="module")
+def broken(judge, tmp_path_factory):
+    path = tmp_path_factory.mktemp("broken")
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    config = AutoConfig.from_pretrained(judge)
+
+    def make(name, model, tokenizer=tokenizer):
+        model.save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+
+    make("headless", Qwen3ForCausalLM(config))
+    config.num_labels = 3
+    make("three_labels", Qwen3ForSequenceClassification(config))
+    config.num_labels, config.vocab_size, config.pad_token_id = 1, 50, 0
+    make("small_vocabulary", Qwen3ForSequenceClassification(config))
+    not_a_number = AutoModelForSequenceClassification.from_pretrained(judge)
+    torch.nn.init.constant_(not_a_number.score.weight, float("nan"))
+    make("nan", not_a_number)
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    plain = AutoTokenizer.from_pretrained(judge)
+    plain.chat_template = None
+    make("no_template", model, plain)
+    model.config.pad_token_id = tokenizer.pad_token = None
+    make("no_pad", model)
+    return path
+
+
+@pytest.mark.parametrize("script", ["train_ppo.py", "train_grpo.py"])
+@pytest.mark.parametrize("name, message", [
+    ("three_labels", "has 3 labels: a reward model has one"), ("headless", "not a trained reward model"),
+    ("small_vocabulary", "embedding only 50"), ("nan", "scored nan for the completion 'Answer: 0'"),
+    ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
+def test_a_broken_reward_model(broken, folder, tmp_path, name, message, script):
+    arguments = [f"--model={folder}", f"--reward_model={broken / name}", "--reward=none"]
+    refused(arguments, message, tmp_path, script)
+
+
+def test_reward_none_needs_a_reward_model(folder, tmp_path):
+    refused([f"--model={folder}", "--reward=none"], "reward=none needs a reward_model", tmp_path)

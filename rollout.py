@@ -9,6 +9,7 @@ of the distribution that was sampled from (after temperature, top_p and top_k), 
 own seed, and its completions the seeds seed, seed + 1, …, so a run repeats, whatever else is in the batch.
 """
 import importlib.util
+import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -54,29 +55,34 @@ def end_tokens(model, tokenizer):
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer):
-    """Metrics of trainer logprobs (list of [len]) against the engine's for the same tokens, over all ranks.
+    """Metrics of the trainer's logprobs, {s: [len]}, against those of rollouts[s] for the same tokens.
 
     Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken
     weight sync, a wrong temperature or mask, or a model that one side gets wrong: training on
     would be off-policy and nobody would know. Raises RuntimeError with the worst tokens.
-    Collective: every rank calls it, with at least one rollout.
+    Over all ranks, a collective: every rank calls it, with or without any logprobs.
     """
-    ours = torch.cat(logps)                                                                     # [C]
-    theirs = torch.tensor([logp for r in rollouts for logp in r.logprobs], device=ours.device)  # [C]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
+    theirs = torch.tensor([logp for s in logps for logp in rollouts[s].logprobs], device=device)   # [C]
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    sums = torch.stack([gap.sum(), ratio.sum(), torch.tensor(float(len(gap)), device=ours.device)])
-    peaks = torch.stack([gap.max(), ratio.max(), -ratio.min()])
+    sums = torch.stack([gap.sum(), ratio.sum(), torch.tensor(float(len(gap)), device=device)])
+    peaks = torch.full_like(sums, -math.inf)
+    if len(gap):
+        peaks = torch.stack([gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
     gap_mean, ratio_mean = (sums[:2] / sums[2]).tolist()
     if not gap_mean <= bound:
-        tokens = [(r, t) for r in rollouts for t in range(len(r.completion_ids))]
+        tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]
         worst = [(*tokens[c], ours[c]) for c in gap.argsort(descending=True)[:8].tolist()]
         raise RuntimeError(
             f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
             "The worst tokens here:\n" + "\n".join(
                 f"  {tokenizer.decode(r.completion_ids[:t])!r} + {tokenizer.decode(r.completion_ids[t])!r}: "
-                f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst))
+                f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst)
+            + ("\nA mixture-of-experts model on vLLM's CPU build comes out wrong after a weight sync: take "
+               "--engine=hf for it" if device == "cpu" else ""))
     gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, -1], device=peaks.device)).tolist()
     return {"sampling/sampling_logp_difference/mean": gap_mean,
             "sampling/sampling_logp_difference/max": gap_max,
@@ -87,9 +93,9 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
 
 class VLLMEngine:
     """vLLM in this process, on this rank's device, asleep (its memory released) while the trainer works."""
-    name = "vllm"
+    name, weight_names = "vllm", "checkpoint"
 
-    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization):
+    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine core in this process, no child
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -105,12 +111,26 @@ class VLLMEngine:
             model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
             skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
             enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size,
             logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        # Ranks that share an engine, neighbours, all hand it the same requests: those of the whole group.
+        first = dist.get_rank() // tensor_parallel_size * tensor_parallel_size if dist.is_initialized() else 0
+        self.group = range(first, first + tensor_parallel_size)
         self._sleep()
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+        if len(self.group) > 1:
+            requests = [None] * dist.get_world_size()
+            dist.all_gather_object(requests, list(zip(prompts, seeds)))
+            before = sum(len(requests[rank]) for rank in self.group if rank < dist.get_rank())
+            everyones = sum((requests[rank] for rank in self.group), [])
+            rollouts = self._generate(*zip(*everyones), n, max_tokens, temperature, top_p, top_k)
+            return rollouts[before * n:(before + len(prompts)) * n]
+        return self._generate(prompts, seeds, n, max_tokens, temperature, top_p, top_k)
+
+    def _generate(self, prompts, seeds, n, max_tokens, temperature, top_p, top_k):
         self._wake()
         copies, n = (n, 1) if temperature == 0 else (1, n)     # vLLM takes one greedy sample; all are equal
         params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature,
@@ -150,10 +170,10 @@ class VLLMEngine:
 
 class HFEngine:
     """Plain PyTorch with a KV cache: no vLLM needed, and short enough to read."""
-    name = "hf"
+    name, weight_names = "hf", "module"
     max_seqs = 256           # sequences generated at a time
 
-    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization):
+    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1):
         self.device = (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available()
                        else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device).eval()

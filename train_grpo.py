@@ -24,6 +24,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import time
 import zlib
 from collections import defaultdict
@@ -42,7 +43,7 @@ import rollout
 import tiny
 import weights
 from configurator import check, configure, input_errors
-from model import check_model, load_policy, pack
+from model import check_model, deal, load_policy, pack
 from reward_model import RewardModel
 # ------------------------------------------------------------------------------------------------------------
 # model and task
@@ -69,6 +70,7 @@ temperature = 1.0               # of sampling, and of the trainer's logprobs
 top_p = 1.0                     # only 1.0: the trainer's logprobs are of the whole distribution
 top_k = 0                       # only 0, for the same reason
 vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
+vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each has its own
 # algorithm
 advantage = "grpo"              # grpo, dr_grpo (without std), rloo; see losses.group_advantages
 loss_type = "clip"              # clip (PPO), cispo
@@ -91,6 +93,8 @@ grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: less memory, a third more time
+max_skipped_updates = 5         # in a row, for a gradient that is not finite; after so many the run stops
+sync_timeout = 600.0            # seconds after which a weight sync that hangs stops the run; 0: never
 logprob_gap = 0.0               # nats: a larger mean |trainer - engine| stops the run; 0: 1e-3, bfloat16 0.05
 seed = 0                        # of generated training problems, their order, and sampling
 # evaluation and output
@@ -98,7 +102,7 @@ eval_interval = 10              # steps; the first and the last model are always
 eval_prompts = 128              # held-out prompts, over all ranks; 0: all of gsm8k or the file
 eval_samples = 4                # k in mean@k, pass@k, maj@k
 save_interval = 20              # steps; the last model is always saved
-keep_checkpoints = 2            # newest ones
+keep_checkpoints = 2            # newest ones; the best of those that were evaluated stays, too
 sample_interval = 20            # steps between tables of sample completions
 out_dir = ""                    # empty: a new folder under out/
 resume = ""                     # auto: the newest checkpoint in out_dir, if any; or a checkpoint folder
@@ -123,10 +127,11 @@ master = rank == 0
 # ---------------------------------------------------------------- checks: all before a model is loaded
 for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
             "temperature", "eval_samples", "eval_interval", "save_interval", "sample_interval",
-            "keep_checkpoints"):
+            "keep_checkpoints",
+            "vllm_tensor_parallel_size", "max_skipped_updates"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
-            "kl_coef", "logprob_gap", "reward_timeout", "train_prompts", "eval_prompts"):
+            "kl_coef", "logprob_gap", "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts"):
     check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
 for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
                      "lr_decay": ("linear", "cosine", "constant")}.items():
@@ -136,11 +141,12 @@ check(num_generations > 1,
       "with each other and needs at least 2")
 check(prompts_per_step % world_size == 0,
       f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
-B, G = prompts_per_step // world_size, num_generations          # prompts of this rank, completions of each
-N = B * G                                                       # sequences of this rank
+check(world_size % vllm_tensor_parallel_size == 0,
+      f"vllm_tensor_parallel_size={vllm_tensor_parallel_size} does not divide {world_size} ranks")
+B, G = prompts_per_step // world_size, num_generations          # prompts of a rank, completions of each
+N = prompts_per_step * G                                        # sequences of a step, on all ranks
 check(N % updates_per_step == 0,
-      f"updates_per_step={updates_per_step} does not divide the {N} completions of a rank "
-      "(prompts_per_step / ranks * num_generations)")
+      f"updates_per_step={updates_per_step} does not divide the {N} completions of a step")
 check(max_prompt_length + max_completion_length <= token_budget,
       f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
 check(reward != "none" or reward_model, "reward=none needs a reward_model")
@@ -156,11 +162,15 @@ with input_errors():
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator)
     Engine = rollout.engine_class(engine)
-    now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
-    dist.broadcast_object_list(now)                             # one clock for all ranks
-    out_dir, start_from = weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now[0]}")
+    located = [None]
+    if master:                                                  # one clock, and one reader of checkpoints
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        located = [weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now}")]
+    dist.broadcast_object_list(located)
+    out_dir, start_from = located[0]
 check(not start_from or not os.path.isdir(f"{start_from}/critic"), f"{start_from} has a critic: a run of PPO")
-state = weights.load_state(start_from) if start_from else {"step": 0, "num_tokens": 0, "settings": settings}
+state = weights.load_state(start_from) if start_from else {
+    "step": 0, "num_tokens": 0, "best_step": 0, "best_score": None, "skipped_updates": 0, "settings": settings}
 for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "reward_model",
             "chat", "system_prompt", "prompts_per_step", "num_generations", "seed"):    # the rest may change
     check(settings[key] == state["settings"][key],
@@ -210,7 +220,7 @@ def learning_rate_at(step):
 
 # ---------------------------------------------------------------- engine
 sampler = Engine(start_from or model, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
-                 vllm_gpu_memory_utilization)
+                 vllm_gpu_memory_utilization, vllm_tensor_parallel_size)
 
 # ---------------------------------------------------------------- resume
 if start_from:
@@ -263,15 +273,24 @@ def reduced(values, op=dist.ReduceOp.SUM):
 
 
 def mean(values):
-    """Mean over all ranks of the values that are not NaN."""
-    values = torch.as_tensor(values, dtype=torch.float64)
-    total, count = reduced([values.nansum(), (~values.isnan()).sum()])
-    return total / max(count, 1)
+    """Mean of the values that are not NaN; 0 if all are."""
+    return torch.as_tensor(values, dtype=torch.float64).nanmean().nan_to_num(0.0).item()
 
 
-def most(count):
-    """The largest count of all ranks: a forward is a collective, so all ranks take equally many turns."""
-    return int(reduced([count], dist.ReduceOp.MAX)[0])
+def gathered(items):
+    """The lists of all ranks as one, in the order of the ranks."""
+    lists = [None] * world_size
+    dist.all_gather_object(lists, items)
+    return sum(lists, [])
+
+
+def micro_batches(rollouts, chosen):
+    """[(micro-batch, live)] of the chosen rollouts. A forward or backward is a collective: a rank with fewer
+    micro-batches than another one gets idle turns (live False), to be computed in vain."""
+    batches = pack(rollouts, chosen, token_budget, device)
+    turns = int(reduced([len(batches)], dist.ReduceOp.MAX)[0])
+    idle = (batches or pack(rollouts, [0], token_budget, device))[0]
+    return [(batch, True) for batch in batches] + [(idle, False)] * (turns - len(batches))
 
 
 def generate(prompts, n, names):
@@ -283,15 +302,14 @@ def generate(prompts, n, names):
 
 
 @torch.no_grad()
-def completion_logps(network, rollouts):
-    """The network's logprobs of each rollout's completion tokens: a list of [len]."""
-    batches = pack(rollouts, range(len(rollouts)), token_budget, device)
-    logps = {}
-    for i in range(most(len(batches))):
-        batch = batches[i % len(batches)]
-        logps |= batch.split(network(batch, temperature)[0])
+def completion_logps(network, rollouts, chosen):
+    """The network's logprobs of the completion tokens of the chosen rollouts: {s: [len]}."""
+    results = {}
+    for batch, live in micro_batches(rollouts, chosen):
+        values = network(batch, temperature)[0]
+        results |= batch.split(values) if live else {}
     network.reshard()                                           # without a backward the root stays gathered
-    return [logps[i] for i in range(len(rollouts))]
+    return results
 
 
 def score_completions(row_of, texts):
@@ -313,24 +331,30 @@ def evaluate():
     rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples,
                                        [f"eval {i}" for i in places])
     some = rollouts[:32]                                        # shows that the engine has the weights
-    rollout.compare_logprobs(some, completion_logps(policy, some), gap_bound, tokenizer)
+    rollout.compare_logprobs(some, completion_logps(policy, some, range(len(some))), gap_bound, tokenizer)
     scores, _, _ = score_completions(row_of, texts)
-    results = [None] * world_size
-    answers = [rewards.extract_answer(text) for text in texts]
-    dist.all_gather_object(results, list(zip([row.get("source") for row in row_of], scores, answers)))
-    return rewards.evaluation(sum(results, []), eval_samples)
+    sources, answers = [row.get("source") for row in row_of], map(rewards.extract_answer, texts)
+    return rewards.evaluation(gathered(list(zip(sources, scores, answers))), eval_samples)
 
 
 # ---------------------------------------------------------------- the loop
-micro = math.ceil(N // updates_per_step / (token_budget // (max_prompt_length + max_completion_length)))
+signals = []                                                    # SIGTERM, Ctrl-C: finish the step, save, exit
+for name in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(name, lambda number, frame: signals.append(number))
+micro = math.ceil(N / updates_per_step / world_size / (
+    token_budget // (max_prompt_length + max_completion_length)))
 say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in "
     f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
-    f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> "
-    f"{updates_per_step} optimizer step(s) of at most {micro} micro-batch(es) of {token_budget} tokens\n"
-    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(train_set)} "
+    f"a step: {prompts_per_step} prompts x {G} completions = {N} sequences -> "
+    f"{updates_per_step} optimizer step(s) of about {micro} micro-batch(es) of {token_budget} tokens\n"
+    f"the run: {max_steps} steps, {max_steps * N} completions of {len(train_set)} "
     f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
     f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
     f"over max_prompt_length={max_prompt_length} tokens are left out")
+if start_from:
+    say(f"goes on from {start_from}" + ("" if state["world_size"] == world_size else (
+        f", which {state['world_size']} ranks wrote: sums round otherwise on {world_size}, so the steps are "
+        "not bit for bit those of an unbroken run")))
 bar = tqdm(total=max_steps, initial=first_step, disable=not master, unit="step")
 for step in range(first_step, max_steps + 1):
     step_started = time.perf_counter()
@@ -338,118 +362,133 @@ for step in range(first_step, max_steps + 1):
     metrics = {"step": step}
 
     # ------------------------------------------------------------ 0 evaluate, save, stop if last
-    if step % eval_interval == 0 or step == max_steps:
+    stopping = step > first_step and any(gathered(signals))
+    if (step % eval_interval == 0 or step == max_steps) and not stopping:
         with timed("eval"):
             metrics |= evaluate()
         say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
                                               if name.count("/") == 1))
-    if step > first_step and (step % save_interval == 0 or step == max_steps):
+    if step > first_step and (step % save_interval == 0 or step == max_steps or stopping):
+        eval_score = metrics.get(f"eval/mean@{eval_samples}")
+        if eval_score is not None and (state["best_score"] is None or eval_score > state["best_score"]):
+            state |= {"best_score": eval_score, "best_step": step}
         with timed("save"):
-            weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), policy, optimizer, tokenizer,
-                                    state, keep_checkpoints)
+            problem = weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"),
+                                              {"": (policy, optimizer)}, tokenizer, state, keep_checkpoints,
+                                              state["best_step"])
+        if problem:
+            say(f"step {step}: no checkpoint, the older ones stand: {problem}")
+            check(step < max_steps and not stopping, "the last model could not be saved")
+    if stopping:
+        say(f"stopped by a signal after {step} steps; --out_dir={out_dir} --resume=auto goes on")
+        break
     if step == max_steps:
         log(metrics | timing)
         break
 
     # ------------------------------------------------------------ 1 rollout
     with timed("gen"):
-        places = range(rank, prompts_per_step, world_size)      # disjoint prompts on every rank
         picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
-        rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
-                                           [f"{step} {i}" for i in places])
-    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
+        places = range(rank * B, (rank + 1) * B)                # disjoint prompts on every rank
+        own_rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
+                                               [f"{step} {i}" for i in places])
 
     # ------------------------------------------------------------ 2 reward
     with timed("reward"):
-        scores, parts, timeouts = score_completions(row_of, texts)
-    score = torch.tensor(scores, device=device)                                         # [N], NaN: not scored
+        own_scores, own_parts, timeouts = score_completions(row_of, texts)
 
     # ------------------------------------------------------------ 3 advantage
-    adv, stds = losses.group_advantages(score, G, advantage)                            # [N], [B]
+    rollouts, parts = gathered(own_rollouts), gathered([own_parts])     # from here on those of all ranks
+    score = torch.tensor(gathered(own_scores), device=device)                           # [N], NaN: not scored
+    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
+    adv, stds = losses.group_advantages(score, G, advantage)                            # [N], [N / G]
 
     # ------------------------------------------------------------ 4 old and reference logprobs, where needed
-    old_logps = [None] * N                                      # N x [len]; a single update fills them in
+    order = random.Random(f"{seed} {step}").sample(range(N), N)
+    updates = [order[u::updates_per_step] for u in range(updates_per_step)]     # each one's sequences
+    shares = [deal(rollouts, chosen, world_size)[rank] for chosen in updates]   # and this rank's of them
+    old_logps, mine = {}, sum(shares, [])                       # {s: [len]}; a single update fills them in
     if updates_per_step > 1:
         with timed("old_log_prob"):
-            old_logps = completion_logps(policy, rollouts)
+            old_logps = completion_logps(policy, rollouts, mine)
     if reference:
         with timed("ref"):
-            ref_logps = completion_logps(reference, rollouts)   # N x [len]
+            ref_logps = completion_logps(reference, rollouts, mine)
 
     # ------------------------------------------------------------ 5 update
     with timed("update_actor"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step)
-        order = random.Random(f"{seed} {step} {rank}").sample(range(N), N)
-        sums, grad_norms = torch.zeros(5, device=device), []
-        for update in range(updates_per_step):
-            chosen = order[update::updates_per_step]
-            # Count over the global batch before it is split: the gradient is then the same for any number of
-            # ranks, any micro-batch size and any packing.
-            batch_tokens, batch_sequences = reduced([lengths[chosen].sum(), len(chosen)])
-            weight = losses.sequence_weights(lengths, loss_aggregation, batch_tokens, batch_sequences,
+        sums, grad_norms, skipped = torch.zeros(5, device=device), [], 0
+        for chosen, share in zip(updates, shares):
+            # Count over the global batch, before it is split: the gradient is then the same for any number
+            # of ranks, any micro-batch size and any packing.
+            weight = losses.sequence_weights(lengths, loss_aggregation, lengths[chosen].sum(), len(chosen),
                                              max_completion_length)                     # [N]
-            batches = pack(rollouts, chosen, token_budget, device)
-            for i in range(most(len(batches))):
-                batch = batches[i % len(batches)]
-                live = float(i < len(batches))                  # 0: a turn taken for the other ranks' sake
+            for batch, live in micro_batches(rollouts, share):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
+                if not live:
+                    (0 * logp.sum()).backward()
+                    continue
                 if updates_per_step == 1:                       # nothing moved since sampling: this forward
-                    for s, values in batch.split(logp.detach()):    # is the old policy's, too
-                        old_logps[s] = values
+                    old_logps |= batch.split(logp.detach())     # is the old policy's, too
                 token_loss, low, high = losses.policy_loss(
                     logp, batch.flat(old_logps), batch.spread(adv),
                     epsilon, epsilon_high, loss_type)                                   # [C] each
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference
                       else torch.zeros_like(logp))
-                loss = live * (batch.spread(weight) * (token_loss + kl_coef * kl)).sum()
+                loss = (batch.spread(weight) * (token_loss + kl_coef * kl)).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                sums += torch.stack([loss.detach(),
-                                     *(live * x.sum().detach() for x in (entropy, kl, low, high))])
-            if update == 0:                                     # the policy is still the one that sampled
+                sums += torch.stack([loss.detach(), *(x.sum().detach() for x in (entropy, kl, low, high))])
+            if chosen is updates[0]:                            # the policy is still the one that sampled
                 metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
-            grad_norms.append(norm.full_tensor())
-            if not grad_norms[-1].isfinite():
-                raise RuntimeError(f"step {step}: the gradient's norm is {grad_norms[-1].item()}")
-            optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
+            if norm.isfinite():
+                optimizer.step()
+                grad_norms.append(norm.item())
+                state["skipped_updates"] = 0                    # in a row
+            else:
+                skipped += 1
+                state["skipped_updates"] += 1
+                if state["skipped_updates"] >= max_skipped_updates:
+                    raise RuntimeError(f"step {step}: {max_skipped_updates} updates in a row were skipped, "
+                                       "for a gradient that is not finite (max_skipped_updates)")
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with timed("sync"):
-        sampler.load_weights(weights.full_weights(policy, compute_dtype, tied=True))
+    with timed("sync"), weights.deadline(sync_timeout, f"the weight sync of step {step}"):
+        sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    names = [None] * world_size                                 # a named part may be missing on some ranks
-    dist.all_gather_object(names, list(parts))
-    tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
-    trained_tokens = reduced([lengths.sum()])[0]
+    tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
+    trained_tokens = lengths.sum().item()
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high = reduced(sums)
-    state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens, "settings": settings}
+    state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens, "settings": settings,
+              "world_size": world_size}
     timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
         "reward": mean(score), "reward_std": mean(stds), "frac_reward_zero_std": mean(stds == 0),
-        **{f"rewards/{name}/mean": mean(parts.get(name, [math.nan]))
-           for name in dict.fromkeys(sum(names, []))},
-        "rewards/timeouts": reduced([timeouts])[0],
-        "completions/mean_length": mean(lengths),
-        "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],
-        "completions/max_length": reduced([lengths.max()], dist.ReduceOp.MAX)[0],
+        **{f"rewards/{name}/mean": mean(sum((each.get(name, []) for each in parts), []))
+           for each in parts for name in each},
+        "rewards/timeouts": sum(gathered([timeouts])),
+        "completions/mean_length": mean(lengths), "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
         "loss": sum_loss / updates_per_step,
         "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
         "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
         "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
-        "grad_norm": sum(grad_norms).item() / updates_per_step, "learning_rate": learning_rate_at(step),
+        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "actor/skipped_updates": skipped,
+        "learning_rate": learning_rate_at(step),
         "num_tokens": state["num_tokens"], "perf/throughput": tokens / timing["timing_s/step"],
         "perf/max_memory_allocated_gb": (
             torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | timing
     log(metrics)
     if master:
-        samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": scores[i],
-                    "finish_reason": rollouts[i].finish_reason, "truth": row_of[i].get("answer")}
-                   for i in range(0, N, G)][:8]
+        samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i],
+                    "reward": own_scores[i], "finish_reason": own_rollouts[i].finish_reason,
+                    "truth": row_of[i].get("answer")} for i in range(0, B * G, G)][:8]
         append("samples.jsonl", samples)
         if step % sample_interval == 0:
             say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "

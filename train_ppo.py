@@ -27,6 +27,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import time
 import zlib
 from collections import defaultdict
@@ -45,7 +46,7 @@ import rollout
 import tiny
 import weights
 from configurator import check, configure, input_errors
-from model import check_model, load_critic, load_policy, pack
+from model import check_model, deal, load_critic, load_policy, pack
 from reward_model import RewardModel
 # ------------------------------------------------------------------------------------------------------------
 # model and task
@@ -72,6 +73,7 @@ temperature = 1.0               # of sampling, and of the trainer's logprobs
 top_p = 1.0                     # only 1.0: the trainer's logprobs are of the whole distribution
 top_k = 0                       # only 0, for the same reason
 vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
+vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each has its own
 # algorithm
 critic_model = ""               # a folder or hub id to start the critic from; empty: the model
 gamma = 1.0                     # discount of GAE, from 0 to 1
@@ -103,6 +105,8 @@ grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: less memory, a third more time
+max_skipped_updates = 5         # in a row, for a gradient that is not finite; after so many the run stops
+sync_timeout = 600.0            # seconds after which a weight sync that hangs stops the run; 0: never
 logprob_gap = 0.0               # nats: a larger mean |trainer - engine| stops the run; 0: 1e-3, bfloat16 0.05
 seed = 0                        # of generated training problems, their order, and sampling
 # evaluation and output
@@ -110,7 +114,7 @@ eval_interval = 10              # steps; the first and the last model are always
 eval_prompts = 128              # held-out prompts, over all ranks; 0: all of gsm8k or the file
 eval_samples = 4                # k in mean@k, pass@k, maj@k
 save_interval = 20              # steps; the last model is always saved
-keep_checkpoints = 2            # newest ones
+keep_checkpoints = 2            # newest ones; the best of those that were evaluated stays, too
 sample_interval = 20            # steps between tables of sample completions
 out_dir = ""                    # empty: a new folder under out/
 resume = ""                     # auto: the newest checkpoint in out_dir, if any; or a checkpoint folder
@@ -135,11 +139,13 @@ master = rank == 0
 # ---------------------------------------------------------------- checks: all before a model is loaded
 for key in ("prompts_per_step", "num_generations", "max_prompt_length", "max_completion_length",
             "num_epochs", "updates_per_epoch", "max_steps", "temperature", "kl_horizon", "eval_samples",
-            "eval_interval", "save_interval", "sample_interval", "keep_checkpoints"):
+            "eval_interval", "save_interval", "sample_interval", "keep_checkpoints",
+            "vllm_tensor_parallel_size", "max_skipped_updates"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
             "dual_clip", "kl_coef", "kl_target", "value_clip", "max_kl", "critic_learning_rate",
-            "critic_warmup_steps", "logprob_gap", "reward_timeout", "train_prompts", "eval_prompts"):
+            "critic_warmup_steps", "logprob_gap", "reward_timeout", "sync_timeout", "train_prompts",
+            "eval_prompts"):
     check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
 for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
                      "lr_decay": ("linear", "cosine", "constant")}.items():
@@ -152,11 +158,12 @@ check(kl_horizon >= prompts_per_step * num_generations, f"kl_horizon={kl_horizon
 check(kl_coef > 0 or kl_target == 0, f"kl_target={kl_target} needs a kl_coef above 0 to start from")
 check(prompts_per_step % world_size == 0,
       f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
-B, G = prompts_per_step // world_size, num_generations          # prompts of this rank, completions of each
-N = B * G                                                       # sequences of this rank
+check(world_size % vllm_tensor_parallel_size == 0,
+      f"vllm_tensor_parallel_size={vllm_tensor_parallel_size} does not divide {world_size} ranks")
+B, G = prompts_per_step // world_size, num_generations          # prompts of a rank, completions of each
+N = prompts_per_step * G                                        # sequences of a step, on all ranks
 check(N % updates_per_epoch == 0,
-      f"updates_per_epoch={updates_per_epoch} does not divide the {N} completions of a rank "
-      "(prompts_per_step / ranks * num_generations)")
+      f"updates_per_epoch={updates_per_epoch} does not divide the {N} completions of a step")
 check(max_prompt_length + max_completion_length <= token_budget,
       f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
 check(reward != "none" or reward_model, "reward=none needs a reward_model")
@@ -168,13 +175,17 @@ gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_d
 with input_errors():
     losses.sequence_weights(torch.ones(1), loss_aggregation, 1, 1, 1)   # refuses what it does not know
     Engine = rollout.engine_class(engine)
-    now = [f"{datetime.datetime.now():%Y%m%d-%H%M%S}"]
-    dist.broadcast_object_list(now)                             # one clock for all ranks
-    out_dir, start_from = weights.locate_run(out_dir, resume, f"out/ppo-{task}-{now[0]}")
+    located = [None]
+    if master:                                                  # one clock, and one reader of checkpoints
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        located = [weights.locate_run(out_dir, resume, f"out/ppo-{task}-{now}")]
+    dist.broadcast_object_list(located)
+    out_dir, start_from = located[0]
 check(not start_from or os.path.isdir(f"{start_from}/critic"),
       f"{start_from} has no critic: not a run of PPO")
 state = weights.load_state(start_from) if start_from else {
-    "step": 0, "num_tokens": 0, "kl_coef": kl_coef, "settings": settings}
+    "step": 0, "num_tokens": 0, "best_step": 0, "best_score": None, "settings": settings,
+    "skipped_updates": {"actor": 0, "critic": 0}, "kl_coef": kl_coef}
 state["kl_coef"] = state["kl_coef"] if kl_target and kl_coef == state["settings"]["kl_coef"] else kl_coef
 for key in ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "reward",
             "reward_model", "chat", "system_prompt", "prompts_per_step", "num_generations",
@@ -236,7 +247,7 @@ def learning_rate_at(step, peak, first=0):
 
 # ---------------------------------------------------------------- engine
 sampler = Engine(start_from or model, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
-                 vllm_gpu_memory_utilization)
+                 vllm_gpu_memory_utilization, vllm_tensor_parallel_size)
 
 # ---------------------------------------------------------------- resume
 if start_from:
@@ -296,9 +307,20 @@ def mean(values):
     return total / max(count, 1)
 
 
-def most(count):
-    """The largest count of all ranks: a forward is a collective, so all ranks take equally many turns."""
-    return int(reduced([count], dist.ReduceOp.MAX)[0])
+def gathered(items):
+    """The lists of all ranks as one, in the order of the ranks."""
+    lists = [None] * world_size
+    dist.all_gather_object(lists, items)
+    return sum(lists, [])
+
+
+def micro_batches(rollouts, chosen):
+    """[(micro-batch, live)] of the chosen rollouts. A forward or backward is a collective: a rank with fewer
+    micro-batches than another one gets idle turns (live False), to be computed in vain."""
+    batches = pack(rollouts, chosen, token_budget, device)
+    turns = int(reduced([len(batches)], dist.ReduceOp.MAX)[0])
+    idle = (batches or pack(rollouts, [0], token_budget, device))[0]
+    return [(batch, True) for batch in batches] + [(idle, False)] * (turns - len(batches))
 
 
 def generate(prompts, n, names):
@@ -310,26 +332,29 @@ def generate(prompts, n, names):
 
 
 @torch.no_grad()
-def per_token(network, rollouts):
-    """A policy's logprobs or the critic's values of each rollout's completion tokens: a list of [len]."""
-    batches = pack(rollouts, range(len(rollouts)), token_budget, device)
+def per_token(network, rollouts, chosen):
+    """A policy's logprobs, or the critic's values, of the chosen rollouts' completion tokens: {s: [len]}."""
     results = {}
-    for i in range(most(len(batches))):
-        batch = batches[i % len(batches)]
-        results |= batch.split(network(batch) if network is critic else network(batch, temperature)[0])
+    for batch, live in micro_batches(rollouts, chosen):
+        values = network(batch) if network is critic else network(batch, temperature)[0]
+        results |= batch.split(values) if live else {}
     network.reshard()                                           # without a backward the root stays gathered
-    return [results[i] for i in range(len(rollouts))]
+    return results
 
 
-def step_optimizer(network, network_optimizer, lr):
-    """Clip the gradient, make the step, and return the norm before clipping."""
+def step_optimizer(name, network, network_optimizer, lr):
+    """Clip the gradient and make the step. Returns the norm before clipping; a step is skipped where it is
+    not finite, and the run stops after max_skipped_updates of those in a row."""
     norm = torch.nn.utils.clip_grad_norm_(network.parameters(), grad_clip or math.inf).full_tensor().item()
-    if not math.isfinite(norm):
-        raise RuntimeError(f"step {step}: the gradient's norm is {norm}")
     for group in network_optimizer.param_groups:
         group["lr"] = lr
-    network_optimizer.step()
+    if math.isfinite(norm):
+        network_optimizer.step()
     network_optimizer.zero_grad()
+    state["skipped_updates"][name] = 0 if math.isfinite(norm) else state["skipped_updates"][name] + 1
+    if state["skipped_updates"][name] >= max_skipped_updates:
+        raise RuntimeError(f"step {step}: {max_skipped_updates} updates of the {name} in a row were skipped, "
+                           "for a gradient that is not finite (max_skipped_updates)")
     return norm
 
 
@@ -352,25 +377,31 @@ def evaluate():
     rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples,
                                        [f"eval {i}" for i in places])
     some = rollouts[:32]                                        # shows that the engine has the weights
-    rollout.compare_logprobs(some, per_token(policy, some), gap_bound, tokenizer)
+    rollout.compare_logprobs(some, per_token(policy, some, range(len(some))), gap_bound, tokenizer)
     scores, _, _ = score_completions(row_of, texts)
-    results = [None] * world_size
-    answers = [rewards.extract_answer(text) for text in texts]
-    dist.all_gather_object(results, list(zip([row.get("source") for row in row_of], scores, answers)))
-    return rewards.evaluation(sum(results, []), eval_samples)
+    sources, answers = [row.get("source") for row in row_of], map(rewards.extract_answer, texts)
+    return rewards.evaluation(gathered(list(zip(sources, scores, answers))), eval_samples)
 
 
 # ---------------------------------------------------------------- the loop
-micro = math.ceil(N // updates_per_epoch / (token_budget // (max_prompt_length + max_completion_length)))
+signals = []                                                    # SIGTERM, Ctrl-C: finish the step, save, exit
+for name in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(name, lambda number, frame: signals.append(number))
+micro = math.ceil(N / updates_per_epoch / world_size / (
+    token_budget // (max_prompt_length + max_completion_length)))
 say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in "
     f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
-    f"a step: {prompts_per_step} prompts x {G} completions = {prompts_per_step * G} sequences -> "
-    f"{num_epochs} x {updates_per_epoch} optimizer step(s) of at most {micro} micro-batch(es) of "
+    f"a step: {prompts_per_step} prompts x {G} completions = {N} sequences -> "
+    f"{num_epochs} x {updates_per_epoch} optimizer step(s) of about {micro} micro-batch(es) of "
     f"{token_budget} tokens\n"
-    f"the run: {max_steps} steps, {max_steps * prompts_per_step * G} completions of {len(train_set)} "
+    f"the run: {max_steps} steps, {max_steps * N} completions of {len(train_set)} "
     f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
     f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
     f"over max_prompt_length={max_prompt_length} tokens are left out")
+if start_from:
+    say(f"goes on from {start_from}" + ("" if state["world_size"] == world_size else (
+        f", which {state['world_size']} ranks wrote: sums round otherwise on {world_size}, so the steps are "
+        "not bit for bit those of an unbroken run")))
 bar = tqdm(total=max_steps, initial=first_step, disable=not master, unit="step")
 for step in range(first_step, max_steps + 1):
     step_started = time.perf_counter()
@@ -378,75 +409,93 @@ for step in range(first_step, max_steps + 1):
     metrics = {"step": step}
 
     # ------------------------------------------------------------ 0 evaluate, save, stop if last
-    if step % eval_interval == 0 or step == max_steps:
+    stopping = step > first_step and any(gathered(signals))
+    if (step % eval_interval == 0 or step == max_steps) and not stopping:
         with timed("eval"):
             metrics |= evaluate()
         say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
                                               if name.count("/") == 1))
-    if step > first_step and (step % save_interval == 0 or step == max_steps):
+    if step > first_step and (step % save_interval == 0 or step == max_steps or stopping):
+        eval_score = metrics.get(f"eval/mean@{eval_samples}")
+        if eval_score is not None and (state["best_score"] is None or eval_score > state["best_score"]):
+            state |= {"best_score": eval_score, "best_step": step}
         with timed("save"):
-            weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), policy, optimizer, tokenizer,
-                                    state, keep_checkpoints, critic, critic_optimizer)
+            networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
+            problem = weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), networks,
+                                              tokenizer, state, keep_checkpoints, state["best_step"])
+        if problem:
+            say(f"step {step}: no checkpoint, the older ones stand: {problem}")
+            check(step < max_steps and not stopping, "the last model could not be saved")
+    if stopping:
+        say(f"stopped by a signal after {step} steps; --out_dir={out_dir} --resume=auto goes on")
+        break
     if step == max_steps:
         log(metrics | timing)
         break
 
     # ------------------------------------------------------------ 1 rollout
     with timed("gen"):
-        places = range(rank, prompts_per_step, world_size)      # disjoint prompts on every rank
         picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
-        rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
-                                           [f"{step} {i}" for i in places])
-    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
+        places = range(rank * B, (rank + 1) * B)                # disjoint prompts on every rank
+        own_rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
+                                               [f"{step} {i}" for i in places])
 
     # ------------------------------------------------------------ 2 reward
     with timed("reward"):
-        scores, parts, timeouts = score_completions(row_of, texts)
-    score = torch.tensor(scores, device=device)                                         # [N], NaN: not scored
+        own_scores, own_parts, timeouts = score_completions(row_of, texts)
 
     # ------------------------------------------------------------ 3 old logprobs, values, reference: once
+    rollouts, parts = gathered(own_rollouts), gathered([own_parts])     # from here on those of all ranks
+    score = torch.tensor(gathered(own_scores), device=device)                           # [N], NaN: not scored
+    lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
+    order = random.Random(f"{seed} {step}").sample(range(N), N)
+    updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]   # each one's sequences
+    shares = [deal(rollouts, chosen, world_size)[rank] for chosen in updates]   # and this rank's of them
+    mine = sum(shares, [])
     with timed("old_log_prob"):
-        old_logps = per_token(policy, rollouts)                 # N x [len]
+        old_logps = per_token(policy, rollouts, mine)           # {s: [len]}, as the next three
     metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
     with timed("values"):
-        old_values = per_token(critic, rollouts)                # N x [len]
+        old_values = per_token(critic, rollouts, mine)
     with timed("ref"):
-        ref_logps = per_token(reference, rollouts) if reference else old_logps
+        ref_logps = per_token(reference, rollouts, mine) if reference else old_logps
 
     # ------------------------------------------------------------ 4 rewards to advantages: PPO
     with timed("adv"):
-        old, ref, value = torch.cat(old_logps), torch.cat(ref_logps), torch.cat(old_values)     # [C] each
+        flat = lambda tensors: torch.cat([tensors[s] for s in mine] or [torch.empty(0, device=device)])
+        old, ref, value, lens = flat(old_logps), flat(ref_logps), flat(old_values), lengths[mine].tolist()
         kl = losses.kl_penalty(old, ref, "k1")                                          # [C]
-        token_reward = losses.token_rewards(score, kl, state["kl_coef"], lengths.tolist())              # [C]
-        raw_adv, ret = losses.gae(token_reward, value, lengths.tolist(), gamma, lam)    # [C], [C]
+        token_reward = losses.token_rewards(score[mine], kl, state["kl_coef"], lens)    # [C]
+        raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
         adv = losses.whiten(raw_adv, mean)                                              # [C]
         # What was not scored is NaN in all three: it is in every count below, and teaches nothing.
-        advs, rets = (x.nan_to_num(0.0).split(lengths.tolist()) for x in (adv, ret))    # N x [len] each
+        advs, rets = (dict(zip(mine, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
 
     # ------------------------------------------------------------ 5 update
     train_policy = step >= critic_warmup_steps
     sums, grad_norms, critic_norms, stopped = torch.zeros(8, device=device), [], [], False
     lr = learning_rate_at(step, learning_rate, critic_warmup_steps) if train_policy else 0.0
     critic_lr = learning_rate_at(step, critic_learning_rate)
-    for epoch, update in itertools.product(range(num_epochs), range(updates_per_epoch)):
-        order = random.Random(f"{seed} {step} {rank} {epoch}").sample(range(N), N)
-        chosen = order[update::updates_per_epoch]
-        # Count over the global batch before it is split: the gradient is then the same for any number of
+    for epoch, (chosen, share) in itertools.product(range(num_epochs), zip(updates, shares)):
+        # Count over the global batch, before it is split: the gradient is then the same for any number of
         # ranks, any micro-batch size and any packing.
-        batch_tokens, batch_sequences = reduced([lengths[chosen].sum(), len(chosen)])
+        batch_tokens = lengths[chosen].sum()
         weight = ~score.isnan() * losses.sequence_weights(
-            lengths, loss_aggregation, batch_tokens, batch_sequences, max_completion_length)            # [N]
-        batches = pack(rollouts, chosen, token_budget, device)
-        turns = [(batches[i % len(batches)], float(i < len(batches))) for i in range(most(len(batches)))]
+            lengths, loss_aggregation, batch_tokens, len(chosen), max_completion_length)                # [N]
+        turns = micro_batches(rollouts, share)
 
         with timed("update_critic"):                            # PPO
-            for batch, live in turns:                           # 0: a turn taken for the other ranks' sake
+            for batch, live in turns:
+                values = critic(batch)                                                  # [C]
+                if not live:
+                    (0 * values.sum()).backward()
+                    continue
                 value_losses, value_clipped = losses.value_loss(
-                    critic(batch), batch.flat(old_values), batch.flat(rets), value_clip)    # [C] each
-                vf_loss = live * (batch.spread(weight) * value_losses).sum()
+                    values, batch.flat(old_values), batch.flat(rets), value_clip)       # [C] each
+                vf_loss = (batch.spread(weight) * value_losses).sum()
                 (vf_loss * world_size).backward()               # FSDP averages over ranks: undo it
-                sums[:2] += torch.stack([vf_loss.detach(), live * value_clipped.sum()])
-            critic_norms.append(step_optimizer(critic, critic_optimizer, critic_lr))
+                sums[:2] += torch.stack([vf_loss.detach(), value_clipped.sum()])
+            critic_norms.append(step_optimizer("critic", critic, critic_optimizer, critic_lr))
 
         with timed("update_actor"):
             if not train_policy or stopped:
@@ -454,65 +503,69 @@ for step in range(first_step, max_steps + 1):
             moved = torch.zeros(1, device=device)
             for batch, live in turns:
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
+                if not live:
+                    (0 * logp.sum()).backward()
+                    continue
                 token_loss, low, high = losses.policy_loss(
                     logp, batch.flat(old_logps), batch.flat(advs), epsilon, epsilon_high, "clip",
                     dual_clip)                                                          # [C] each
                 if entropy_coef:
                     token_loss = token_loss - entropy_coef * entropy
-                loss = live * (batch.spread(weight) * token_loss).sum()
+                loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                away = live * losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3").sum()
+                away = losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3").sum()
                 moved += away
-                sums[2:] += torch.stack([loss.detach(), away, live * torch.tensor(len(logp), device=device),
-                                         *(live * x.sum().detach() for x in (entropy, low, high))])
+                sums[2:] += torch.stack([loss.detach(), away, torch.tensor(len(logp), device=device),
+                                         *(x.sum().detach() for x in (entropy, low, high))])
             if max_kl and reduced(moved)[0] / batch_tokens > max_kl:
                 optimizer.zero_grad()                           # too far: this update is not made either
                 stopped = True
                 continue
-            grad_norms.append(step_optimizer(policy, optimizer, lr))
+            grad_norms.append(step_optimizer("actor", policy, optimizer, lr))
 
     # ------------------------------------------------------------ 6 weight sync
-    with timed("sync"):
-        sampler.load_weights(weights.full_weights(policy, compute_dtype, tied=True))
+    with timed("sync"), weights.deadline(sync_timeout, f"the weight sync of step {step}"):
+        sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    tokens = reduced([sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)])[0]
+    tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
     sum_vf, sum_vf_clipped, sum_loss, sum_away, seen, sum_entropy, sum_low, sum_high = reduced(sums)
     seen, tried = max(seen, 1.0), max(len(grad_norms) + stopped, 1)     # tokens and updates of the policy
     sum_kl, trained_tokens = reduced([kl.sum(), len(kl)])
     error = ret - value                                         # of the critic before it saw this batch
     error_variance, return_variance = mean(error ** 2) - mean(error) ** 2, mean(ret ** 2) - mean(ret) ** 2
-    all_sequences = prompts_per_step * G
-    names = [None] * world_size                                 # a named part may be missing on some ranks
-    dist.all_gather_object(names, list(parts))
+    finite_norms, finite_critic_norms = ([norm for norm in norms if math.isfinite(norm)]
+                                         for norms in (grad_norms, critic_norms))
     metrics |= {
         "reward": mean(score),
-        **{f"rewards/{name}/mean": mean(parts.get(name, [math.nan]))
-           for name in dict.fromkeys(sum(names, []))},
-        "rewards/timeouts": reduced([timeouts])[0],
-        "completions/mean_length": mean(lengths),
-        "completions/min_length": -reduced([-lengths.min()], dist.ReduceOp.MAX)[0],
-        "completions/max_length": reduced([lengths.max()], dist.ReduceOp.MAX)[0],
+        **{f"rewards/{name}/mean": mean(sum((each.get(name, []) for each in parts), []))
+           for each in parts for name in each},
+        "rewards/timeouts": sum(gathered([timeouts])),
+        "completions/mean_length": mean(lengths), "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
         "critic/vf_loss": sum_vf / len(critic_norms), "critic/lr": critic_lr,
-        "critic/grad_norm": sum(critic_norms) / len(critic_norms),
+        "critic/grad_norm": sum(finite_critic_norms) / max(len(finite_critic_norms), 1),
         "critic/vf_clipfrac": sum_vf_clipped / trained_tokens / num_epochs,
         "critic/vf_explained_var": 1 - error_variance / return_variance if return_variance > 1e-8 else 0.0,
         "critic/values/mean": mean(value), "critic/returns/mean": mean(ret),
         "critic/advantages/mean": mean(adv),
-        "critic/advantages/max": reduced([adv.nan_to_num(0.0).max()], dist.ReduceOp.MAX)[0],
-        "critic/advantages/min": -reduced([-adv.nan_to_num(0.0).min()], dist.ReduceOp.MAX)[0],
-        "critic/rewards/mean": mean([each.sum() for each in token_reward.split(lengths.tolist())]),
+        "critic/advantages/max": max(gathered([x.max().item() for x in advs.values()])),
+        "critic/advantages/min": min(gathered([x.min().item() for x in advs.values()])),
+        "critic/rewards/mean": mean([x.sum() for x in token_reward.split(lens)]),
         "loss": sum_loss / tried, "entropy": sum_entropy / seen,       # 0 while the critic learns alone
         "kl": sum_kl / trained_tokens, "kl_coef": state["kl_coef"], "actor/ppo_kl": sum_away / seen,
         "clip_ratio/low_mean": sum_low / seen, "clip_ratio/high_mean": sum_high / seen,
-        "clip_ratio/region_mean": (sum_low + sum_high) / seen, "actor/updates": len(grad_norms),
-        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "learning_rate": lr,
+        "clip_ratio/region_mean": (sum_low + sum_high) / seen, "actor/updates": len(finite_norms),
+        "actor/skipped_updates": len(grad_norms) - len(finite_norms),
+        "critic/skipped_updates": len(critic_norms) - len(finite_critic_norms),
+        "grad_norm": sum(finite_norms) / max(len(finite_norms), 1), "learning_rate": lr,
         "num_tokens": state["num_tokens"] + tokens}
     if kl_target and train_policy:
-        state["kl_coef"] = losses.adapted_kl_coef(state["kl_coef"], sum_kl / all_sequences, kl_target,
-                                                  kl_horizon, all_sequences)
-    state |= {"step": step + 1, "num_tokens": metrics["num_tokens"], "settings": settings}
+        state["kl_coef"] = losses.adapted_kl_coef(state["kl_coef"], sum_kl / N, kl_target,
+                                                  kl_horizon, N)
+    state |= {"step": step + 1, "num_tokens": metrics["num_tokens"], "settings": settings,
+              "world_size": world_size}
     timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= timing | {
         "perf/throughput": tokens / timing["timing_s/step"],
@@ -521,9 +574,9 @@ for step in range(first_step, max_steps + 1):
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9}
     log(metrics)
     if master:
-        samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": scores[i],
-                    "finish_reason": rollouts[i].finish_reason, "truth": row_of[i].get("answer")}
-                   for i in range(0, N, G)][:8]
+        samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i],
+                    "reward": own_scores[i], "finish_reason": own_rollouts[i].finish_reason,
+                    "truth": row_of[i].get("answer")} for i in range(0, B * G, G)][:8]
         append("samples.jsonl", samples)
         if step % sample_interval == 0:
             say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "

@@ -7,6 +7,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import tiny
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=2, help="of each run in tests/test_survive.py")
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A Qwen3 of 0.1 M parameters with random weights, large enough that its distributions are not flat."""

@@ -168,7 +168,7 @@ def test_compare_logprobs(mesh, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rollouts = [rollout.Rollout([65], [66, 67], [-1.0, -2.0], "stop"),
                 rollout.Rollout([65], [68], [-0.5], "length")]
-    logps = [torch.tensor([-1.0, -1.9]), torch.tensor([-0.7])]
+    logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}        # in any order
     metrics = rollout.compare_logprobs(rollouts, logps, 0.2, tokenizer)
     assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
         "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/max": 0.2,
@@ -177,7 +177,7 @@ def test_compare_logprobs(mesh, folder):
         "sampling/importance_sampling_ratio/max": math.exp(0.1)}.items()}
     for bad in ([-1.0, -1.3], [-1.0, math.nan]):
         with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
-            rollout.compare_logprobs(rollouts, [torch.tensor(bad), torch.tensor([-0.5])], 0.2, tokenizer)
+            rollout.compare_logprobs(rollouts, {0: torch.tensor(bad), 1: torch.tensor([-0.5])}, 0.2, tokenizer)
         worst = str(error.value).splitlines()[1]
         before, token = tokenizer.decode(66), tokenizer.decode(67)
         assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"

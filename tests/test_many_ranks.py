@@ -1,0 +1,214 @@
+"""Several processes, and several launchers: the same gradient, shared engines, and the end of a lost rank."""
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from test_train_grpo import ROOT, launch
+
+SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
+         "eval_prompts": 4, "eval_samples": 1, "max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3,
+         "grad_clip": 0, "engine": "hf"}
+
+
+def ranks(count):
+    return ((sys.executable,) if count == 1 else
+            (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"))
+
+
+def train(script, folder, out_dir, reward_file, count=1, **settings):
+    arguments = [f"--{key}={value}" for key, value in (SMALL | settings).items()]
+    output = launch(script, f"--model={folder}", f"--out_dir={out_dir}", reward_file, *arguments,
+                    launcher=ranks(count))
+    with open(os.path.join(out_dir, "metrics.jsonl")) as file:
+        return [json.loads(line) for line in file], output
+
+
+def gradient(checkpoint, tmp_path):
+    """Of the first update, all parameters in one vector: Adam's first moment is then (1 - beta1) times it."""
+    dcp_to_torch_save(f"{checkpoint}/trainer", tmp_path / "moments.pt")
+    state = torch.load(tmp_path / "moments.pt")["state"]
+    return torch.cat([state[name]["exp_avg"].flatten() for name in sorted(state)]) / 0.1
+
+
+# ---------------------------------------------------------------- the same gradient however it is computed
+
+GRPO_CASES = [("token_mean", 1, 80), ("token_mean", 2, 8192), ("token_mean", 4, 100),
+              ("sequence_mean", 2, 100), ("constant_length", 4, 8192)]
+
+
+@pytest.fixture(scope="module")
+def reference_gradients(folder, reward_file, tmp_path_factory):
+    """Of one rank and one micro-batch, for each aggregation."""
+    found = {}
+    for aggregation in ("token_mean", "sequence_mean", "constant_length"):
+        path = tmp_path_factory.mktemp(aggregation)
+        train("train_grpo.py", folder, path / "run", reward_file, loss_aggregation=aggregation)
+        found[aggregation] = gradient(path / "run" / "checkpoint-1", path)
+    return found
+
+
+def test_aggregations_differ(reference_gradients):
+    a, b, c = reference_gradients.values()
+    assert (a - b).norm() > 1e-3 * a.norm() and (a - c).norm() > 1e-3 * a.norm()
+
+
+@pytest.mark.parametrize("aggregation, count, token_budget", GRPO_CASES)
+def test_grpo_has_one_gradient(reference_gradients, folder, reward_file, tmp_path, aggregation, count,
+                               token_budget):
+    train("train_grpo.py", folder, tmp_path / "run", reward_file, count, loss_aggregation=aggregation,
+          token_budget=token_budget)
+    expected, found = reference_gradients[aggregation], gradient(tmp_path / "run" / "checkpoint-1", tmp_path)
+    assert (found - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
+
+
+def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_path):
+    settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0, "updates_per_epoch": 1,
+                "critic_learning_rate": 1e-3, "kl_coef": 0.1}
+    found = []
+    for count, token_budget in ((1, 8192), (4, 100)):
+        out_dir = tmp_path / str(count)
+        train("train_ppo.py", folder, out_dir, reward_file, count, token_budget=token_budget, **settings)
+        found.append([gradient(f"{out_dir}/checkpoint-1{place}", tmp_path) for place in ("", "/critic")])
+    for expected, other in zip(*found):
+        assert (other - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
+
+
+def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path):
+    settings = {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}   # one sequence an update
+    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, **settings)
+    two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, 2, **settings)
+    for key in ("reward", "loss", "entropy", "grad_norm", "completions/mean_length", "num_tokens",
+                "sampling/sampling_logp_difference/mean"):
+        assert two[0][key] == pytest.approx(one[0][key], rel=1e-2, abs=1e-6), key
+
+
+# ---------------------------------------------------------------- two launchers, shared engines
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
+    endpoint = f"localhost:{free_port()}"
+    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file)
+    arguments = [f"--{key}={value}" for key, value in SMALL.items()]
+    launchers = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=test",
+         "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "train_grpo.py", f"--model={folder}",
+         f"--out_dir={tmp_path}/two", reward_file, *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    outputs = [launcher.communicate(timeout=200)[0] for launcher in launchers]
+    assert all(launcher.returncode == 0 for launcher in launchers), outputs
+    with open(tmp_path / "two" / "metrics.jsonl") as file:
+        two = [json.loads(line) for line in file]
+    for key in ("reward", "loss", "grad_norm", "entropy", "num_tokens"):
+        assert two[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
+
+
+def test_an_engine_over_two_ranks(folder, reward_file, tmp_path):
+    pytest.importorskip("vllm")
+    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm", max_steps=2)
+    two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, 2, engine="vllm", max_steps=2,
+                   vllm_tensor_parallel_size=2)
+    for step in (0, 1):
+        assert two[step]["sampling/sampling_logp_difference/max"] < 1e-4
+    for key in ("reward", "loss", "grad_norm", "num_tokens", "completions/mean_length"):
+        assert two[0][key] == pytest.approx(one[0][key], rel=1e-3, abs=1e-6), key
+
+
+def test_ranks_that_do_not_make_whole_engines(folder):
+    output = launch("train_grpo.py", f"--model={folder}", "--vllm_tensor_parallel_size=2", code=2)
+    assert "vllm_tensor_parallel_size=2 does not divide 1 ranks" in output
+
+
+# ---------------------------------------------------------------- other weights
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_bfloat16_engine_under_float32_masters(folder, reward_file, tmp_path, engine):
+    pytest.importorskip("vllm") if engine == "vllm" else None
+    metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine, dtype="bfloat16",
+                       max_steps=3)
+    assert 1e-6 < metrics[2]["sampling/sampling_logp_difference/mean"] < 0.05
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+
+
+@pytest.fixture(scope="module")
+def experts(folder, tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("experts"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
+        num_experts_per_tok=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_mixture_of_experts_train_on_the_plain_engine(experts, reward_file, tmp_path):
+    metrics, _ = train("train_grpo.py", experts, tmp_path / "run", reward_file, 2, max_steps=3)
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:3]) < 1e-4
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict()
+                     for path in (experts, tmp_path / "run" / "checkpoint-3"))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before if "experts" in name)
+
+
+def test_mixture_of_experts_are_refused_by_the_logprob_check_where_vllm_gets_them_wrong(
+        experts, reward_file, tmp_path):
+    pytest.importorskip("vllm")
+    if torch.cuda.is_available():
+        pytest.skip("vLLM's CPU build is the one that gets them wrong")
+    output = launch("train_grpo.py", f"--model={experts}", f"--out_dir={tmp_path}/run", reward_file, code=1,
+                    *(f"--{key}={value}" for key, value in (SMALL | {"engine": "vllm", "max_steps": 3}).items()))
+    assert "engine and trainer logprobs differ by" in output and "mixture-of-experts" in output
+
+
+# ---------------------------------------------------------------- a rank that dies, a sync that hangs
+
+DEATHS = """
+import os, signal
+calls = 0
+def dies(prompts, completions, **_):
+    global calls
+    calls += 1
+    if calls == 4 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [0.5 * (i % 2) for i in range(len(completions))]
+def raises(prompts, completions, **_):
+    global calls
+    calls += 1
+    if calls == 4 and os.environ["RANK"] == "1":
+        raise KeyError("colour")
+    return [0.5 * (i % 2) for i in range(len(completions))]
+"""
+
+
+@pytest.mark.parametrize("how, shown", [("dies", "SIGKILL"), ("raises", "KeyError: 'colour'")])
+def test_a_lost_rank_ends_the_run(folder, tmp_path, how, shown):
+    (tmp_path / "deaths.py").write_text(DEATHS)
+    started = time.monotonic()
+    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", code=1,
+                    *(f"--{key}={value}" for key, value in (SMALL | {"max_steps": 1000}).items()),
+                    f"--reward={tmp_path}/deaths.py:{how}", launcher=ranks(2))
+    assert shown in output and time.monotonic() - started < 90
+
+
+def test_a_sync_that_takes_too_long_stops_the_run(folder, reward_file, tmp_path):
+    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", reward_file, code=1,
+                    *(f"--{key}={value}" for key, value in (SMALL | {"sync_timeout": 1e-4}).items()))
+    assert re.search(r"the weight sync of step 0 did not finish within 0.0001 seconds", output)
+    assert "Current thread" in output or "Thread 0x" in output  # where each thread stood

@@ -1,0 +1,209 @@
+"""Runs that are killed, stopped, starved of disk or given damaged checkpoints: nothing is lost.
+
+pytest tests/test_survive.py --kills=50 kills each run so many times instead of twice.
+"""
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import weights
+from test_train_grpo import ROOT, launch, refused, without_times
+
+SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
+         "eval_prompts": 4, "eval_samples": 1, "max_steps": 12, "save_interval": 1, "warmup_steps": 0,
+         "learning_rate": 1e-3, "eval_interval": 3, "engine": "hf", "keep_checkpoints": 2}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
+
+def command(script, folder, out_dir, reward_file, launcher=(sys.executable,), **settings):
+    values = SMALL | ({"critic_warmup_steps": 1, "kl_coef": 0.05, "kl_target": 0.1} if "ppo" in script else {})
+    return [*launcher, script, f"--model={folder}", f"--out_dir={out_dir}", reward_file,
+            *(f"--{key}={value}" for key, value in (values | settings).items())]
+
+
+def lines(out_dir, name="metrics.jsonl"):
+    with open(os.path.join(out_dir, name)) as file:
+        return [json.loads(line) for line in file]
+
+
+def start(arguments, log):
+    with open(log, "a") as output:
+        return subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+
+
+def wait_for(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+# ---------------------------------------------------------------- kill -9 at any moment
+
+@pytest.mark.parametrize("script, engine, launcher", [
+    ("train_grpo.py", "vllm", (sys.executable,)), ("train_ppo.py", "hf", (*TORCHRUN, "--nproc_per_node=2"))])
+def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, request, script, engine, launcher):
+    """Half of the kills fall into a save; in the end every figure is that of a run that was never killed."""
+    pytest.importorskip("vllm") if engine == "vllm" else None
+    kills, rng = request.config.getoption("--kills"), random.Random(0)
+    steps = {"max_steps": max(12, 3 * kills), "engine": engine, "launcher": launcher}
+    launch(*command(script, folder, tmp_path / "whole", reward_file, **steps)[len(launcher):], launcher=launcher)
+    out_dir, log, killed, in_a_save = tmp_path / "run", tmp_path / "log", 0, 0
+    again = command(script, folder, out_dir, reward_file, resume="auto", **steps)
+    while killed < kills:
+        process = start(again, log)
+        seen = len(lines(out_dir)) if (out_dir / "metrics.jsonl").exists() else 0
+        wait_for(lambda: (out_dir / "metrics.jsonl").exists() and len(open(out_dir / "metrics.jsonl").readlines())
+                 > seen, process)                               # it has begun to write
+        if killed % 2:
+            wait_for((out_dir / "checkpoint.part").exists, process)
+            time.sleep(rng.random() * 0.03)
+        else:
+            time.sleep(rng.random() * 0.5)
+        if process.poll() is not None:                          # it came to its end before
+            break
+        in_a_save += (out_dir / "checkpoint.part").exists()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        killed += 1
+    print(f"{killed} kills, {in_a_save} in a save")
+    launch(*again[len(launcher):], launcher=launcher)
+    assert killed == kills, log.read_text()[-3000:]
+    assert without_times(lines(out_dir)) == without_times(lines(tmp_path / "whole"))
+    assert lines(out_dir, "samples.jsonl") == lines(tmp_path / "whole", "samples.jsonl")
+    assert [line["step"] for line in lines(out_dir)] == list(range(steps["max_steps"] + 1))
+
+
+# ---------------------------------------------------------------- signals
+
+@pytest.fixture(scope="module")
+def whole(folder, reward_file, tmp_path_factory):
+    out_dir = str(tmp_path_factory.mktemp("whole") / "run")
+    launch(*command("train_grpo.py", folder, out_dir, reward_file)[1:])
+    return out_dir
+
+
+@pytest.mark.parametrize("number, launcher", [
+    (signal.SIGINT, (sys.executable,)), (signal.SIGTERM, (*TORCHRUN, "--nproc_per_node=1"))])
+def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, tmp_path, number, launcher):
+    out_dir, log = tmp_path / "run", tmp_path / "log"
+    process = start(command("train_grpo.py", folder, out_dir, reward_file, launcher, save_interval=100), log)
+    wait_for(lambda: (out_dir / "metrics.jsonl").exists() and lines(out_dir), process)
+    process.send_signal(number)
+    process.wait(60)
+    steps = int(re.search(r"stopped by a signal after (\d+) steps", log.read_text())[1])
+    assert 0 < steps < 12 and os.listdir(out_dir).count(f"checkpoint-{steps}") == 1
+    assert process.returncode == 0 or "SignalException" in log.read_text()      # torchrun's own way to exit
+    launch(*command("train_grpo.py", folder, out_dir, reward_file, resume="auto")[1:])
+    assert without_times(lines(out_dir)) == without_times(lines(whole))
+
+
+# ---------------------------------------------------------------- damaged checkpoints, other ranks
+
+def cut_short(path):
+    os.truncate(path, os.path.getsize(path) - 100)
+
+
+def flip_a_bit(path):
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("name, harm, problem", [
+    ("model.safetensors", cut_short, "model.safetensors is not what was written"),
+    ("model.safetensors", flip_a_bit, "model.safetensors is not what was written"),
+    ("trainer/__0_0.distcp", os.remove, "No such file"), ("trainer/state.json", cut_short, "JSONDecodeError")])
+def test_damage_is_found(whole, tmp_path, name, harm, problem):
+    copy = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "checkpoint-12")
+    assert weights.damage(copy) is None
+    harm(copy / name)
+    assert problem in weights.damage(copy)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, folder, reward_file, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    flip_a_bit(tmp_path / "run" / "checkpoint-12" / "model.safetensors")
+    output = launch(*command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto")[1:])
+    assert "checkpoint-12 is damaged and passed over: model.safetensors" in output
+    assert f"goes on from {tmp_path}/run/checkpoint-11" in output
+    assert without_times(lines(tmp_path / "run")) == without_times(lines(whole))
+
+
+@pytest.mark.parametrize("harmed, arguments, message", [
+    ((12,), ["--resume=RUN/checkpoint-12"], "checkpoint-12: damaged: model.safetensors"),
+    ("all", ["--resume=auto", "--out_dir=RUN"], "are damaged")])
+def test_refused_where_it_is_damaged(whole, folder, reward_file, tmp_path, harmed, arguments, message):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for checkpoint in weights.checkpoints(run):
+        if harmed == "all" or checkpoint.endswith("checkpoint-12"):
+            cut_short(f"{checkpoint}/model.safetensors")
+    refused([f"--model={folder}", reward_file, *(a.replace("RUN", str(run)) for a in arguments)], message, tmp_path)
+
+
+def test_other_ranks_go_on_and_say_so(whole, folder, reward_file, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    launcher = (*TORCHRUN, "--nproc_per_node=2")
+    output = launch(*command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=14,
+                             resume="auto")[1:], launcher=launcher)
+    assert "which 1 ranks wrote: sums round otherwise on 2" in output and len(lines(tmp_path / "run")) == 15
+    alone = shutil.copytree(whole, tmp_path / "alone")
+    output = launch(*command("train_grpo.py", folder, alone, reward_file, max_steps=14, resume="auto")[1:])
+    assert "goes on from" in output and "ranks wrote" not in output
+    for ours, theirs in zip(lines(tmp_path / "run")[12:14], lines(alone)[12:14]):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+
+
+def test_the_best_checkpoint_stays(whole):
+    scores = {line["step"]: line["eval/mean@1"] for line in lines(whole) if "eval/mean@1" in line and line["step"]}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    kept = [os.path.basename(path) for path in weights.checkpoints(whole)]
+    assert kept == [f"checkpoint-{step}" for step in sorted({best, 11, 12})]
+
+
+# ---------------------------------------------------------------- a full disk, gradients that are not finite
+
+def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
+    """No file may grow over 300 KiB from step 12 on, the model's is larger: a stand-in for a full disk."""
+    shutil.copytree(whole, tmp_path / "run")
+    go_on = command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=15, resume="auto")
+    output = launch("-c", f"ulimit -f 300; exec {' '.join(map(str, go_on))}", launcher=("bash",), code=2)
+    assert output.count("no checkpoint, the older ones stand") == 3
+    assert "the last model could not be saved" in output
+    assert not os.path.exists(tmp_path / "run" / "checkpoint.part")
+    assert weights.damage(weights.checkpoints(tmp_path / "run")[-1]) is None
+    launch(*go_on[1:])                                          # with space again, from the older checkpoint
+    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(16))
+
+
+REWARDS = """
+import itertools
+calls = itertools.count()
+def sometimes(prompts, completions, **_):
+    scale = 1e38 if next(calls) in (5, 6) else 1.0
+    return [scale * (i % 2) for i in range(len(completions))]
+def always(prompts, completions, **_):
+    return [1e38 * (i % 2) for i in range(len(completions))]
+"""
+
+
+def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    settings = {"advantage": "dr_grpo", "eval_interval": 100}
+    launch(*command("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/rewards.py:sometimes",
+                    **settings)[1:])
+    skipped = [line["actor/skipped_updates"] for line in lines(tmp_path / "run")[:-1]]
+    assert sum(skipped) == 2 and len(skipped) == 12
+    output = launch(*command("train_grpo.py", folder, tmp_path / "always", f"--reward={tmp_path}/rewards.py:always",
+                             max_skipped_updates=3, **settings)[1:], code=1)
+    assert "3 updates in a row were skipped" in output and len(lines(tmp_path / "always")) == 2

@@ -24,10 +24,12 @@ def ranks(count):
             (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"))
 
 
-def train(script, folder, out_dir, reward_file, count=1, **settings):
+def train(script, folder, out_dir, reward_file, count=1, code=0, **settings):
     arguments = [f"--{key}={value}" for key, value in (SMALL | settings).items()]
     output = launch(script, f"--model={folder}", f"--out_dir={out_dir}", reward_file, *arguments,
-                    launcher=ranks(count))
+                    launcher=ranks(count), code=code)
+    if not os.path.exists(os.path.join(out_dir, "metrics.jsonl")):      # it ended before the first step did
+        return [], output
     with open(os.path.join(out_dir, "metrics.jsonl")) as file:
         return [json.loads(line) for line in file], output
 
@@ -172,8 +174,7 @@ def test_mixture_of_experts_are_refused_by_the_logprob_check_where_vllm_gets_the
     pytest.importorskip("vllm")
     if torch.cuda.is_available():
         pytest.skip("vLLM's CPU build is the one that gets them wrong")
-    output = launch("train_grpo.py", f"--model={experts}", f"--out_dir={tmp_path}/run", reward_file, code=1,
-                    *(f"--{key}={value}" for key, value in (SMALL | {"engine": "vllm", "max_steps": 3}).items()))
+    _, output = train("train_grpo.py", experts, tmp_path / "run", reward_file, code=1, engine="vllm", max_steps=3)
     assert "engine and trainer logprobs differ by" in output and "mixture-of-experts" in output
 
 
@@ -201,14 +202,12 @@ def raises(prompts, completions, **_):
 def test_a_lost_rank_ends_the_run(folder, tmp_path, how, shown):
     (tmp_path / "deaths.py").write_text(DEATHS)
     started = time.monotonic()
-    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", code=1,
-                    *(f"--{key}={value}" for key, value in (SMALL | {"max_steps": 1000}).items()),
-                    f"--reward={tmp_path}/deaths.py:{how}", launcher=ranks(2))
+    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}", 2, code=1,
+                      max_steps=1000)
     assert shown in output and time.monotonic() - started < 90
 
 
 def test_a_sync_that_takes_too_long_stops_the_run(folder, reward_file, tmp_path):
-    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", reward_file, code=1,
-                    *(f"--{key}={value}" for key, value in (SMALL | {"sync_timeout": 1e-4}).items()))
+    _, output = train("train_grpo.py", folder, tmp_path / "run", reward_file, code=1, sync_timeout=1e-4)
     assert re.search(r"the weight sync of step 0 did not finish within 0.0001 seconds", output)
     assert "Current thread" in output or "Thread 0x" in output  # where each thread stood

@@ -17,6 +17,8 @@ from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig
                           AutoModelForTokenClassification)
 from transformers.utils import logging
 
+import ranks
+
 logging.disable_progress_bar()  # its bars for every load and save would tear the run's own apart
 LOGIT_CHUNK = 1024  # tokens whose logits exist at one time: 1024 x 151,936 float32 are 0.6 GB
 
@@ -46,14 +48,14 @@ class MicroBatch:
         return zip(self.sequences, flat.split(self.lengths.tolist()))
 
 
-def deal(rollouts, chosen, ranks):
-    """Deal rollouts[s] for s in chosen to `ranks` lists of about as many tokens each, longest first.
+def deal(rollouts, chosen, num_ranks):
+    """Deal rollouts[s] for s in chosen to num_ranks lists of about as many tokens each, longest first.
 
     Each goes to the rank that has the fewest tokens so far (Graham 1969, LPT): the heaviest rank has at most
     4/3 of what is possible, and within a few percent of the mean where there are many sequences a rank.
     Example: sizes 9, 5, 4, 3 for 2 ranks -> 9 + 3 and 5 + 4.
     """
-    shares, loads = [[] for _ in range(ranks)], [0] * ranks
+    shares, loads = [[] for _ in range(num_ranks)], [0] * num_ranks
     for s in sorted(chosen, key=lambda s: size(rollouts[s]), reverse=True):
         least = loads.index(min(loads))
         shares[least].append(s)
@@ -103,6 +105,18 @@ def pack(rollouts, chosen, token_budget, device):
         batches.append(MicroBatch(packed, tensor([ids]), tensor([positions]), bounds, tensor(index),
                                   tensor(targets), tensor(lengths)))
     return batches
+
+
+def micro_batches(rollouts, chosen, token_budget, device):
+    """[(MicroBatch, live)] of the chosen rollouts: `pack`, for networks that are sharded over the ranks.
+
+    Their forward and backward are collectives, so a rank with fewer MicroBatches than another one, or none,
+    gets idle turns (live False), to be computed in vain. Collective itself.
+    """
+    batches = pack(rollouts, chosen, token_budget, device)
+    turns = int(ranks.largest([len(batches)])[0])
+    idle = (batches or pack(rollouts, [0], token_budget, device))[0]
+    return [(batch, True) for batch in batches] + [(idle, False)] * (turns - len(batches))
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling, bounds=None, sliding_window=None,

@@ -18,33 +18,29 @@ One update a step, as in the paper's own runs: strictly on-policy, the ratio is 
 --updates_per_step=4 makes four, each on a quarter of the rollout: PPO's minibatches.
 """
 import datetime
-import json
 import math
 import os
 import random
 import resource
-import shutil
 import signal
 import time
 import zlib
-from collections import defaultdict
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import data
 import losses
+import ranks
 import rewards
 import rollout
 import tiny
 import weights
 from configurator import check, configure, input_errors
-from model import check_model, deal, load_policy, pack
+from model import check_model, deal, load_policy, micro_batches
 from reward_model import RewardModel
+from runlog import RunLog
 # ------------------------------------------------------------------------------------------------------------
 # model and task
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
@@ -109,26 +105,12 @@ resume = ""                     # auto: the newest checkpoint in out_dir, if any
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 
-# ---------------------------------------------------------------- distributed set-up: one process a device
-if "RANK" in os.environ:  # under torchrun
-    rank, world_size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    rendezvous = {}
-else:
-    rank, world_size, local_rank = 0, 1, 0
-    rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **rendezvous)
-mesh = dist.init_device_mesh(device.type, (world_size,))
-master = rank == 0
+rank, world_size, device, mesh = ranks.set_up()  # one process a device, under torchrun or alone
 
 # ---------------------------------------------------------------- checks: all before a model is loaded
 for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
             "temperature", "eval_samples", "eval_interval", "save_interval", "sample_interval",
-            "keep_checkpoints",
-            "vllm_tensor_parallel_size", "max_skipped_updates"):
+            "keep_checkpoints", "vllm_tensor_parallel_size", "max_skipped_updates"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
             "kl_coef", "logprob_gap", "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts"):
@@ -153,6 +135,7 @@ check(reward != "none" or reward_model, "reward=none needs a reward_model")
 check(top_p == 1.0 and top_k == 0,
       f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
       "that the trainer computes; keep top_p=1.0 and top_k=0")
+cuda = device.type == "cuda"
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
 gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
@@ -162,15 +145,15 @@ with input_errors():
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator)
     Engine = rollout.engine_class(engine)
-    located = [None]
-    if master:                                                  # one clock, and one reader of checkpoints
+    located = None
+    if rank == 0:                                               # one clock, and one reader of checkpoints
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        located = [weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now}")]
-    dist.broadcast_object_list(located)
-    out_dir, start_from = located[0]
+        located = weights.locate_run(out_dir, resume, f"out/grpo-{task}-{now}")
+    out_dir, start_from = ranks.from_master(located)
 check(not start_from or not os.path.isdir(f"{start_from}/critic"), f"{start_from} has a critic: a run of PPO")
 state = weights.load_state(start_from) if start_from else {
-    "step": 0, "num_tokens": 0, "best_step": 0, "best_score": None, "skipped_updates": 0, "settings": settings}
+    "step": 0, "num_tokens": 0, "best_step": 0, "best_score": None, "settings": settings,
+    "skipped_updates": 0}
 for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "reward_model",
             "chat", "system_prompt", "prompts_per_step", "num_generations", "seed"):    # the rest may change
     check(settings[key] == state["settings"][key],
@@ -190,7 +173,7 @@ with input_errors():
         scorer.score(train_rows[:1], ["Answer: 0"])             # a model that cannot score shows at once
     if model == "tiny":
         model = tiny.FOLDER
-        if master:
+        if rank == 0:
             tiny.ensure()
         dist.barrier()
     check_model(model)
@@ -227,70 +210,7 @@ if start_from:
     weights.load_optimizer(start_from, policy, optimizer)
     for group in optimizer.param_groups:                        # the settings rule, not the checkpoint
         group |= {"betas": (beta1, beta2), "weight_decay": weight_decay}
-if master:
-    os.makedirs(out_dir, exist_ok=True)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        weights.rewind_log(os.path.join(out_dir, name), first_step)
-    shutil.copy(__file__, out_dir)
-    with open(os.path.join(out_dir, "config.json"), "w") as file:
-        json.dump(settings | {"out_dir": out_dir}, file, indent=1)
-    board = SummaryWriter(out_dir, purge_step=first_step)
-
-# ---------------------------------------------------------------- small helpers
-timing = defaultdict(float)
-
-
-@contextmanager
-def timed(name):
-    start = time.perf_counter()
-    yield
-    timing[f"timing_s/{name}"] += time.perf_counter() - start
-
-
-def say(text):
-    if master:
-        tqdm.write(text)
-
-
-def append(name, lines):
-    with open(os.path.join(out_dir, name), "a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
-def log(metrics):
-    if master:
-        append("metrics.jsonl", [metrics])
-        for name, value in metrics.items():
-            board.add_scalar(name, value, metrics["step"])
-        board.flush()
-
-
-def reduced(values, op=dist.ReduceOp.SUM):
-    """A list of numbers, reduced over all ranks."""
-    tensor = torch.as_tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op)
-    return tensor.tolist()
-
-
-def mean(values):
-    """Mean of the values that are not NaN; 0 if all are."""
-    return torch.as_tensor(values, dtype=torch.float64).nanmean().nan_to_num(0.0).item()
-
-
-def gathered(items):
-    """The lists of all ranks as one, in the order of the ranks."""
-    lists = [None] * world_size
-    dist.all_gather_object(lists, items)
-    return sum(lists, [])
-
-
-def micro_batches(rollouts, chosen):
-    """[(micro-batch, live)] of the chosen rollouts. A forward or backward is a collective: a rank with fewer
-    micro-batches than another one gets idle turns (live False), to be computed in vain."""
-    batches = pack(rollouts, chosen, token_budget, device)
-    turns = int(reduced([len(batches)], dist.ReduceOp.MAX)[0])
-    idle = (batches or pack(rollouts, [0], token_budget, device))[0]
-    return [(batch, True) for batch in batches] + [(idle, False)] * (turns - len(batches))
+log = RunLog(out_dir, __file__, settings, first_step, max_steps)
 
 
 def generate(prompts, n, names):
@@ -305,7 +225,7 @@ def generate(prompts, n, names):
 def completion_logps(network, rollouts, chosen):
     """The network's logprobs of the completion tokens of the chosen rollouts: {s: [len]}."""
     results = {}
-    for batch, live in micro_batches(rollouts, chosen):
+    for batch, live in micro_batches(rollouts, chosen, token_budget, device):
         values = network(batch, temperature)[0]
         results |= batch.split(values) if live else {}
     network.reshard()                                           # without a backward the root stays gathered
@@ -334,7 +254,7 @@ def evaluate():
     rollout.compare_logprobs(some, completion_logps(policy, some, range(len(some))), gap_bound, tokenizer)
     scores, _, _ = score_completions(row_of, texts)
     sources, answers = [row.get("source") for row in row_of], map(rewards.extract_answer, texts)
-    return rewards.evaluation(gathered(list(zip(sources, scores, answers))), eval_samples)
+    return rewards.evaluation(ranks.gathered(list(zip(sources, scores, answers))), eval_samples)
 
 
 # ---------------------------------------------------------------- the loop
@@ -343,63 +263,64 @@ for name in (signal.SIGTERM, signal.SIGINT):
     signal.signal(name, lambda number, frame: signals.append(number))
 micro = math.ceil(N / updates_per_step / world_size / (
     token_budget // (max_prompt_length + max_completion_length)))
-say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in "
-    f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
-    f"a step: {prompts_per_step} prompts x {G} completions = {N} sequences -> "
-    f"{updates_per_step} optimizer step(s) of about {micro} micro-batch(es) of {token_budget} tokens\n"
-    f"the run: {max_steps} steps, {max_steps * N} completions of {len(train_set)} "
-    f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
-    f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
-    f"over max_prompt_length={max_prompt_length} tokens are left out")
+log.say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters in "
+        f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
+        f"a step: {prompts_per_step} prompts x {G} completions = {N} sequences -> "
+        f"{updates_per_step} optimizer step(s) of about {micro} micro-batch(es) of {token_budget} tokens\n"
+        f"the run: {max_steps} steps, {max_steps * N} completions of {len(train_set)} "
+        f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
+        f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
+        f"over max_prompt_length={max_prompt_length} tokens are left out")
 if start_from:
-    say(f"goes on from {start_from}" + ("" if state["world_size"] == world_size else (
+    log.say(f"goes on from {start_from}" + ("" if state["world_size"] == world_size else (
         f", which {state['world_size']} ranks wrote: sums round otherwise on {world_size}, so the steps are "
         "not bit for bit those of an unbroken run")))
-bar = tqdm(total=max_steps, initial=first_step, disable=not master, unit="step")
 for step in range(first_step, max_steps + 1):
     step_started = time.perf_counter()
-    timing.clear()
+    log.timing.clear()
     metrics = {"step": step}
 
     # ------------------------------------------------------------ 0 evaluate, save, stop if last
-    stopping = step > first_step and any(gathered(signals))
+    stopping = step > first_step and any(ranks.gathered(signals))
     if (step % eval_interval == 0 or step == max_steps) and not stopping:
-        with timed("eval"):
+        with log.timed("eval"):
             metrics |= evaluate()
-        say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
-                                              if name.count("/") == 1))
+        log.say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
+                                                  if name.count("/") == 1))
     if step > first_step and (step % save_interval == 0 or step == max_steps or stopping):
         eval_score = metrics.get(f"eval/mean@{eval_samples}")
-        if eval_score is not None and (state["best_score"] is None or eval_score > state["best_score"]):
-            state |= {"best_score": eval_score, "best_step": step}
-        with timed("save"):
+        is_best = eval_score is not None and (state["best_score"] is None or eval_score > state["best_score"])
+        saved_state = state | ({"best_score": eval_score, "best_step": step} if is_best else {})
+        with log.timed("save"):
             problem = weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"),
-                                              {"": (policy, optimizer)}, tokenizer, state, keep_checkpoints,
-                                              state["best_step"])
+                                              {"": (policy, optimizer)}, tokenizer, saved_state,
+                                              keep_checkpoints, saved_state["best_step"])
         if problem:
-            say(f"step {step}: no checkpoint, the older ones stand: {problem}")
+            log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
             check(step < max_steps and not stopping, "the last model could not be saved")
+        else:
+            state = saved_state
     if stopping:
-        say(f"stopped by a signal after {step} steps; --out_dir={out_dir} --resume=auto goes on")
+        log.say(f"stopped by a signal after {step} steps; --out_dir={out_dir} --resume=auto goes on")
         break
     if step == max_steps:
-        log(metrics | timing)
+        log.metrics(metrics | log.timing)
         break
 
     # ------------------------------------------------------------ 1 rollout
-    with timed("gen"):
+    with log.timed("gen"):
         picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
         places = range(rank * B, (rank + 1) * B)                # disjoint prompts on every rank
         own_rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
                                                [f"{step} {i}" for i in places])
 
     # ------------------------------------------------------------ 2 reward
-    with timed("reward"):
-        own_scores, own_parts, timeouts = score_completions(row_of, texts)
+    with log.timed("reward"):
+        own_scores, parts, timeouts = score_completions(row_of, texts)
 
     # ------------------------------------------------------------ 3 advantage
-    rollouts, parts = gathered(own_rollouts), gathered([own_parts])     # from here on those of all ranks
-    score = torch.tensor(gathered(own_scores), device=device)                           # [N], NaN: not scored
+    rollouts = ranks.gathered(own_rollouts)                     # from here on those of all ranks, N
+    score = torch.tensor(ranks.gathered(own_scores), device=device)                     # [N], NaN: not scored
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
     adv, stds = losses.group_advantages(score, G, advantage)                            # [N], [N / G]
 
@@ -409,14 +330,14 @@ for step in range(first_step, max_steps + 1):
     shares = [deal(rollouts, chosen, world_size)[rank] for chosen in updates]   # and this rank's of them
     old_logps, mine = {}, sum(shares, [])                       # {s: [len]}; a single update fills them in
     if updates_per_step > 1:
-        with timed("old_log_prob"):
+        with log.timed("old_log_prob"):
             old_logps = completion_logps(policy, rollouts, mine)
     if reference:
-        with timed("ref"):
+        with log.timed("ref"):
             ref_logps = completion_logps(reference, rollouts, mine)
 
     # ------------------------------------------------------------ 5 update
-    with timed("update_actor"):
+    with log.timed("update_actor"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step)
         sums, grad_norms, skipped = torch.zeros(5, device=device), [], 0
@@ -425,7 +346,7 @@ for step in range(first_step, max_steps + 1):
             # of ranks, any micro-batch size and any packing.
             weight = losses.sequence_weights(lengths, loss_aggregation, lengths[chosen].sum(), len(chosen),
                                              max_completion_length)                     # [N]
-            for batch, live in micro_batches(rollouts, share):
+            for batch, live in micro_batches(rollouts, share, token_budget, device):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 if not live:
                     (0 * logp.sum()).backward()
@@ -456,54 +377,54 @@ for step in range(first_step, max_steps + 1):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with timed("sync"), weights.deadline(sync_timeout, f"the weight sync of step {step}"):
+    with log.timed("sync"), weights.deadline(sync_timeout, f"the weight sync of step {step}"):
         sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
 
     # ------------------------------------------------------------ 7 log
+    part_names = dict.fromkeys(ranks.gathered(list(parts)))     # a part may be missing on some ranks
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
     trained_tokens = lengths.sum().item()
-    sum_loss, sum_entropy, sum_kl, sum_low, sum_high = reduced(sums)
+    sum_loss, sum_entropy, sum_kl, sum_low, sum_high = ranks.total(sums)
     state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens, "settings": settings,
               "world_size": world_size}
-    timing["timing_s/step"] = time.perf_counter() - step_started
+    log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
-        "reward": mean(score), "reward_std": mean(stds), "frac_reward_zero_std": mean(stds == 0),
-        **{f"rewards/{name}/mean": mean(sum((each.get(name, []) for each in parts), []))
-           for each in parts for name in each},
-        "rewards/timeouts": sum(gathered([timeouts])),
-        "completions/mean_length": mean(lengths), "completions/min_length": lengths.min().item(),
+        "reward": ranks.mean(score),
+        "reward_std": ranks.mean(stds), "frac_reward_zero_std": ranks.mean(stds == 0),
+        **{f"rewards/{name}/mean": ranks.mean(parts.get(name, [math.nan])) for name in part_names},
+        "rewards/timeouts": ranks.total([timeouts])[0],
+        "completions/mean_length": ranks.mean(lengths), "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
+        "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in rollouts]),
         "loss": sum_loss / updates_per_step,
         "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
         "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
         "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "actor/skipped_updates": skipped,
         "learning_rate": learning_rate_at(step),
-        "num_tokens": state["num_tokens"], "perf/throughput": tokens / timing["timing_s/step"],
+        "num_tokens": state["num_tokens"], "perf/throughput": tokens / log.timing["timing_s/step"],
         "perf/max_memory_allocated_gb": (
             torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | timing
-    log(metrics)
-    if master:
-        samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i],
-                    "reward": own_scores[i], "finish_reason": own_rollouts[i].finish_reason,
-                    "truth": row_of[i].get("answer")} for i in range(0, B * G, G)][:8]
-        append("samples.jsonl", samples)
-        if step % sample_interval == 0:
-            say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
-                          f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
-    say(f"step {step:4d} | reward {metrics['reward']:.3f} | "
-        f"length {metrics['completions/mean_length']:5.1f} | entropy {metrics['entropy']:.3f} | "
-        f"grad norm {metrics['grad_norm']:.2f} | "
-        f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | "
-        f"{timing['timing_s/step']:.1f} s: gen {timing['timing_s/gen']:.1f}, "
-        f"update {timing['timing_s/update_actor']:.1f}, sync {timing['timing_s/sync']:.1f}")
-    bar.set_postfix(reward=f"{metrics['reward']:.3f}")
-    bar.update()
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | log.timing
+    log.metrics(metrics)
+    samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": own_scores[i],
+                "finish_reason": own_rollouts[i].finish_reason, "truth": row_of[i].get("answer")}
+               for i in range(0, B * G, G)][:8]
+    log.samples(samples)
+    if step % sample_interval == 0:
+        log.say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
+                              f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
+    log.say(f"step {step:4d} | reward {metrics['reward']:.3f} | "
+            f"length {metrics['completions/mean_length']:5.1f} | entropy {metrics['entropy']:.3f} | "
+            f"grad norm {metrics['grad_norm']:.2f} | "
+            f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | "
+            f"{log.timing['timing_s/step']:.1f} s: gen {log.timing['timing_s/gen']:.1f}, "
+            f"update {log.timing['timing_s/update_actor']:.1f}, sync {log.timing['timing_s/sync']:.1f}")
+    log.bar.set_postfix(reward=f"{metrics['reward']:.3f}")
+    log.bar.update()
 
 # ---------------------------------------------------------------- teardown
-bar.close()
+log.bar.close()
 sampler.close()
 if dist.is_initialized():  # closing vLLM has ended the process group already
     dist.destroy_process_group()

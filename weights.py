@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers.core_model_loading import revert_weight_conversion
 
+import ranks
+
 # ---------------------------------------------------------------- to the engine
 
 
@@ -122,8 +124,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, best):
 
 def first_problem(problem):
     # the first rank's that has any; so that all ranks go on alike
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem and f"{type(problem).__name__}: {problem}"[:500])
+    problems = ranks.gathered([problem and f"{type(problem).__name__}: {problem}"[:500]])
     return next(filter(None, problems), None)
 
 
@@ -220,13 +221,3 @@ def load_state(folder):
     """The `state` that save_checkpoint was given."""
     with open(os.path.join(folder, "trainer", "state.json")) as file:
         return json.load(file)
-
-
-def rewind_log(path, step):
-    """Drop the lines of a .jsonl log that speak of `step` or later: a resumed run writes them again."""
-    if os.path.exists(path):
-        with open(path) as file:
-            lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < step]
-        with open(path + ".part", "w") as file:
-            file.writelines(lines)
-        os.replace(path + ".part", path)

@@ -73,8 +73,8 @@ def test_grpo_has_one_gradient(reference_gradients, folder, reward_file, tmp_pat
 
 
 def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_path):
-    settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0, "updates_per_epoch": 1,
-                "critic_learning_rate": 1e-3, "kl_coef": 0.1}
+    settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0,
+                "updates_per_epoch": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
     found = []
     for count, token_budget in ((1, 8192), (4, 100)):
         out_dir = tmp_path / str(count)
@@ -139,8 +139,8 @@ def test_ranks_that_do_not_make_whole_engines(folder):
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_a_bfloat16_engine_under_float32_masters(folder, reward_file, tmp_path, engine):
     pytest.importorskip("vllm") if engine == "vllm" else None
-    metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine, dtype="bfloat16",
-                       max_steps=3)
+    metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine,
+                       dtype="bfloat16", max_steps=3)
     assert 1e-6 < metrics[2]["sampling/sampling_logp_difference/mean"] < 0.05
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
@@ -174,7 +174,8 @@ def test_mixture_of_experts_are_refused_by_the_logprob_check_where_vllm_gets_the
     pytest.importorskip("vllm")
     if torch.cuda.is_available():
         pytest.skip("vLLM's CPU build is the one that gets them wrong")
-    _, output = train("train_grpo.py", experts, tmp_path / "run", reward_file, code=1, engine="vllm", max_steps=3)
+    _, output = train("train_grpo.py", experts, tmp_path / "run", reward_file, code=1, engine="vllm",
+                      max_steps=3)
     assert "engine and trainer logprobs differ by" in output and "mixture-of-experts" in output
 
 
@@ -202,8 +203,8 @@ def raises(prompts, completions, **_):
 def test_a_lost_rank_ends_the_run(folder, tmp_path, how, shown):
     (tmp_path / "deaths.py").write_text(DEATHS)
     started = time.monotonic()
-    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}", 2, code=1,
-                      max_steps=1000)
+    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}", 2,
+                      code=1, max_steps=1000)
     assert shown in output and time.monotonic() - started < 90
 
 

@@ -177,7 +177,8 @@ def test_compare_logprobs(mesh, folder):
         "sampling/importance_sampling_ratio/max": math.exp(0.1)}.items()}
     for bad in ([-1.0, -1.3], [-1.0, math.nan]):
         with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
-            rollout.compare_logprobs(rollouts, {0: torch.tensor(bad), 1: torch.tensor([-0.5])}, 0.2, tokenizer)
+            logps = {0: torch.tensor(bad), 1: torch.tensor([-0.5])}
+            rollout.compare_logprobs(rollouts, logps, 0.2, tokenizer)
         worst = str(error.value).splitlines()[1]
         before, token = tokenizer.decode(66), tokenizer.decode(67)
         assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"

@@ -20,11 +20,12 @@ from test_train_grpo import ROOT, launch, refused, without_times
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 12, "save_interval": 1, "warmup_steps": 0,
          "learning_rate": 1e-3, "eval_interval": 3, "engine": "hf", "keep_checkpoints": 2}
+PPO = {"critic_warmup_steps": 1, "kl_coef": 0.05, "kl_target": 0.1}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 def command(script, folder, out_dir, reward_file, launcher=(sys.executable,), **settings):
-    values = SMALL | ({"critic_warmup_steps": 1, "kl_coef": 0.05, "kl_target": 0.1} if "ppo" in script else {})
+    values = SMALL | (PPO if "ppo" in script else {})
     return [*launcher, script, f"--model={folder}", f"--out_dir={out_dir}", reward_file,
             *(f"--{key}={value}" for key, value in (values | settings).items())]
 
@@ -32,6 +33,11 @@ def command(script, folder, out_dir, reward_file, launcher=(sys.executable,), **
 def lines(out_dir, name="metrics.jsonl"):
     with open(os.path.join(out_dir, name)) as file:
         return [json.loads(line) for line in file]
+
+
+def count_lines(out_dir):
+    path = os.path.join(out_dir, "metrics.jsonl")
+    return len(open(path).readlines()) if os.path.exists(path) else 0
 
 
 def start(arguments, log):
@@ -50,19 +56,20 @@ def wait_for(condition, process, seconds=120):
 
 @pytest.mark.parametrize("script, engine, launcher", [
     ("train_grpo.py", "vllm", (sys.executable,)), ("train_ppo.py", "hf", (*TORCHRUN, "--nproc_per_node=2"))])
-def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, request, script, engine, launcher):
+def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, request, script, engine,
+                                              launcher):
     """Half of the kills fall into a save; in the end every figure is that of a run that was never killed."""
     pytest.importorskip("vllm") if engine == "vllm" else None
     kills, rng = request.config.getoption("--kills"), random.Random(0)
     steps = {"max_steps": max(12, 3 * kills), "engine": engine, "launcher": launcher}
-    launch(*command(script, folder, tmp_path / "whole", reward_file, **steps)[len(launcher):], launcher=launcher)
+    whole = command(script, folder, tmp_path / "whole", reward_file, **steps)
+    launch(*whole[len(launcher):], launcher=launcher)
     out_dir, log, killed, in_a_save = tmp_path / "run", tmp_path / "log", 0, 0
     again = command(script, folder, out_dir, reward_file, resume="auto", **steps)
     while killed < kills:
         process = start(again, log)
-        seen = len(lines(out_dir)) if (out_dir / "metrics.jsonl").exists() else 0
-        wait_for(lambda: (out_dir / "metrics.jsonl").exists() and len(open(out_dir / "metrics.jsonl").readlines())
-                 > seen, process)                               # it has begun to write
+        before = count_lines(out_dir)
+        wait_for(lambda: count_lines(out_dir) > before, process)        # it has made a step of its own
         if killed % 2:
             wait_for((out_dir / "checkpoint.part").exists, process)
             time.sleep(rng.random() * 0.03)
@@ -123,7 +130,8 @@ def flip_a_bit(path):
 @pytest.mark.parametrize("name, harm, problem", [
     ("model.safetensors", cut_short, "model.safetensors is not what was written"),
     ("model.safetensors", flip_a_bit, "model.safetensors is not what was written"),
-    ("trainer/__0_0.distcp", os.remove, "No such file"), ("trainer/state.json", cut_short, "JSONDecodeError")])
+    ("trainer/__0_0.distcp", os.remove, "No such file"),
+    ("trainer/state.json", cut_short, "JSONDecodeError")])
 def test_damage_is_found(whole, tmp_path, name, harm, problem):
     copy = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "checkpoint-12")
     assert weights.damage(copy) is None
@@ -148,7 +156,8 @@ def test_refused_where_it_is_damaged(whole, folder, reward_file, tmp_path, harme
     for checkpoint in weights.checkpoints(run):
         if harmed == "all" or checkpoint.endswith("checkpoint-12"):
             cut_short(f"{checkpoint}/model.safetensors")
-    refused([f"--model={folder}", reward_file, *(a.replace("RUN", str(run)) for a in arguments)], message, tmp_path)
+    arguments = [argument.replace("RUN", str(run)) for argument in arguments]
+    refused([f"--model={folder}", reward_file, *arguments], message, tmp_path)
 
 
 def test_other_ranks_go_on_and_say_so(whole, folder, reward_file, tmp_path):
@@ -165,7 +174,7 @@ def test_other_ranks_go_on_and_say_so(whole, folder, reward_file, tmp_path):
 
 
 def test_the_best_checkpoint_stays(whole):
-    scores = {line["step"]: line["eval/mean@1"] for line in lines(whole) if "eval/mean@1" in line and line["step"]}
+    scores = {line["step"]: line["eval/mean@1"] for line in lines(whole)[1:] if "eval/mean@1" in line}
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = [os.path.basename(path) for path in weights.checkpoints(whole)]
     assert kept == [f"checkpoint-{step}" for step in sorted({best, 11, 12})]
@@ -204,6 +213,7 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
                     **settings)[1:])
     skipped = [line["actor/skipped_updates"] for line in lines(tmp_path / "run")[:-1]]
     assert sum(skipped) == 2 and len(skipped) == 12
-    output = launch(*command("train_grpo.py", folder, tmp_path / "always", f"--reward={tmp_path}/rewards.py:always",
-                             max_skipped_updates=3, **settings)[1:], code=1)
+    always = command("train_grpo.py", folder, tmp_path / "always", f"--reward={tmp_path}/rewards.py:always",
+                     max_skipped_updates=3, **settings)
+    output = launch(*always[1:], code=1)
     assert "3 updates in a row were skipped" in output and len(lines(tmp_path / "always")) == 2

@@ -1,0 +1,62 @@
+"""The processes of a run: one a device, all running the same script, and what they tell each other.
+
+Everything here is a collective: every rank has to call it, in the same order.
+"""
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def set_up():
+    """Join the process group that torchrun's environment describes, or be alone without torchrun.
+
+    Returns rank, world_size, device, and the mesh over all ranks that FSDP2 shards over.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    world_size = dist.get_world_size()
+    return dist.get_rank(), world_size, device, dist.init_device_mesh(device.type, (world_size,))
+
+
+def total(values):
+    """A list of numbers, each summed over all ranks, in float64."""
+    return reduced(values, dist.ReduceOp.SUM)
+
+
+def largest(values):
+    """A list of numbers, each the largest of all ranks."""
+    return reduced(values, dist.ReduceOp.MAX)
+
+
+def reduced(values, op):
+    tensor = torch.as_tensor(values, dtype=torch.float64)
+    if torch.cuda.is_available():
+        tensor = tensor.cuda()
+    dist.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+def mean(values):
+    """Mean over all ranks of the values that are not NaN, in float64; 0 if all are."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    summed, count = total([values.nansum(), (~values.isnan()).sum()])
+    return summed / max(count, 1)
+
+
+def gathered(items):
+    """The lists of all ranks as one, in the order of the ranks."""
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, items)
+    return sum(lists, [])
+
+
+def from_master(value):
+    """Rank 0's value, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]

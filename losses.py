@@ -1,11 +1,11 @@
-"""The math of the training scripts: advantages, policy losses, KL estimators, aggregation.
+"""The math of the training scripts: advantages, GAE, policy and value losses, KL estimators, aggregation.
 
 Pure functions: tensors in, tensors out; nothing in place, no globals, no model, no process group.
 
-One convention. A per-token tensor (`logp`, `old_logp`, `ref_logp`, `rollout_logp`, `entropy`, `adv`) holds
-completion tokens only, flat, one sequence after another: `[C]`. Prompts and padding are never in it, so no
-mask can be wrong. Entry c is about the completion token c, read from the hidden state one token before it.
-`logp` carries gradient, all others are constants. B prompts, G completions a prompt, N = B * G sequences.
+One convention. A per-token tensor holds completion tokens only, flat, one sequence after another: `[C]`.
+Prompts and padding are never in it, so no mask can be wrong. Entry c is about the completion token c, read
+from the hidden state one token before it. N sequences, G completions for each of P prompts. Gradient flows
+through `logp`, `entropy` and `value` alone.
 """
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def group_advantages(rewards, num_generations, kind):
 
     rewards [N], the G completions of a prompt adjacent; NaN marks a completion without a reward: it takes no
     part in its group's statistics and its advantage is 0. Returns advantages [N] and unbiased standard
-    deviations [B]. A group whose rewards are all equal has exactly 0 of both: it teaches nothing.
+    deviations [P]. A group whose rewards are all equal has exactly 0 of both: it teaches nothing.
     kind  grpo     (r - mean) / (std + 1e-4)            Shao et al. 2024, 4.1.2; the epsilon is TRL's
           dr_grpo  r - mean                             Liu et al. 2025: dividing by std favours groups that
                                                         are nearly all right or all wrong
@@ -25,13 +25,13 @@ def group_advantages(rewards, num_generations, kind):
     Example: rewards [1, 0, 0, 0], G = 4 -> std 0.5; grpo [1.5, -0.5, -0.5, -0.5], dr_grpo [.75, -.25, -.25,
     -.25], rloo [1, -1/3, -1/3, -1/3].
     """
-    groups = rewards.double().view(-1, num_generations)           # [B, G], float64: equal rewards centre to 0
-    scored = ~groups.isnan()                                      # [B, G]
-    count = scored.sum(1, keepdim=True).clamp(min=1)              # [B, 1]
-    mean = groups.nansum(1, keepdim=True) / count                 # [B, 1]
-    centred = torch.where(scored, groups - mean, 0.0)             # [B, G]
-    others = (count - 1).clamp(min=1)                             # [B, 1]
-    std = (centred.square().sum(1, keepdim=True) / others).sqrt() # [B, 1]
+    groups = rewards.double().view(-1, num_generations)           # [P, G], float64: equal rewards centre to 0
+    scored = ~groups.isnan()                                      # [P, G]
+    count = scored.sum(1, keepdim=True).clamp(min=1)              # [P, 1]
+    mean = groups.nansum(1, keepdim=True) / count                 # [P, 1]
+    centred = torch.where(scored, groups - mean, 0.0)             # [P, G]
+    others = (count - 1).clamp(min=1)                             # [P, 1]
+    std = (centred.square().sum(1, keepdim=True) / others).sqrt() # [P, 1]
     if kind == "grpo":
         adv = centred / (std + 1e-4)
     elif kind == "dr_grpo":
@@ -40,7 +40,7 @@ def group_advantages(rewards, num_generations, kind):
         adv = centred * count / others
     else:
         raise ValueError(f"advantage={kind!r}: choose grpo, dr_grpo or rloo")
-    return adv.flatten().to(rewards.dtype), std.flatten()         # [N], [B]
+    return adv.flatten().to(rewards.dtype), std.flatten()         # [N], [P]
 
 
 def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length):
@@ -122,9 +122,8 @@ def token_rewards(scores, kl, kl_coef, lengths):
     Example: scores [1, 2], kl [.1, .2, .3], kl_coef 1, lengths [2, 1] -> [-.1, .8, 1.7].
     """
     rewards = -kl_coef * kl
-    ends = torch.tensor(lengths, device=kl.device).cumsum(0) - 1
-    has_tokens = torch.tensor(lengths, device=kl.device) > 0
-    rewards[ends[has_tokens]] += scores[has_tokens]
+    lens = torch.tensor(lengths, dtype=torch.long, device=kl.device)
+    rewards[lens.cumsum(0)[lens > 0] - 1] += scores[lens > 0]
     return rewards
 
 
@@ -137,6 +136,8 @@ def gae(rewards, values, lengths, gamma, lam):
     value is 0, also where the completion was cut off: its score was given as if it had ended there.
     Example: one sequence, rewards [0, 0, 1], values 0, gamma 1, lam 0.5 -> advantages [0.25, 0.5, 1].
     """
+    if len(rewards) == 0:                                         # a rank without sequences
+        return rewards, values
     r, v = (pad_sequence(x.split(lengths), batch_first=True) for x in (rewards, values))  # [n, L]
     delta = r + gamma * F.pad(v[:, 1:], (0, 1)) - v
     adv, later = torch.empty_like(delta), torch.zeros_like(delta[:, 0])

@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face model under FSDP2 that reads packed sequences and returns logprobs, no logits.
+"""Policy and critic: Hugging Face models under FSDP2 that read packed sequences; logprobs without logits.
 
 Packing. A micro-batch is one row of T tokens holding several sequences (prompt + completion each)
 without padding; `position_ids` restart at each sequence and attention stays inside it. Per-token
@@ -44,8 +44,8 @@ class MicroBatch:
         return values[self.sequences].repeat_interleave(self.lengths)
 
     def split(self, flat):
-        """Per-token values of this micro-batch [C] -> (sequence, its [len] values), one after another."""
-        return zip(self.sequences, flat.split(self.lengths.tolist()))
+        """Per-token values of this micro-batch [C] -> {sequence: its [len] values}."""
+        return dict(zip(self.sequences, flat.split(self.lengths.tolist())))
 
 
 def deal(rollouts, chosen, num_ranks):
@@ -261,7 +261,12 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False):
         if getattr(config, key, None) not in (None, 1.0):
             raise ValueError(f"model={path}: {key}={getattr(config, key)} changes the logits after the head; "
                              "only plain linear heads are supported")
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="packed")
+    hf, loading = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
+    if loading["missing_keys"]:
+        raise ValueError(f"model={path}: no {', '.join(sorted(loading['missing_keys']))} in its weights")
+    if hf.generation_config:
+        hf.generation_config.do_sample = True   # it may name a temperature, and could not be saved without
     return shard(Policy(hf), mesh, dtype, gradient_checkpointing)
 
 
@@ -286,7 +291,7 @@ def shard(module, mesh, dtype, gradient_checkpointing):
     hf = module.hf.to(mesh.device_type)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    hf.train()  # gradient checkpointing needs it; dropout is off in every model that RL is done on, checked:
+    hf.train()  # gradient checkpointing needs it; dropout would make trainer and engine differ:
     if dropout := [name for name, part in hf.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]:
         raise ValueError(f"model={hf.name_or_path}: {dropout[0]} has dropout; the engine samples without it. "
                          "Set it to 0 in the config")

@@ -23,13 +23,14 @@ class RewardModel:
         config, self.tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
         if config.num_labels != 1:
             raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
-        embedded = config.get_text_config().vocab_size
+        text_config = config.get_text_config()  # the one that the model's own forward reads
+        embedded = text_config.vocab_size
         if len(self.tokenizer) > embedded:
             raise ValueError(f"reward_model={path}: its tokenizer has {len(self.tokenizer)} tokens, but its "
                              f"embedding only {embedded}: not the tokenizer that it was trained with")
-        if config.pad_token_id is None:         # the model reads its score at the last token that is not this
-            config.pad_token_id = self.tokenizer.pad_token_id
-        if config.pad_token_id is None:
+        if getattr(text_config, "pad_token_id", None) is None:      # a score is read at the last other token
+            text_config.pad_token_id = self.tokenizer.pad_token_id
+        if text_config.pad_token_id is None:
             raise ValueError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
         self.model, loading = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True)
@@ -38,16 +39,22 @@ class RewardModel:
                              "weights: not a trained reward model")
         self.model.eval()
         self.path, self.device, self.token_budget = path, device, token_budget
+        self.pad_id = text_config.pad_token_id
+        self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
 
     @torch.no_grad()
     def score(self, rows, texts):
         """The score of each completion text as the answer to its row's prompt.
 
         A string prompt is continued by the text as it is. Raises ValueError for messages if the tokenizer has
-        no chat template, and for a score that is not finite, with its completion.
+        no chat template, for a conversation that is too long for the model, and for a score that is not
+        finite, with its completion.
         """
         ids = [self._encode(row["prompt"], text) for row, text in zip(rows, texts)]
         longest_first = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
+        if len(ids[longest_first[0]]) > self.max_length:
+            raise ValueError(f"reward_model={self.path} reads {self.max_length} tokens; a conversation has "
+                             f"{len(ids[longest_first[0]])}")
         scores = [0.0] * len(ids)
         self.model.to(self.device)
         while longest_first:
@@ -55,7 +62,7 @@ class RewardModel:
             count = max(1, self.token_budget // width)
             batch, longest_first = longest_first[:count], longest_first[count:]
             padding = [width - len(ids[i]) for i in batch]
-            padded = [ids[i] + n * [self.model.config.pad_token_id] for i, n in zip(batch, padding)]
+            padded = [ids[i] + n * [self.pad_id] for i, n in zip(batch, padding)]
             mask = [(width - n) * [1] + n * [0] for n in padding]                       # [count, width]
             logits = self.model(input_ids=torch.tensor(padded, device=self.device),
                                 attention_mask=torch.tensor(mask, device=self.device)).logits

@@ -1,5 +1,6 @@
 """What a run leaves in its folder, beside checkpoints: metrics, sample completions, settings, the script."""
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ class RunLog:
     """
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
-        self.master, self.out_dir, self.timing = dist.get_rank() == 0, out_dir, defaultdict(float)
+        self.master, self.out_dir = dist.get_rank() == 0, out_dir
+        self.timing, self.waiting = defaultdict(float), defaultdict(list)
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         if self.master:
             os.makedirs(out_dir, exist_ok=True)
@@ -45,9 +47,19 @@ class RunLog:
         """Write a step's metrics, a dict of numbers with its "step"."""
         if self.master:
             self._append("metrics.jsonl", [values])
-            for name, value in values.items():
-                self.board.add_scalar(name, value, values["step"])
-            self.board.flush()
+            with contextlib.suppress(OSError):                  # the file above says what went wrong
+                for name, value in values.items():
+                    self.board.add_scalar(name, value, values["step"])
+                self.board.flush()
+
+    def column(self, name):
+        """{step: value} of a metric in all lines so far; empty on other ranks than 0."""
+        path = os.path.join(self.out_dir, "metrics.jsonl")
+        if not self.master or not os.path.exists(path):
+            return {}
+        with open(path) as file:
+            lines = map(json.loads, file)
+            return {line["step"]: line[name] for line in lines if name in line}
 
     def samples(self, rows):
         """Write sample completions, dicts with their "step"."""
@@ -55,8 +67,20 @@ class RunLog:
             self._append("samples.jsonl", rows)
 
     def _append(self, name, rows):
-        with open(os.path.join(self.out_dir, name), "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        # Lines that a full disk does not take wait for the next try: none is lost, none is cut in two.
+        self.waiting[name] += [json.dumps(row) + "\n" for row in rows]
+        descriptor = os.open(os.path.join(self.out_dir, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        size = os.fstat(descriptor).st_size
+        try:
+            lines = "".join(self.waiting[name]).encode()
+            if os.write(descriptor, lines) < len(lines):
+                raise OSError(errno.ENOSPC, "no space for all of it")
+            os.fsync(descriptor)                                # before a checkpoint that counts on them
+            self.waiting[name].clear()
+        except OSError as error:
+            os.ftruncate(descriptor, size)
+            self.say(f"{name} could not be written, its lines wait: {error}")
+        os.close(descriptor)
 
 
 def rewind(path, step):

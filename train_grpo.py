@@ -46,11 +46,11 @@ from runlog import RunLog
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
 difficulty = 1                  # of generated tasks (algebra, countdown): 1 suits the tiny model, 3 a 1 B one
-train_prompts = 4096            # rows: generated tasks make so many, others take the first so many (0: all)
+train_prompts = 4096            # rows to generate (algebra, countdown), else the first so many; 0: all
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # JSONL or parquet, for task=file
 reward = ""                     # file.py:function; empty: the task's own verifier; none: a reward model alone
-reward_timeout = 10.0           # seconds a batch, else a completion, which scores 0 beyond them; 0: no limit
+reward_timeout = 10.0           # seconds a batch; over it one by one, each over it scores 0. 0: no limit
 reward_weight = 1.0             # of that reward beside the reward model's; 0: it is only logged
 reward_model = ""               # a folder or hub id: a sequence-classification model with one label
 reward_model_weight = 1.0       # of its score
@@ -75,7 +75,7 @@ epsilon = 0.2                   # clip: ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high; DAPO: 0.28
 updates_per_step = 1            # optimizer steps a rollout batch is split into; above 1 the ratio leaves 1
 kl_coef = 0.0                   # weight of the KL to the initial model in the loss; 0: no reference model
-kl_estimator = "k3"             # k1, k2, k3; see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3; see losses.kl_penalty
 # optimizer
 max_steps = 60                  # rollout batches
 learning_rate = 1e-4            # peak; a 1 B model wants about 1e-6
@@ -98,7 +98,7 @@ eval_interval = 10              # steps; the first and the last model are always
 eval_prompts = 128              # held-out prompts, over all ranks; 0: all of gsm8k or the file
 eval_samples = 4                # k in mean@k, pass@k, maj@k
 save_interval = 20              # steps; the last model is always saved
-keep_checkpoints = 2            # newest ones; the best of those that were evaluated stays, too
+keep_checkpoints = 2            # newest ones, and the best of those saved at an evaluation
 sample_interval = 20            # steps between tables of sample completions
 out_dir = ""                    # empty: a new folder under out/
 resume = ""                     # auto: the newest checkpoint in out_dir, if any; or a checkpoint folder
@@ -132,6 +132,7 @@ check(N % updates_per_step == 0,
 check(max_prompt_length + max_completion_length <= token_budget,
       f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
 check(reward != "none" or reward_model, "reward=none needs a reward_model")
+check(reward_model or reward_weight == reward_model_weight == 1, "reward weights need a reward_model")
 check(top_p == 1.0 and top_k == 0,
       f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
       "that the trainer computes; keep top_p=1.0 and top_k=0")
@@ -152,10 +153,10 @@ with input_errors():
     out_dir, start_from = ranks.from_master(located)
 check(not start_from or not os.path.isdir(f"{start_from}/critic"), f"{start_from} has a critic: a run of PPO")
 state = weights.load_state(start_from) if start_from else {
-    "step": 0, "num_tokens": 0, "best_step": 0, "best_score": None, "settings": settings,
-    "skipped_updates": 0}
+    "step": 0, "num_tokens": 0, "skipped_updates": 0, "settings": settings}
 for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "reward_model",
-            "chat", "system_prompt", "prompts_per_step", "num_generations", "seed"):    # the rest may change
+            "max_prompt_length", "chat", "system_prompt", "prompts_per_step", "num_generations",
+            "seed"):                                            # the rest may change
     check(settings[key] == state["settings"][key],
           f"{key}={settings[key]}, but {start_from} comes from a run with {key}={state['settings'][key]}")
 first_step = state["step"]
@@ -170,7 +171,7 @@ with input_errors():
         rewards.try_reward(reward_function, train_rows, reward_timeout)
     if reward_model:
         scorer = RewardModel(reward_model, device, compute_dtype, token_budget)
-        scorer.score(train_rows[:1], ["Answer: 0"])             # a model that cannot score shows at once
+        scorer.score(2 * train_rows[:1], ["Answer: 0", "0"])    # a model that cannot score shows at once
     if model == "tiny":
         model = tiny.FOLDER
         if rank == 0:
@@ -179,10 +180,9 @@ with input_errors():
     check_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     eos_ids = rollout.end_tokens(model, tokenizer)
-    encode = lambda rows: [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
-                           for row in rows]
-    fits = lambda prompts: [(row, ids) for row, ids in prompts if len(ids) <= max_prompt_length]
-    train_set, eval_set = fits(encode(train_rows)), fits(encode(eval_rows))
+    encode = lambda row: data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)
+    fitting = lambda rows: [(row, ids) for row in rows if len(ids := encode(row)) <= max_prompt_length]
+    train_set, eval_set = fitting(train_rows), fitting(eval_rows)
 check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
       f"max_prompt_length={max_prompt_length}: only {len(train_set)} training and {len(eval_set)} evaluation "
       f"prompts fit it; a step needs {prompts_per_step}")
@@ -211,6 +211,8 @@ if start_from:
     for group in optimizer.param_groups:                        # the settings rule, not the checkpoint
         group |= {"betas": (beta1, beta2), "weight_decay": weight_decay}
 log = RunLog(out_dir, __file__, settings, first_step, max_steps)
+dist.barrier()
+check(os.path.isdir(out_dir), f"out_dir={out_dir} is not on a file system that all ranks see")
 
 
 def generate(prompts, n, names):
@@ -222,12 +224,13 @@ def generate(prompts, n, names):
 
 
 @torch.no_grad()
-def completion_logps(network, rollouts, chosen):
-    """The network's logprobs of the completion tokens of the chosen rollouts: {s: [len]}."""
+def per_token(network, rollouts, chosen):
+    """The network's logprobs of the chosen rollouts' completion tokens: {s: [len]}."""
     results = {}
     for batch, live in micro_batches(rollouts, chosen, token_budget, device):
-        values = network(batch, temperature)[0]
-        results |= batch.split(values) if live else {}
+        logp, _ = network(batch, temperature)
+        if live:
+            results |= batch.split(logp)
     network.reshard()                                           # without a backward the root stays gathered
     return results
 
@@ -245,16 +248,23 @@ def score_completions(row_of, texts):
     return totals, parts | {"reward_model": judged}, timeouts
 
 
+def part_means(prefix, parts):
+    """{prefix/name/mean: over all ranks} of a reward's named parts; some may be missing on a rank."""
+    names = dict.fromkeys(ranks.gathered(list(parts)))
+    return {f"{prefix}/{name}/mean": ranks.mean(parts.get(name, [math.nan])) for name in names}
+
+
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     places = range(rank, len(eval_set), world_size)
     rollouts, row_of, texts = generate([eval_set[i] for i in places], eval_samples,
                                        [f"eval {i}" for i in places])
     some = rollouts[:32]                                        # shows that the engine has the weights
-    rollout.compare_logprobs(some, completion_logps(policy, some, range(len(some))), gap_bound, tokenizer)
-    scores, _, _ = score_completions(row_of, texts)
+    rollout.compare_logprobs(some, per_token(policy, some, range(len(some))), gap_bound, tokenizer)
+    scores, parts, _ = score_completions(row_of, texts)
     sources, answers = [row.get("source") for row in row_of], map(rewards.extract_answer, texts)
-    return rewards.evaluation(ranks.gathered(list(zip(sources, scores, answers))), eval_samples)
+    results = rewards.evaluation(ranks.gathered(list(zip(sources, scores, answers))), eval_samples)
+    return results | part_means("eval/rewards", parts)
 
 
 # ---------------------------------------------------------------- the loop
@@ -275,6 +285,7 @@ if start_from:
     log.say(f"goes on from {start_from}" + ("" if state["world_size"] == world_size else (
         f", which {state['world_size']} ranks wrote: sums round otherwise on {world_size}, so the steps are "
         "not bit for bit those of an unbroken run")))
+state |= {"settings": settings, "world_size": world_size}
 for step in range(first_step, max_steps + 1):
     step_started = time.perf_counter()
     log.timing.clear()
@@ -288,18 +299,13 @@ for step in range(first_step, max_steps + 1):
         log.say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
                                                   if name.count("/") == 1))
     if step > first_step and (step % save_interval == 0 or step == max_steps or stopping):
-        eval_score = metrics.get(f"eval/mean@{eval_samples}")
-        is_best = eval_score is not None and (state["best_score"] is None or eval_score > state["best_score"])
-        saved_state = state | ({"best_score": eval_score, "best_step": step} if is_best else {})
         with log.timed("save"):
-            problem = weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"),
-                                              {"": (policy, optimizer)}, tokenizer, saved_state,
-                                              keep_checkpoints, saved_state["best_step"])
+            problem = weights.save_checkpoint(
+                os.path.join(out_dir, f"checkpoint-{step}"), {"": (policy, optimizer)}, tokenizer, state,
+                keep_checkpoints, log.column(f"eval/mean@{eval_samples}"))
         if problem:
             log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
             check(step < max_steps and not stopping, "the last model could not be saved")
-        else:
-            state = saved_state
     if stopping:
         log.say(f"stopped by a signal after {step} steps; --out_dir={out_dir} --resume=auto goes on")
         break
@@ -319,7 +325,7 @@ for step in range(first_step, max_steps + 1):
         own_scores, parts, timeouts = score_completions(row_of, texts)
 
     # ------------------------------------------------------------ 3 advantage
-    rollouts = ranks.gathered(own_rollouts)                     # from here on those of all ranks, N
+    rollouts = ranks.gathered(own_rollouts)                     # N, from here on those of all ranks
     score = torch.tensor(ranks.gathered(own_scores), device=device)                     # [N], NaN: not scored
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
     adv, stds = losses.group_advantages(score, G, advantage)                            # [N], [N / G]
@@ -328,23 +334,24 @@ for step in range(first_step, max_steps + 1):
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]     # each one's sequences
     shares = [deal(rollouts, chosen, world_size)[rank] for chosen in updates]   # and this rank's of them
-    old_logps, mine = {}, sum(shares, [])                       # {s: [len]}; a single update fills them in
+    dealt = sum(shares, [])
+    old_logps = {}                                              # {s: [len]}; a single update fills it in
     if updates_per_step > 1:
         with log.timed("old_log_prob"):
-            old_logps = completion_logps(policy, rollouts, mine)
+            old_logps = per_token(policy, rollouts, dealt)
     if reference:
         with log.timed("ref"):
-            ref_logps = completion_logps(reference, rollouts, mine)
+            ref_logps = per_token(reference, rollouts, dealt)
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step)
-        sums, grad_norms, skipped = torch.zeros(5, device=device), [], 0
-        for chosen, share in zip(updates, shares):
+        sums, grad_norms = torch.zeros(5, device=device), []
+        for update, share in zip(updates, shares):
             # Count over the global batch, before it is split: the gradient is then the same for any number
             # of ranks, any micro-batch size and any packing.
-            weight = losses.sequence_weights(lengths, loss_aggregation, lengths[chosen].sum(), len(chosen),
+            weight = losses.sequence_weights(lengths, loss_aggregation, lengths[update].sum(), len(update),
                                              max_completion_length)                     # [N]
             for batch, live in micro_batches(rollouts, share, token_budget, device):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
@@ -361,38 +368,34 @@ for step in range(first_step, max_steps + 1):
                 loss = (batch.spread(weight) * (token_loss + kl_coef * kl)).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
                 sums += torch.stack([loss.detach(), *(x.sum().detach() for x in (entropy, kl, low, high))])
-            if chosen is updates[0]:                            # the policy is still the one that sampled
+            if update is updates[0]:                            # the policy is still the one that sampled
                 metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if norm.isfinite():
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
+            grad_norms.append(norm.full_tensor().item())
+            finite = math.isfinite(grad_norms[-1])
+            if finite:
                 optimizer.step()
-                grad_norms.append(norm.item())
-                state["skipped_updates"] = 0                    # in a row
-            else:
-                skipped += 1
-                state["skipped_updates"] += 1
-                if state["skipped_updates"] >= max_skipped_updates:
-                    raise RuntimeError(f"step {step}: {max_skipped_updates} updates in a row were skipped, "
-                                       "for a gradient that is not finite (max_skipped_updates)")
             optimizer.zero_grad()
+            state["skipped_updates"] = 0 if finite else state["skipped_updates"] + 1        # in a row
+            if state["skipped_updates"] >= max_skipped_updates:
+                raise RuntimeError(f"step {step}: {max_skipped_updates} updates in a row were skipped, for a "
+                                   "gradient that is not finite (max_skipped_updates)")
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"), weights.deadline(sync_timeout, f"the weight sync of step {step}"):
         sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    part_names = dict.fromkeys(ranks.gathered(list(parts)))     # a part may be missing on some ranks
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
     trained_tokens = lengths.sum().item()
+    finite_norms = [norm for norm in grad_norms if math.isfinite(norm)]
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high = ranks.total(sums)
-    state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens, "settings": settings,
-              "world_size": world_size}
+    state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}
     log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
         "reward": ranks.mean(score),
         "reward_std": ranks.mean(stds), "frac_reward_zero_std": ranks.mean(stds == 0),
-        **{f"rewards/{name}/mean": ranks.mean(parts.get(name, [math.nan])) for name in part_names},
-        "rewards/timeouts": ranks.total([timeouts])[0],
+        **part_means("rewards", parts), "rewards/timeouts": ranks.total([timeouts])[0],
         "completions/mean_length": ranks.mean(lengths), "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in rollouts]),
@@ -400,8 +403,8 @@ for step in range(first_step, max_steps + 1):
         "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
         "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
         "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
-        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1), "actor/skipped_updates": skipped,
-        "learning_rate": learning_rate_at(step),
+        "grad_norm": sum(finite_norms) / max(len(finite_norms), 1),
+        "actor/skipped_updates": len(grad_norms) - len(finite_norms), "learning_rate": learning_rate_at(step),
         "num_tokens": state["num_tokens"], "perf/throughput": tokens / log.timing["timing_s/step"],
         "perf/max_memory_allocated_gb": (
             torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
@@ -413,7 +416,7 @@ for step in range(first_step, max_steps + 1):
     log.samples(samples)
     if step % sample_interval == 0:
         log.say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
-                              f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
+                          f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
     log.say(f"step {step:4d} | reward {metrics['reward']:.3f} | "
             f"length {metrics['completions/mean_length']:5.1f} | entropy {metrics['entropy']:.3f} | "
             f"grad norm {metrics['grad_norm']:.2f} | "

@@ -16,11 +16,10 @@ Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, and Ouyang et al. 2022):
    was cut off ends like any other: nothing is bootstrapped behind its last token.
 4. One or more epochs of minibatches a rollout, with clipped ratios and clipped values.
 
-RLHF with a reward model: --reward_model=folder --reward=none --kl_coef=0.05. It scores what is written; the
-verifier, where the task has one, may be added with a weight (--reward_weight), or only logged (weight 0).
+RLHF with a reward model: config/rlhf.py --reward_model=folder. The task's verifier, where it has one, may be
+added to its score with a weight (--reward_weight), or only logged (weight 0).
 """
 import datetime
-import itertools
 import math
 import os
 import random
@@ -49,11 +48,11 @@ from runlog import RunLog
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
 difficulty = 1                  # of generated tasks (algebra, countdown): 1 suits the tiny model, 3 a 1 B one
-train_prompts = 4096            # rows: generated tasks make so many, others take the first so many (0: all)
+train_prompts = 4096            # rows to generate (algebra, countdown), else the first so many; 0: all
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # JSONL or parquet, for task=file
 reward = ""                     # file.py:function; empty: the task's own verifier; none: a reward model alone
-reward_timeout = 10.0           # seconds a batch, else a completion, which scores 0 beyond them; 0: no limit
+reward_timeout = 10.0           # seconds a batch; over it one by one, each over it scores 0. 0: no limit
 reward_weight = 1.0             # of that reward beside the reward model's; 0: it is only logged
 reward_model = ""               # a folder or hub id: a sequence-classification model with one label
 reward_model_weight = 1.0       # of its score
@@ -86,7 +85,7 @@ entropy_coef = 0.0              # weight of the entropy bonus in the loss
 kl_coef = 0.0                   # KL to the initial model, taken off the reward; 0: no reference model
 kl_target = 0.0                 # nats a sequence: kl_coef adapts to keep to it; 0: kl_coef is fixed
 kl_horizon = 10000              # sequences: within so many kl_coef changes by at most 20%
-max_kl = 0.0                    # nats a token from the old policy that end its updates of a step; 0: never
+max_kl = 0.0                    # nats a token to the old policy, past which a step's updates end; 0: never
 # optimizer
 max_steps = 50                  # rollout batches
 learning_rate = 1e-4            # peak, of the policy; a 1 B model wants about 1e-6
@@ -110,7 +109,7 @@ eval_interval = 10              # steps; the first and the last model are always
 eval_prompts = 128              # held-out prompts, over all ranks; 0: all of gsm8k or the file
 eval_samples = 4                # k in mean@k, pass@k, maj@k
 save_interval = 20              # steps; the last model is always saved
-keep_checkpoints = 2            # newest ones; the best of those that were evaluated stays, too
+keep_checkpoints = 2            # newest ones, and the best of those saved at an evaluation
 sample_interval = 20            # steps between tables of sample completions
 out_dir = ""                    # empty: a new folder under out/
 resume = ""                     # auto: the newest checkpoint in out_dir, if any; or a checkpoint folder
@@ -150,6 +149,7 @@ check(N % updates_per_epoch == 0,
 check(max_prompt_length + max_completion_length <= token_budget,
       f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
 check(reward != "none" or reward_model, "reward=none needs a reward_model")
+check(reward_model or reward_weight == reward_model_weight == 1, "reward weights need a reward_model")
 check(top_p == 1.0 and top_k == 0,
       f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
       "that the trainer computes; keep top_p=1.0 and top_k=0")
@@ -167,12 +167,13 @@ with input_errors():
 check(not start_from or os.path.isdir(f"{start_from}/critic"),
       f"{start_from} has no critic: not a run of PPO")
 state = weights.load_state(start_from) if start_from else {
-    "step": 0, "num_tokens": 0, "best_step": 0, "best_score": None, "settings": settings,
-    "skipped_updates": {"actor": 0, "critic": 0}, "kl_coef": kl_coef}
-state["kl_coef"] = state["kl_coef"] if kl_target and kl_coef == state["settings"]["kl_coef"] else kl_coef
+    "step": 0, "num_tokens": 0, "skipped_updates": {"actor": 0, "critic": 0}, "kl_coef": kl_coef,
+    "settings": settings}
+if not kl_target or kl_coef != state["settings"]["kl_coef"]:    # a changed setting replaces the adapted one
+    state["kl_coef"] = kl_coef
 for key in ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "reward",
-            "reward_model", "chat", "system_prompt", "prompts_per_step", "num_generations",
-            "seed"):                                            # the rest may change
+            "reward_model", "max_prompt_length", "chat", "system_prompt", "prompts_per_step",
+            "num_generations", "seed"):                                            # the rest may change
     check(settings[key] == state["settings"][key],
           f"{key}={settings[key]}, but {start_from} comes from a run with {key}={state['settings'][key]}")
 first_step = state["step"]
@@ -187,7 +188,7 @@ with input_errors():
         rewards.try_reward(reward_function, train_rows, reward_timeout)
     if reward_model:
         scorer = RewardModel(reward_model, device, compute_dtype, token_budget)
-        scorer.score(train_rows[:1], ["Answer: 0"])             # a model that cannot score shows at once
+        scorer.score(2 * train_rows[:1], ["Answer: 0", "0"])    # a model that cannot score shows at once
     if model == "tiny":
         model = tiny.FOLDER
         if rank == 0:
@@ -201,10 +202,9 @@ with input_errors():
           "the critic has to read the policy's tokens")
     tokenizer = AutoTokenizer.from_pretrained(model)
     eos_ids = rollout.end_tokens(model, tokenizer)
-    encode = lambda rows: [(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
-                           for row in rows]
-    fits = lambda prompts: [(row, ids) for row, ids in prompts if len(ids) <= max_prompt_length]
-    train_set, eval_set = fits(encode(train_rows)), fits(encode(eval_rows))
+    encode = lambda row: data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)
+    fitting = lambda rows: [(row, ids) for row in rows if len(ids := encode(row)) <= max_prompt_length]
+    train_set, eval_set = fitting(train_rows), fitting(eval_rows)
 check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
       f"max_prompt_length={max_prompt_length}: only {len(train_set)} training and {len(eval_set)} evaluation "
       f"prompts fit it; a step needs {prompts_per_step}")
@@ -239,6 +239,8 @@ if start_from:
     for group in optimizer.param_groups + critic_optimizer.param_groups:    # the settings rule
         group |= {"betas": (beta1, beta2), "weight_decay": weight_decay}
 log = RunLog(out_dir, __file__, settings, first_step, max_steps)
+dist.barrier()
+check(os.path.isdir(out_dir), f"out_dir={out_dir} is not on a file system that all ranks see")
 
 
 def generate(prompts, n, names):
@@ -255,7 +257,8 @@ def per_token(network, rollouts, chosen):
     results = {}
     for batch, live in micro_batches(rollouts, chosen, token_budget, device):
         values = network(batch) if network is critic else network(batch, temperature)[0]
-        results |= batch.split(values) if live else {}
+        if live:
+            results |= batch.split(values)
     network.reshard()                                           # without a backward the root stays gathered
     return results
 
@@ -289,6 +292,12 @@ def score_completions(row_of, texts):
     return totals, parts | {"reward_model": judged}, timeouts
 
 
+def part_means(prefix, parts):
+    """{prefix/name/mean: over all ranks} of a reward's named parts; some may be missing on a rank."""
+    names = dict.fromkeys(ranks.gathered(list(parts)))
+    return {f"{prefix}/{name}/mean": ranks.mean(parts.get(name, [math.nan])) for name in names}
+
+
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     places = range(rank, len(eval_set), world_size)
@@ -296,9 +305,10 @@ def evaluate():
                                        [f"eval {i}" for i in places])
     some = rollouts[:32]                                        # shows that the engine has the weights
     rollout.compare_logprobs(some, per_token(policy, some, range(len(some))), gap_bound, tokenizer)
-    scores, _, _ = score_completions(row_of, texts)
+    scores, parts, _ = score_completions(row_of, texts)
     sources, answers = [row.get("source") for row in row_of], map(rewards.extract_answer, texts)
-    return rewards.evaluation(ranks.gathered(list(zip(sources, scores, answers))), eval_samples)
+    results = rewards.evaluation(ranks.gathered(list(zip(sources, scores, answers))), eval_samples)
+    return results | part_means("eval/rewards", parts)
 
 
 # ---------------------------------------------------------------- the loop
@@ -320,6 +330,7 @@ if start_from:
     log.say(f"goes on from {start_from}" + ("" if state["world_size"] == world_size else (
         f", which {state['world_size']} ranks wrote: sums round otherwise on {world_size}, so the steps are "
         "not bit for bit those of an unbroken run")))
+state |= {"settings": settings, "world_size": world_size}
 for step in range(first_step, max_steps + 1):
     step_started = time.perf_counter()
     log.timing.clear()
@@ -333,19 +344,14 @@ for step in range(first_step, max_steps + 1):
         log.say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
                                                   if name.count("/") == 1))
     if step > first_step and (step % save_interval == 0 or step == max_steps or stopping):
-        eval_score = metrics.get(f"eval/mean@{eval_samples}")
-        is_best = eval_score is not None and (state["best_score"] is None or eval_score > state["best_score"])
-        saved_state = state | ({"best_score": eval_score, "best_step": step} if is_best else {})
         with log.timed("save"):
             networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
-            problem = weights.save_checkpoint(os.path.join(out_dir, f"checkpoint-{step}"), networks,
-                                              tokenizer, saved_state, keep_checkpoints,
-                                              saved_state["best_step"])
+            problem = weights.save_checkpoint(
+                os.path.join(out_dir, f"checkpoint-{step}"), networks, tokenizer, state, keep_checkpoints,
+                log.column(f"eval/mean@{eval_samples}"))
         if problem:
             log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
             check(step < max_steps and not stopping, "the last model could not be saved")
-        else:
-            state = saved_state
     if stopping:
         log.say(f"stopped by a signal after {step} steps; --out_dir={out_dir} --resume=auto goes on")
         break
@@ -365,46 +371,46 @@ for step in range(first_step, max_steps + 1):
         own_scores, parts, timeouts = score_completions(row_of, texts)
 
     # ------------------------------------------------------------ 3 old logprobs, values, reference: once
-    rollouts = ranks.gathered(own_rollouts)                     # from here on those of all ranks, N
+    rollouts = ranks.gathered(own_rollouts)                     # N, from here on those of all ranks
     score = torch.tensor(ranks.gathered(own_scores), device=device)                     # [N], NaN: not scored
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]   # each one's sequences
     shares = [deal(rollouts, chosen, world_size)[rank] for chosen in updates]   # and this rank's of them
-    mine = sum(shares, [])
+    dealt = sum(shares, [])
     with log.timed("old_log_prob"):
-        old_logps = per_token(policy, rollouts, mine)           # {s: [len]}, as the next three
+        old_logps = per_token(policy, rollouts, dealt)           # {s: [len]}, as the next two
     metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
     with log.timed("values"):
-        old_values = per_token(critic, rollouts, mine)
+        old_values = per_token(critic, rollouts, dealt)
     with log.timed("ref"):
-        ref_logps = per_token(reference, rollouts, mine) if reference else old_logps
+        ref_logps = per_token(reference, rollouts, dealt) if reference else old_logps
 
-    # ------------------------------------------------------------ 4 rewards to advantages: PPO
+    # ------------------------------------------------------------ 4 rewards to advantages
     with log.timed("adv"):
-        flat = lambda tensors: torch.cat([tensors[s] for s in mine] or [torch.empty(0, device=device)])
-        old, ref, value, lens = flat(old_logps), flat(ref_logps), flat(old_values), lengths[mine].tolist()
+        flat = lambda tensors: torch.cat([tensors[s] for s in dealt] or [torch.empty(0, device=device)])
+        old, ref, value, lens = flat(old_logps), flat(ref_logps), flat(old_values), lengths[dealt].tolist()
         kl = losses.kl_penalty(old, ref, "k1")                                          # [C]
-        token_reward = losses.token_rewards(score[mine], kl, state["kl_coef"], lens)    # [C]
+        token_reward = losses.token_rewards(score[dealt], kl, state["kl_coef"], lens)    # [C]
         raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
         adv = losses.whiten(raw_adv, ranks.mean)                                              # [C]
-        # What was not scored is NaN in all three: it is in every count below, and teaches nothing.
-        advs, rets = (dict(zip(mine, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
+        # Unscored sequences are NaN in adv and ret; their weight below is 0, but every count includes them.
+        advs, rets = (dict(zip(dealt, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
 
     # ------------------------------------------------------------ 5 update
     train_policy = step >= critic_warmup_steps
     sums, grad_norms, critic_norms, stopped = torch.zeros(8, device=device), [], [], False
     lr = learning_rate_at(step, learning_rate, critic_warmup_steps) if train_policy else 0.0
     critic_lr = learning_rate_at(step, critic_learning_rate)
-    for epoch, (chosen, share) in itertools.product(range(num_epochs), zip(updates, shares)):
+    for update, share in num_epochs * list(zip(updates, shares)):
         # Count over the global batch, before it is split: the gradient is then the same for any number of
         # ranks, any micro-batch size and any packing.
-        batch_tokens = lengths[chosen].sum()
-        weight = ~score.isnan() * losses.sequence_weights(
-            lengths, loss_aggregation, batch_tokens, len(chosen), max_completion_length)                # [N]
+        update_tokens = lengths[update].sum()
+        weight = score.isfinite() * losses.sequence_weights(
+            lengths, loss_aggregation, update_tokens, len(update), max_completion_length)               # [N]
         turns = micro_batches(rollouts, share, token_budget, device)
 
-        with log.timed("update_critic"):                            # PPO
+        with log.timed("update_critic"):
             for batch, live in turns:
                 values = critic(batch)                                                  # [C]
                 if not live:
@@ -420,7 +426,7 @@ for step in range(first_step, max_steps + 1):
         with log.timed("update_actor"):
             if not train_policy or stopped:
                 continue
-            moved = torch.zeros(1, device=device)
+            update_kl = torch.zeros(1, device=device)
             for batch, live in turns:
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 if not live:
@@ -433,11 +439,11 @@ for step in range(first_step, max_steps + 1):
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                away = losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3").sum()
-                moved += away
-                sums[2:] += torch.stack([loss.detach(), away, torch.tensor(len(logp), device=device),
+                kl_sum = losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3").sum()
+                update_kl += kl_sum
+                sums[2:] += torch.stack([loss.detach(), kl_sum, torch.tensor(len(logp), device=device),
                                          *(x.sum().detach() for x in (entropy, low, high))])
-            if max_kl and ranks.total(moved)[0] / batch_tokens > max_kl:
+            if max_kl and ranks.total(update_kl)[0] / update_tokens > max_kl:
                 optimizer.zero_grad()                           # too far: this update is not made either
                 stopped = True
                 continue
@@ -448,19 +454,17 @@ for step in range(first_step, max_steps + 1):
         sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    part_names = dict.fromkeys(ranks.gathered(list(parts)))     # a part may be missing on some ranks
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
-    sum_vf, sum_vf_clipped, sum_loss, sum_away, seen, sum_entropy, sum_low, sum_high = ranks.total(sums)
+    sum_vf, sum_vf_clipped, sum_loss, sum_ppo_kl, seen, sum_entropy, sum_low, sum_high = ranks.total(sums)
     seen, tried = max(seen, 1.0), max(len(grad_norms) + stopped, 1)     # tokens and updates of the policy
-    sum_kl, trained_tokens = ranks.total([kl.sum(), len(kl)])
+    trained_tokens, sum_kl = lengths.sum().item(), ranks.total([kl.sum()])[0]
     error = ret - value                                         # of the critic before it saw this batch
     error_variance, return_variance = (ranks.mean(x ** 2) - ranks.mean(x) ** 2 for x in (error, ret))
     finite_norms, finite_critic_norms = ([norm for norm in norms if math.isfinite(norm)]
                                          for norms in (grad_norms, critic_norms))
     metrics |= {
         "reward": ranks.mean(score),
-        **{f"rewards/{name}/mean": ranks.mean(parts.get(name, [math.nan])) for name in part_names},
-        "rewards/timeouts": ranks.total([timeouts])[0],
+        **part_means("rewards", parts), "rewards/timeouts": ranks.total([timeouts])[0],
         "completions/mean_length": ranks.mean(lengths), "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in rollouts]),
@@ -469,12 +473,12 @@ for step in range(first_step, max_steps + 1):
         "critic/vf_clipfrac": sum_vf_clipped / trained_tokens / num_epochs,
         "critic/vf_explained_var": 1 - error_variance / return_variance if return_variance > 1e-8 else 0.0,
         "critic/values/mean": ranks.mean(value), "critic/returns/mean": ranks.mean(ret),
-        "critic/advantages/mean": ranks.mean(adv),
+        "critic/advantages/mean": ranks.mean(raw_adv),
         "critic/advantages/max": max(ranks.gathered([x.max().item() for x in advs.values()])),
         "critic/advantages/min": min(ranks.gathered([x.min().item() for x in advs.values()])),
         "critic/rewards/mean": ranks.mean([x.sum() for x in token_reward.split(lens)]),
         "loss": sum_loss / tried, "entropy": sum_entropy / seen,       # 0 while the critic learns alone
-        "kl": sum_kl / trained_tokens, "kl_coef": state["kl_coef"], "actor/ppo_kl": sum_away / seen,
+        "kl": sum_kl / trained_tokens, "kl_coef": state["kl_coef"], "actor/ppo_kl": sum_ppo_kl / seen,
         "clip_ratio/low_mean": sum_low / seen, "clip_ratio/high_mean": sum_high / seen,
         "clip_ratio/region_mean": (sum_low + sum_high) / seen, "actor/updates": len(finite_norms),
         "actor/skipped_updates": len(grad_norms) - len(finite_norms),
@@ -484,8 +488,7 @@ for step in range(first_step, max_steps + 1):
     if kl_target and train_policy:
         state["kl_coef"] = losses.adapted_kl_coef(state["kl_coef"], sum_kl / N, kl_target,
                                                   kl_horizon, N)
-    state |= {"step": step + 1, "num_tokens": metrics["num_tokens"], "settings": settings,
-              "world_size": world_size}
+    state |= {"step": step + 1, "num_tokens": metrics["num_tokens"]}
     log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= log.timing | {
         "perf/throughput": tokens / log.timing["timing_s/step"],
@@ -499,7 +502,7 @@ for step in range(first_step, max_steps + 1):
     log.samples(samples)
     if step % sample_interval == 0:
         log.say("\n".join(f"    {data.prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
-                              f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
+                          f"reward {s['reward']:g}, truth {s['truth']}" for s in samples[:4]))
     log.say(f"step {step:4d} | reward {metrics['reward']:.3f} | "
             f"length {metrics['completions/mean_length']:5.1f} | entropy {metrics['entropy']:.3f} | "
             f"explained var {metrics['critic/vf_explained_var']:.2f} | "

@@ -9,9 +9,9 @@ import sys
 import threading
 import zlib
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers.core_model_loading import revert_weight_conversion
@@ -21,22 +21,22 @@ import ranks
 # ---------------------------------------------------------------- to the engine
 
 
-def full_weights(policy, dtype=None, engine_names=None):
+def full_weights(policy, dtype=None, names=None):
     """Yield (name, whole tensor) one parameter at a time, cast to dtype where given.
 
     Gathering a sharded parameter is a collective: every rank has to run through the whole iterator. At most
     one whole parameter exists beside the shards.
-    engine_names  None        each parameter once, under its name in the module
-                  module      a head that shares the embedding's weight is yielded under its own name, too
-                  checkpoint  that, and the names of a checkpoint: what the module stores fused (the experts
-                              of a mixture-of-experts layer) comes apart. vLLM wants those; its CPU build
-                              keeps a packed copy of a tied head and refreshes it by that name only
+    names  None        each parameter once, under its name in the module
+           module      a head that shares the embedding's weight is yielded under its own name, too
+           checkpoint  that, and the names of a checkpoint: what the module stores fused (the experts of a
+                       mixture-of-experts layer) comes apart. vLLM wants those; its CPU build keeps a packed
+                       copy of a tied head and refreshes it by that name only
     """
     policy.reshard()  # after a forward without backward FSDP2 leaves the root's parameters gathered
-    for name, parameter in policy.hf.named_parameters(remove_duplicate=engine_names is None):
+    for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None):
         tensor = parameter.detach().full_tensor()
         tensor = tensor.to(dtype) if dtype else tensor
-        if engine_names == "checkpoint":
+        if names == "checkpoint":
             yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
         else:
             yield name, tensor
@@ -59,20 +59,22 @@ def deadline(seconds, what):
         timer.start()
     try:
         yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()                            # what the block has only launched, too
     finally:
         timer.cancel()
 
 
 # ---------------------------------------------------------------- to disk
 
-def save_checkpoint(folder, networks, tokenizer, state, keep, best):
+def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     """Write a run's models to `folder` (…/checkpoint-N), and what resuming needs to trainer/ in it.
 
     networks: {place in the folder: (model, optimizer)}; the policy's place is "", so that from_pretrained and
     vLLM load the folder. state: a JSON-able dict. Collective: every rank calls it. The folder is written
     beside, synced to disk and then renamed, so that a checkpoint is whole or absent; then its siblings go,
-    but for the `keep` newest and checkpoint-`best`. Returns None; or, where it could not be written (a full
-    disk), what went wrong: nothing has changed then.
+    but for the `keep` newest and the best by eval_scores, {step: score}. Returns None; or, where it could not
+    be written (a full disk), what went wrong: the older ones stand then.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master = dist.get_rank() == 0
@@ -82,7 +84,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, best):
             shutil.rmtree(part, ignore_errors=True)
             os.makedirs(part)
     except OSError as error:
-        problem = error
+        problem = repr(error)
     for place, (model, optimizer) in networks.items():
         # Collectives, so on every rank, whatever has gone wrong; one rank keeps the whole weights.
         whole = {name: tensor.cpu() for name, tensor in full_weights(model) if master}
@@ -94,42 +96,43 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, best):
             if has_steps:
                 dcp.save(moments, checkpoint_id=os.path.join(part, place, "trainer"))
             if master:
-                model.hf.save_pretrained(os.path.join(part, place), state_dict=whole)
-        except (OSError, SafetensorError, CheckpointException) as error:
-            problem = error
-    try:
-        if master and not problem:
-            tokenizer.save_pretrained(part)
-            os.makedirs(f"{part}/trainer", exist_ok=True)
-            checksums = sync_and_checksum(part)
-            with open(f"{part}/trainer/state.json", "w") as file:
-                json.dump(state | {"checksums": checksums}, file, indent=1)
-            sync(f"{part}/trainer/state.json")
-    except OSError as error:
-        problem = error
+                names = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
+                buffers = {name: x for name, x in model.hf.state_dict().items() if name not in names}
+                model.hf.save_pretrained(os.path.join(part, place), state_dict=whole | buffers)
+        except (Exception, CheckpointException) as error:   # for a full disk libraries raise all kinds, and
+            problem = str(error)[-300:]                         # the second, PyTorch's own, is no Exception
     problem = first_problem(problem)
+    if master and not problem:
+        try:
+            tokenizer.save_pretrained(part)
+            write_state(part, state)
+            finish(part, folder)
+        except Exception as error:
+            problem = repr(error)
     if master and problem:
         shutil.rmtree(part, ignore_errors=True)
     elif master:
-        if os.path.exists(folder):                              # left by a run that was then resumed
-            shutil.rmtree(folder)
-        os.rename(part, folder)
-        sync(os.path.dirname(folder))                           # the new one stands, then old ones go
-        for old in checkpoints(os.path.dirname(folder))[:-keep]:
-            if not old.endswith(f"checkpoint-{best}"):
-                shutil.rmtree(old)
-    dist.barrier()
-    return problem
+        # Newer ones were damaged or are of a timeline that was left: a resumed run must not go back to them.
+        found = checkpoints(os.path.dirname(folder))
+        here = found.index(folder)
+        scored = [one for one in found[:here + 1] if number(one) in eval_scores]
+        best = max(scored, key=lambda one: eval_scores[number(one)], default=None)
+        for other in found[:max(0, here + 1 - keep)] + found[here + 1:]:
+            if other != best:
+                shutil.rmtree(other, ignore_errors=True)
+    return first_problem(problem)
 
 
 def first_problem(problem):
-    # the first rank's that has any; so that all ranks go on alike
-    problems = ranks.gathered([problem and f"{type(problem).__name__}: {problem}"[:500]])
-    return next(filter(None, problems), None)
+    # the first rank's that has any, so that all ranks go on alike
+    return next(filter(None, ranks.gathered([problem])), None)
 
 
-def sync_and_checksum(folder):
-    # {file: CRC-32} of all files in it, each of them on the disk and not in its cache alone
+def write_state(folder, state):
+    # state.json, then checksums.json with the CRC-32 of every file; all of them on the disk, not in its cache
+    os.makedirs(f"{folder}/trainer", exist_ok=True)
+    with open(f"{folder}/trainer/state.json", "w") as file:
+        json.dump(state, file, indent=1)
     checksums = {}
     for root, _, files in os.walk(folder):
         for name in files:
@@ -137,7 +140,17 @@ def sync_and_checksum(folder):
             sync(path)
             checksums[os.path.relpath(path, folder)] = checksum(path)
         sync(root)
-    return checksums
+    with open(f"{folder}/trainer/checksums.json", "w") as file:
+        json.dump(checksums, file, indent=1)
+    sync(f"{folder}/trainer/checksums.json")
+    sync(f"{folder}/trainer")
+
+
+def finish(part, folder):
+    if os.path.exists(folder):                                  # left by a run that was then resumed
+        shutil.rmtree(folder)
+    os.rename(part, folder)
+    sync(os.path.dirname(folder))
 
 
 def sync(path):
@@ -159,17 +172,22 @@ def checksum(path):
 def checkpoints(out_dir):
     """The checkpoint-N folders of a run, oldest first."""
     names = [name for name in os.listdir(out_dir) if re.fullmatch(r"checkpoint-\d+", name)]
-    steps = sorted(int(name.removeprefix("checkpoint-")) for name in names)
-    return [os.path.join(out_dir, f"checkpoint-{step}") for step in steps]
+    return [os.path.join(out_dir, name) for name in sorted(names, key=number)]
+
+
+def number(folder):
+    return int(folder.rpartition("-")[2])
 
 
 def damage(folder):
     """None, or what is wrong with a checkpoint: the first file that is missing, cut short or altered."""
     try:
-        for name, value in load_state(folder)["checksums"].items():
+        with open(os.path.join(folder, "trainer", "checksums.json")) as file:
+            checksums = json.load(file)
+        for name, value in checksums.items():
             if checksum(os.path.join(folder, name)) != value:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -195,7 +213,8 @@ def locate_run(out_dir, resume, default):
         if not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
             raise ValueError(f"resume={resume}: not a checkpoint folder")
         own = os.path.dirname(os.path.abspath(resume))
-        newest, goes_on = checkpoints(own)[-1], os.path.abspath(out_dir or own) == own
+        goes_on = os.path.abspath(out_dir or own) == own
+        newest = (checkpoints(own) or [resume])[-1]
         if goes_on and os.path.basename(newest) != os.path.basename(os.path.abspath(resume)):
             raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
         if problem := damage(resume):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMH
 
 import model as model_file
 from losses import value_loss
-from model import LogprobsFromHidden, check_model, load_critic, load_policy, pack, packed_attention
+from model import LogprobsFromHidden, check_model, deal, load_critic, load_policy, pack, packed_attention
 
 
 def rollout(prompt_ids, completion_ids):
@@ -25,6 +25,20 @@ def random_rollouts(count, vocab, seed=0, longest=20):
 
 # ---------------------------------------------------------------- packing and masks
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_sequences_are_dealt_by_length(num_ranks):
+    """Skewed lengths, each sequence to one rank, and every rank within 5% of the mean."""
+    rng = random.Random(num_ranks)
+    rollouts = [rollout([5] * 20, [7] * (2000 if rng.random() < 0.1 else rng.randint(1, 200))) for _ in range(400)]
+    chosen = rng.sample(range(400), 320)
+    shares = deal(rollouts, chosen, num_ranks)
+    assert sorted(sum(shares, [])) == sorted(chosen)
+    tokens = [sum(20 + len(rollouts[s].completion_ids) for s in share) for share in shares]
+    assert max(abs(count / (sum(tokens) / num_ranks) - 1) for count in tokens) < 0.05
+    example = [rollout([1], [2] * (size - 1)) for size in (9, 5, 4, 3)]
+    assert deal(example, range(4), 2) == [[0, 3], [1, 2]] and deal(example, [2], 3) == [[2], [], []]
+
+
 def test_pack_by_hand():
     (batch,) = pack([rollout([5, 6], [7, 8]), rollout([5], [9])], [0, 1], 8, "cpu")
     assert (batch.input_ids.tolist() == [[5, 6, 7, 8, 5, 9]]
@@ -33,7 +47,8 @@ def test_pack_by_hand():
             and batch.index.tolist() == [1, 2, 4] and batch.targets.tolist() == [7, 8, 9])
     assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 2.0]
     assert batch.flat([torch.tensor([1, 2]), torch.tensor([3])]).tolist() == [1, 2, 3]
-    assert {row: part.tolist() for row, part in batch.split(torch.tensor([1, 2, 3]))} == {0: [1, 2], 1: [3]}
+    parts = batch.split(torch.tensor([1, 2, 3]))
+    assert {row: part.tolist() for row, part in parts.items()} == {0: [1, 2], 1: [3]}
 
 
 @pytest.mark.parametrize("budget", [40, 64, 1000])
@@ -95,7 +110,8 @@ def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh,
     for batch in pack(rollouts, range(30), budget, "cpu"):
         logp, entropy = policy(batch, temperature)
         (logp * batch.flat(weights)).sum().backward()
-        fast |= {row: (a, b) for (row, a), (_, b) in zip(batch.split(logp.detach()), batch.split(entropy))}
+        entropy_of = batch.split(entropy)
+        fast |= {row: (values, entropy_of[row]) for row, values in batch.split(logp.detach()).items()}
     assert sum(len(fast[row][0]) for row in fast) == len(order)
     torch.testing.assert_close(torch.cat([fast[row][0] for row in range(30)]), torch.stack(logps).detach(),
                                atol=1e-5, rtol=1e-5)

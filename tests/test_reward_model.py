@@ -175,5 +175,12 @@ def test_a_broken_reward_model(broken, folder, tmp_path, name, message, script):
     refused(arguments, message, tmp_path, script)
 
 
+def test_a_conversation_that_is_too_long(judge):
+    model = load(judge)
+    model.max_length = 20
+    with pytest.raises(ValueError, match="reads 20 tokens; a conversation has"):
+        model.score(ROWS[:1], ["1234567890" * 3])
+
+
 def test_reward_none_needs_a_reward_model(folder, tmp_path):
     refused([f"--model={folder}", "--reward=none"], "reward=none needs a reward_model", tmp_path)

@@ -13,8 +13,11 @@ import sys
 import time
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import weights
+from runlog import RunLog
 from test_train_grpo import ROOT, launch, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -131,7 +134,8 @@ def flip_a_bit(path):
     ("model.safetensors", cut_short, "model.safetensors is not what was written"),
     ("model.safetensors", flip_a_bit, "model.safetensors is not what was written"),
     ("trainer/__0_0.distcp", os.remove, "No such file"),
-    ("trainer/state.json", cut_short, "JSONDecodeError")])
+    ("trainer/state.json", flip_a_bit, "state.json is not what was written"),
+    ("trainer/checksums.json", cut_short, "JSONDecodeError")])
 def test_damage_is_found(whole, tmp_path, name, harm, problem):
     copy = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "checkpoint-12")
     assert weights.damage(copy) is None
@@ -169,12 +173,14 @@ def test_other_ranks_go_on_and_say_so(whole, folder, reward_file, tmp_path):
     alone = shutil.copytree(whole, tmp_path / "alone")
     output = launch(*command("train_grpo.py", folder, alone, reward_file, max_steps=14, resume="auto")[1:])
     assert "goes on from" in output and "ranks wrote" not in output
-    for ours, theirs in zip(lines(tmp_path / "run")[12:14], lines(alone)[12:14]):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+    policies = map(AutoModelForCausalLM.from_pretrained, (
+        f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-14", f"{alone}/checkpoint-14"))
+    start, ours, theirs = (torch.cat([p.flatten() for p in policy.parameters()]) for policy in policies)
+    assert (ours - theirs).norm() < 0.02 * (theirs - start).norm()      # with Adam's moments, on either
 
 
 def test_the_best_checkpoint_stays(whole):
-    scores = {line["step"]: line["eval/mean@1"] for line in lines(whole)[1:] if "eval/mean@1" in line}
+    scores = {line["step"]: line["eval/mean@1"] for line in lines(whole)[1:12] if "eval/mean@1" in line}
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = [os.path.basename(path) for path in weights.checkpoints(whole)]
     assert kept == [f"checkpoint-{step}" for step in sorted({best, 11, 12})]
@@ -217,3 +223,30 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
                      max_skipped_updates=3, **settings)
     output = launch(*always[1:], code=1)
     assert "3 updates in a row were skipped" in output and len(lines(tmp_path / "always")) == 2
+
+
+def test_log_lines_wait_for_space(tmp_path, mesh, monkeypatch):
+    """A write that the disk does not take, or takes in part, leaves the file as it was; the next brings both."""
+    log = RunLog(str(tmp_path / "run"), __file__, {}, 0, 3)
+    log.metrics({"step": 0, "reward": 0.5})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, text: write(descriptor, text[:5]))
+    log.metrics({"step": 1, "reward": 0.6})
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0]
+    monkeypatch.setattr(os, "write", write)
+    log.metrics({"step": 2, "reward": 0.7})
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
+    assert log.column("reward") == {0: 0.5, 1: 0.6, 2: 0.7}
+    log.bar.close()
+
+
+def test_a_save_drops_checkpoints_of_a_timeline_that_was_left(whole, folder, reward_file, tmp_path):
+    """Goes on from 11, as 12 and 13 are damaged; the checkpoint it then saves is the one to go on from."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.copytree(run / "checkpoint-12", run / "checkpoint-13")
+    for damaged in (12, 13):
+        cut_short(run / f"checkpoint-{damaged}" / "model.safetensors")
+    launch(*command("train_grpo.py", folder, run, reward_file, resume="auto", keep_checkpoints=1)[1:])
+    assert weights.damage(weights.checkpoints(run)[-1]) is None
+    assert weights.checkpoints(run)[-1].endswith("checkpoint-12")

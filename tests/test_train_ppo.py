@@ -66,9 +66,9 @@ def test_another_algorithms_checkpoint_is_refused(plain_run, folder, reward_file
     arguments = [f"--model={folder}", reward_file, f"--resume={checkpoint}"]
     refused(arguments, "has a critic: a run of PPO", tmp_path)
     shutil.rmtree(checkpoint / "critic")
-    state = json.loads((checkpoint / "trainer" / "state.json").read_text())
-    state["checksums"] = {name: value for name, value in state["checksums"].items() if "critic" not in name}
-    (checkpoint / "trainer" / "state.json").write_text(json.dumps(state))
+    listed = json.loads((checkpoint / "trainer" / "checksums.json").read_text())
+    listed = {name: value for name, value in listed.items() if "critic" not in name}
+    (checkpoint / "trainer" / "checksums.json").write_text(json.dumps(listed))
     (tmp_path / "log").unlink()
     refused(arguments, "has no critic: not a run of PPO", tmp_path, script="train_ppo.py")
 
@@ -91,18 +91,21 @@ def test_two_ranks_compute_the_same_first_steps(folder, reward_file, tmp_path):
         assert two[1][key] == pytest.approx(one[1][key], rel=2e-3, abs=1e-5), key
 
 
-def test_what_is_not_scored_teaches_nothing(folder, tmp_path):
+def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
     """A prompt whose completion has no score (None) leaves no trace in the losses but in their count."""
     (tmp_path / "rewards.py").write_text(
         "def some(prompts, completions, **_):\n"
         "    return [None if len(p[0]['content']) % 2 else len(c[0]['content']) / 12\n"
         "            for p, c in zip(prompts, completions)]\n"
         "def none(prompts, completions, **_):\n    return [None] * len(completions)\n")
-    some = train(folder, tmp_path / "some", f"--reward={tmp_path}/rewards.py:some", critic_warmup_steps=0)
-    none = train(folder, tmp_path / "none", f"--reward={tmp_path}/rewards.py:none", critic_warmup_steps=0)
+    critic = f"{plain_run[0]}/checkpoint-3/critic"              # whose values are not 0, so that it could err
+    settings = {"critic_warmup_steps": 0, "critic_model": critic, "entropy_coef": 0.01}
+    some = train(folder, tmp_path / "some", f"--reward={tmp_path}/rewards.py:some", **settings)
+    none = train(folder, tmp_path / "none", f"--reward={tmp_path}/rewards.py:none", **settings)
     assert some[0]["grad_norm"] > 0 and some[0]["critic/vf_loss"] > 0
-    assert abs(some[0]["critic/advantages/mean"]) < 1e-6 < some[0]["critic/advantages/max"]
+    assert some[0]["critic/advantages/min"] < 0 < some[0]["critic/advantages/max"]
     for line in none[:3]:
+        assert line["critic/values/mean"] != 0
         assert line["grad_norm"] == line["critic/grad_norm"] == line["critic/vf_loss"] == line["loss"] == 0
 
 

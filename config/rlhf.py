@@ -1,0 +1,24 @@
+"""RLHF of a chat model of about 1 B parameters with a reward model: PPO as in Ouyang et al. 2022, 3.5 and C.
+
+    torchrun train_ppo.py config/rlhf.py --model=MODEL --reward_model=REWARD_MODEL \
+        --train_file=prompts.jsonl --eval_file=held_out.jsonl
+
+The critic may start from the reward model (--critic_model), as in the paper, where both read the policy's tokens.
+Not measured.
+"""
+task = "file"
+train_prompts = 0
+reward = "none"
+prompts_per_step = 256
+max_prompt_length = 512
+max_completion_length = 512
+kl_coef = 0.02
+value_clip = 0.2
+lam = 0.95
+num_epochs = 1
+updates_per_epoch = 4
+critic_warmup_steps = 10
+learning_rate = 1e-6
+critic_learning_rate = 1e-5
+max_steps = 500
+token_budget = 16384

@@ -516,5 +516,4 @@ for step in range(first_step, max_steps + 1):
 # ---------------------------------------------------------------- teardown
 log.bar.close()
 sampler.close()
-if dist.is_initialized():  # closing vLLM has ended the process group already
-    dist.destroy_process_group()
+ranks.leave()

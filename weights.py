@@ -34,8 +34,8 @@ def full_weights(policy, dtype=None, names=None):
     """
     policy.reshard()  # after a forward without backward FSDP2 leaves the root's parameters gathered
     for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None):
-        tensor = parameter.detach().full_tensor()
-        tensor = tensor.to(dtype) if dtype else tensor
+        shard = parameter.detach().to(dtype) if dtype else parameter.detach()   # cast first: less to gather
+        tensor = shard.full_tensor()
         if names == "checkpoint":
             yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
         else:

@@ -1,6 +1,6 @@
 """The processes of a run: one a device, all running the same script, and what they tell each other.
 
-Everything here is a collective: every rank has to call it, in the same order.
+All but `orphaned` are collectives: every rank has to call them, in the same order.
 """
 import os
 import sys
@@ -22,6 +22,14 @@ def set_up():
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     world_size = dist.get_world_size()
     return dist.get_rank(), world_size, device, dist.init_device_mesh(device.type, (world_size,))
+
+
+PARENT = os.getppid()
+
+
+def orphaned():
+    """Whether torchrun has died without its workers, as by kill -9: they would go on alone."""
+    return "RANK" in os.environ and os.getppid() != PARENT
 
 
 def leave():

@@ -292,7 +292,7 @@ for step in range(first_step, max_steps + 1):
     metrics = {"step": step}
 
     # ------------------------------------------------------------ 0 evaluate, save, stop if last
-    stopping = step > first_step and any(ranks.gathered(signals))
+    stopping = step > first_step and any(ranks.gathered([bool(signals) or ranks.orphaned()]))
     if (step % eval_interval == 0 or step == max_steps) and not stopping:
         with log.timed("eval"):
             metrics |= evaluate()

@@ -1,12 +1,14 @@
 """Weights on the move: from the trainer to the engine, to disk, and back."""
 import contextlib
 import faulthandler
+import fcntl
 import json
 import os
 import re
 import shutil
 import sys
 import threading
+import time
 import zlib
 
 import torch
@@ -191,17 +193,37 @@ def damage(folder):
         return f"{type(error).__name__}: {error}"
 
 
+LOCKS = []  # open files; their locks last as long as the process
+
+
+def claim(out_dir, patience=60):
+    """Keep other runs out of a folder while this process lives.
+
+    Waits `patience` seconds for one that is in it, such as a killed torchrun's workers, which live on until the
+    end of their step. Then raises ValueError.
+    """
+    os.makedirs(out_dir, exist_ok=True)
+    LOCKS.append(open(os.path.join(out_dir, ".lock"), "w"))
+    for second in range(patience + 1):
+        try:
+            return fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(second < patience)
+    raise ValueError(f"out_dir={out_dir}: another run is writing there")
+
+
 def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
 
-    out_dir "" is the resumed checkpoint's own run, or else `default`. resume=auto passes over damaged
+    out_dir "" is the resumed checkpoint's own run, or else `default`; any other folder is claimed. resume=auto passes over damaged
     checkpoints, and prints their names. Raises ValueError for a resume that is no checkpoint, damaged, or
     not the newest of its run, and for a folder that holds another run, or only damaged checkpoints.
     """
     if resume == "auto":
         if not out_dir:
             raise ValueError("resume=auto goes on from the newest checkpoint in out_dir: name an out_dir")
-        found = checkpoints(out_dir) if os.path.isdir(out_dir) else []
+        claim(out_dir)
+        found = checkpoints(out_dir)
         for folder in reversed(found):
             if not (problem := damage(folder)):
                 return out_dir, folder
@@ -220,10 +242,13 @@ def locate_run(out_dir, resume, default):
         if problem := damage(resume):
             raise ValueError(f"resume={resume}: damaged: {problem}")
         if goes_on:
+            claim(own)
             return own, resume
-    if os.path.isdir(out_dir) and os.listdir(out_dir):
+    if os.path.isdir(out_dir) and set(os.listdir(out_dir)) - {".lock"}:
         raise ValueError(f"out_dir={out_dir} holds another run: "
                          "name a new folder, or go on with it by --resume=auto")
+    if out_dir:
+        claim(out_dir)
     return out_dir or default, resume or None
 
 

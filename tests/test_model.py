@@ -29,7 +29,8 @@ def random_rollouts(count, vocab, seed=0, longest=20):
 def test_sequences_are_dealt_by_length(num_ranks):
     """Skewed lengths, each sequence to one rank, and every rank within 5% of the mean."""
     rng = random.Random(num_ranks)
-    rollouts = [rollout([5] * 20, [7] * (2000 if rng.random() < 0.1 else rng.randint(1, 200))) for _ in range(400)]
+    length = lambda: 2000 if rng.random() < 0.1 else rng.randint(1, 200)
+    rollouts = [rollout([5] * 20, [7] * length()) for _ in range(400)]
     chosen = rng.sample(range(400), 320)
     shares = deal(rollouts, chosen, num_ranks)
     assert sorted(sum(shares, [])) == sorted(chosen)

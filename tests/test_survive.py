@@ -73,7 +73,7 @@ def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, req
         process = start(again, log)
         before = count_lines(out_dir)
         wait_for(lambda: count_lines(out_dir) > before, process)        # it has made a step of its own
-        if killed % 2:
+        if killed % 2 == 0:
             wait_for((out_dir / "checkpoint.part").exists, process)
             time.sleep(rng.random() * 0.03)
         else:
@@ -81,8 +81,10 @@ def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, req
         if process.poll() is not None:                          # it came to its end before
             break
         in_a_save += (out_dir / "checkpoint.part").exists()
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        pgrep = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        for pid in [process.pid, *map(int, pgrep.stdout.split() if killed % 3 else [])]:
+            os.kill(pid, signal.SIGKILL)                        # every third time torchrun alone: its workers
+        process.wait()                                          # notice, and the next run waits for them
         killed += 1
     print(f"{killed} kills, {in_a_save} in a save")
     launch(*again[len(launcher):], launcher=launcher)
@@ -186,6 +188,18 @@ def test_the_best_checkpoint_stays(whole):
     assert kept == [f"checkpoint-{step}" for step in sorted({best, 11, 12})]
 
 
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    out_dir = str(tmp_path / "run")
+    holder = subprocess.Popen([sys.executable, "-c", f"import weights, time; weights.claim({out_dir!r}); print('in', "
+                               "flush=True); time.sleep(600)"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "in\n"
+    with pytest.raises(ValueError, match="another run is writing there"):
+        weights.claim(out_dir, patience=1)
+    holder.kill()
+    holder.wait()
+    weights.claim(out_dir, patience=1)
+
+
 # ---------------------------------------------------------------- a full disk, gradients that are not finite
 
 def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
@@ -226,7 +240,7 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
 
 
 def test_log_lines_wait_for_space(tmp_path, mesh, monkeypatch):
-    """A write that the disk does not take, or takes in part, leaves the file as it was; the next brings both."""
+    """A write that the disk takes in part leaves the file as it was; the next one brings all lines."""
     log = RunLog(str(tmp_path / "run"), __file__, {}, 0, 3)
     log.metrics({"step": 0, "reward": 0.5})
     write = os.write

@@ -63,7 +63,8 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
         assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/nested_linear/mean@2"} <= set(line)
         assert line["eval/pass@2"] >= line["eval/mean@2"] > 0
     assert sorted(os.listdir(out_dir)) == sorted(
-        ["checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "samples.jsonl", "train_grpo.py"]
+        [".lock", "checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "samples.jsonl",
+         "train_grpo.py"]
         + [name for name in os.listdir(out_dir) if "tfevents" in name])
     with open(os.path.join(out_dir, "samples.jsonl")) as file:
         samples = [json.loads(line) for line in file]

@@ -199,8 +199,8 @@ LOCKS = []  # open files; their locks last as long as the process
 def claim(out_dir, patience=60):
     """Keep other runs out of a folder while this process lives.
 
-    Waits `patience` seconds for one that is in it, such as a killed torchrun's workers, which live on until the
-    end of their step. Then raises ValueError.
+    Waits `patience` seconds for one that is in it, such as the workers of a torchrun that was killed, which
+    live on until the end of their step; then raises ValueError.
     """
     os.makedirs(out_dir, exist_ok=True)
     LOCKS.append(open(os.path.join(out_dir, ".lock"), "w"))
@@ -215,9 +215,10 @@ def claim(out_dir, patience=60):
 def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
 
-    out_dir "" is the resumed checkpoint's own run, or else `default`; any other folder is claimed. resume=auto passes over damaged
-    checkpoints, and prints their names. Raises ValueError for a resume that is no checkpoint, damaged, or
-    not the newest of its run, and for a folder that holds another run, or only damaged checkpoints.
+    out_dir "" is the resumed checkpoint's own run, or else `default`; any other folder is claimed.
+    resume=auto passes over damaged checkpoints, and prints their names. Raises ValueError for a resume that is
+    no checkpoint, damaged, or not the newest of its run, and for a folder that holds another run, or nothing
+    but damaged checkpoints.
     """
     if resume == "auto":
         if not out_dir:

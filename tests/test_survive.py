@@ -190,8 +190,8 @@ def test_the_best_checkpoint_stays(whole):
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out_dir = str(tmp_path / "run")
-    holder = subprocess.Popen([sys.executable, "-c", f"import weights, time; weights.claim({out_dir!r}); print('in', "
-                               "flush=True); time.sleep(600)"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    code = f"import weights, time; weights.claim({out_dir!r}); print('in', flush=True); time.sleep(600)"
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "in\n"
     with pytest.raises(ValueError, match="another run is writing there"):
         weights.claim(out_dir, patience=1)

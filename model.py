@@ -126,14 +126,13 @@ def packed_attention(module, query, key, value, attention_mask, scaling, bounds=
     A loop of PyTorch's fused kernel over the sequences: work grows with sum(len^2), not with T^2, and no
     T x T mask exists. Raises ValueError where a sequence outgrows the model's sliding window.
     """
-    longest = max(end - start for start, end in zip(bounds, bounds[1:]))
-    if sliding_window is not None and longest > sliding_window:
-        raise ValueError(f"sequence of {longest} tokens exceeds the model's sliding window of "
+    sizes = [end - start for start, end in zip(bounds, bounds[1:])]
+    if sliding_window is not None and max(sizes) > sliding_window:
+        raise ValueError(f"sequence of {max(sizes)} tokens exceeds the model's sliding window of "
                          f"{sliding_window}; lower max_prompt_length or max_completion_length")
-    outputs = [F.scaled_dot_product_attention(query[:, :, start:end], key[:, :, start:end],
-                                              value[:, :, start:end], is_causal=True, scale=scaling,
-                                              enable_gqa=True)
-               for start, end in zip(bounds, bounds[1:])]
+    # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T.
+    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+               for q, k, v in zip(*(x.split(sizes, dim=2) for x in (query, key, value)))]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 

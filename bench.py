@@ -1,0 +1,153 @@
+"""
+How fast and how large: training step, weight sync and rollouts, beside what the machine can do.
+
+    python bench.py                                                     # 1 M parameters, 64 short sequences
+    python bench.py --hidden_size=512 --num_layers=8 --completion_length=256             # 25 M parameters
+    torchrun bench.py --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 --token_budget=16384
+
+The update is train_grpo.py's, on random tokens. Figures are medians of `repeats`, after one that is left out.
+--work=folder keeps model and rollouts: bench_trl.py runs the same work under TRL.
+"""
+import json as json_module
+import os
+import random
+import resource
+import statistics
+import tempfile
+import time
+
+import torch
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+
+import losses
+import ranks
+import rollout
+import weights
+from configurator import configure
+from model import load_policy, micro_batches
+# ------------------------------------------------------------------------------------------------------------
+# model
+model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
+hidden_size = 128
+num_layers = 4
+vocab_size = 258
+# work
+sequences = 64                  # completions a step
+prompt_length = 40              # tokens
+completion_length = 64          # tokens, the longest
+lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (one of 8 long, seven of a 16th)
+token_budget = 8192             # tokens in a micro-batch
+gradient_checkpointing = False  # recompute activations in the backward pass
+dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
+engine = ""                     # vllm, hf: rollouts, too; empty: none
+repeats = 5
+work = ""                       # folder that keeps model and rollouts; empty: a temporary one
+json = False                    # one line of JSON instead of the table
+# ------------------------------------------------------------------------------------------------------------
+configure(globals())
+rank, world_size, device, mesh = ranks.set_up()
+cuda = device.type == "cuda"
+compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
+
+
+def seconds(action):
+    """Median seconds of `repeats` calls, after one that is left out."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        action()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def since_launch():
+    """Seconds since this process was started, by the kernel's clock."""
+    with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+        started = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(uptime.read().split()[0]) - started
+
+
+# ---------------------------------------------------------------- the work
+work = work or tempfile.mkdtemp()
+if not model:
+    model = os.path.join(work, "model")
+    torch.manual_seed(0)
+    if rank == 0 and not os.path.exists(model):
+        Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size, head_dim=32,
+            num_hidden_layers=num_layers, num_attention_heads=hidden_size // 32, tie_word_embeddings=True,
+            num_key_value_heads=hidden_size // 64, max_position_embeddings=prompt_length + completion_length,
+        )).save_pretrained(model)
+    ranks.gathered([])
+config = AutoConfig.from_pretrained(model)
+rng = random.Random(rank)
+length = {"uniform": lambda i: rng.randint(1, completion_length), "equal": lambda i: completion_length,
+          "skewed": lambda i: completion_length // (16 if i % 8 else 1)}[lengths]
+tokens = lambda count: [rng.randrange(config.vocab_size) for _ in range(count)]
+rollouts = [rollout.Rollout(tokens(prompt_length), tokens(length(i)), [], "stop") for i in range(sequences)]
+with open(os.path.join(work, "rollouts.json"), "w") as file:
+    json_module.dump([vars(r) for r in rollouts], file)
+
+# ---------------------------------------------------------------- training
+policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing)
+optimizer = torch.optim.AdamW(policy.parameters(), 1e-6)
+adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
+lens = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)
+weight = losses.sequence_weights(lens, "token_mean", lens.sum() * world_size, sequences, completion_length)
+
+
+def update():
+    for batch, live in micro_batches(rollouts, range(sequences), token_budget, device):
+        logp, entropy = policy(batch, 1.0)
+        token_loss, _, _ = losses.policy_loss(logp, logp.detach(), batch.spread(adv), 0.2, 0.2, "clip")
+        loss = live * (batch.spread(weight) * token_loss).sum()
+        (loss * world_size).backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+update()
+first_update = since_launch()
+train_seconds = seconds(update)
+sizes = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
+head = config.vocab_size * config.hidden_size
+matrices = sum(p.numel() for name, p in policy.hf.named_parameters() if p.dim() > 1 and "embed" not in name
+               and "lm_head" not in name)
+# Multiplications and additions, forward and backward: 6 for each weight and token (the head's where a completion
+# token is predicted), and 12 * heads * head_dim for each pair of tokens that attention looks at, half of them.
+heads = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+flops = (6 * matrices * sum(sizes) + 6 * head * lens.sum().item()
+         + 6 * config.num_hidden_layers * heads * sum(size ** 2 for size in sizes))
+side = 8192 if cuda else 2048
+square = torch.randn(side, side, device=device, dtype=compute_dtype)
+peak = 2 * side ** 3 / seconds(lambda: square @ square)
+memory = (torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+figures = {
+    "parameters (M)": sum(p.numel() for p in policy.parameters()) / 1e6, "tokens a step": sum(sizes),
+    "update (s)": train_seconds, "training tokens/s": sum(sizes) / train_seconds,
+    "matrix-product peak (TFLOP/s)": peak / 1e12, "share of the peak (MFU)": flops / train_seconds / peak,
+    "peak memory (GB)": memory / 1e9, "launch to the first update (s)": first_update}
+
+# ---------------------------------------------------------------- weight sync, rollouts
+if engine:
+    sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [], 0.4)
+    figures["sync (s)"] = seconds(
+        lambda: sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names)))
+    prompts, made = [r.prompt_ids for r in rollouts], sequences * completion_length
+    ours = seconds(lambda: sampler.generate(prompts, 1, range(sequences), completion_length, 1.0))
+    figures["rollout tokens/s"] = made / ours
+    if engine == "vllm":
+        params = [sampler.SamplingParams(seed=seed, max_tokens=completion_length, temperature=1.0, logprobs=0,
+                                         detokenize=False, ignore_eos=True) for seed in range(sequences)]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        sampler._wake()
+        bare = seconds(lambda: sampler.llm.generate(requests, params, use_tqdm=False))
+        figures["over bare LLM.generate"] = bare / ours
+    sampler.close()
+if rank == 0:
+    print(json_module.dumps(figures) if json else
+          "\n".join(f"{name:32} {value:12.4g}" for name, value in figures.items()))
+ranks.leave()

@@ -35,7 +35,7 @@ vocab_size = 258
 sequences = 64                  # completions a step
 prompt_length = 40              # tokens
 completion_length = 64          # tokens, the longest
-lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (one of 8 long, seven of a 16th)
+lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (seven of 8 of a 16th)
 token_budget = 8192             # tokens in a micro-batch
 gradient_checkpointing = False  # recompute activations in the backward pass
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
@@ -116,15 +116,17 @@ sizes = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
 head = config.vocab_size * config.hidden_size
 matrices = sum(p.numel() for name, p in policy.hf.named_parameters() if p.dim() > 1 and "embed" not in name
                and "lm_head" not in name)
-# Multiplications and additions, forward and backward: 6 for each weight and token (the head's where a completion
-# token is predicted), and 12 * heads * head_dim for each pair of tokens that attention looks at, half of them.
-heads = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+# Multiplications and additions, forward and backward: 6 for each weight and token (the head's only where a
+# completion's token is predicted), and 12 for each element of a head and pair of tokens, half of them masked.
+heads = config.num_attention_heads * getattr(config, "head_dim",
+                                             config.hidden_size // config.num_attention_heads)
 flops = (6 * matrices * sum(sizes) + 6 * head * lens.sum().item()
          + 6 * config.num_hidden_layers * heads * sum(size ** 2 for size in sizes))
 side = 8192 if cuda else 2048
 square = torch.randn(side, side, device=device, dtype=compute_dtype)
 peak = 2 * side ** 3 / seconds(lambda: square @ square)
-memory = (torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+memory = (torch.cuda.max_memory_allocated() if cuda
+          else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 figures = {
     "parameters (M)": sum(p.numel() for p in policy.parameters()) / 1e6, "tokens a step": sum(sizes),
     "update (s)": train_seconds, "training tokens/s": sum(sizes) / train_seconds,

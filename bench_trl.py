@@ -3,8 +3,8 @@ The work of bench.py under TRL's GRPOTrainer, in an environment of its own (pip 
 
     python bench.py --work=out/work --json=true && python bench_trl.py --work=out/work --json=true
 
-The completions are handed to TRL by its rollout_func, so that both train on the same tokens. Its update is what it
-does from having scored them until the optimizer has stepped; the first one is left out.
+The completions are handed to TRL by its rollout_func, so that both train on the same tokens. Its update is all
+from having scored them until the optimizer has stepped; the first one is left out.
 """
 import json as json_module
 import os

@@ -114,7 +114,7 @@ def micro_batches(rollouts, chosen, token_budget, device):
     gets idle turns (live False), to be computed in vain. Collective itself.
     """
     batches = pack(rollouts, chosen, token_budget, device)
-    turns = int(ranks.largest([len(batches)])[0])
+    turns = max(1, int(ranks.largest([len(batches)])[0]))       # one at least: a gradient of 0 is one, too
     idle = (batches or pack(rollouts, [0], token_budget, device))[0]
     return [(batch, True) for batch in batches] + [(idle, False)] * (turns - len(batches))
 

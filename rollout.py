@@ -54,6 +54,11 @@ def end_tokens(model, tokenizer):
     return ids if isinstance(ids, list) else [ids]
 
 
+METRICS = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+           "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
+           "sampling/importance_sampling_ratio/max")
+
+
 def compare_logprobs(rollouts, logps, bound, tokenizer):
     """Metrics of the trainer's logprobs, {s: [len]}, against those of rollouts[s] for the same tokens.
 
@@ -72,6 +77,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
         peaks = torch.stack([gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    if sums[2] == 0:                                           # nothing to train on, nothing to go wrong
+        return dict.fromkeys(METRICS, 0.0)
     gap_mean, ratio_mean = (sums[:2] / sums[2]).tolist()
     if not gap_mean <= bound:
         tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]
@@ -84,11 +91,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
             + ("\nA mixture-of-experts model on vLLM's CPU build comes out wrong after a weight sync: take "
                "--engine=hf for it" if device == "cpu" else ""))
     gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, -1], device=peaks.device)).tolist()
-    return {"sampling/sampling_logp_difference/mean": gap_mean,
-            "sampling/sampling_logp_difference/max": gap_max,
-            "sampling/importance_sampling_ratio/min": ratio_min,
-            "sampling/importance_sampling_ratio/mean": ratio_mean,
-            "sampling/importance_sampling_ratio/max": ratio_max}
+    return dict(zip(METRICS, (gap_mean, gap_max, ratio_min, ratio_mean, ratio_max)))
 
 
 class VLLMEngine:

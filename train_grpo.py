@@ -333,8 +333,10 @@ for step in range(first_step, max_steps + 1):
     # ------------------------------------------------------------ 4 old and reference logprobs, where needed
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]     # each one's sequences
-    shares = [deal(rollouts, chosen, world_size)[rank] for chosen in updates]   # and this rank's of them
-    dealt = sum(shares, [])
+    # An advantage of 0 has no gradient: such sequences are counted, and where no KL needs them not computed.
+    needed = set(range(N) if kl_coef > 0 else adv.nonzero()[:, 0].tolist())
+    shares = [deal(rollouts, [s for s in update if s in needed], world_size)[rank] for update in updates]
+    dealt = sum(shares, [])                                     # what this rank trains on
     old_logps = {}                                              # {s: [len]}; a single update fills it in
     if updates_per_step > 1:
         with log.timed("old_log_prob"):
@@ -387,7 +389,7 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 7 log
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
-    trained_tokens = lengths.sum().item()
+    trained_tokens = max(1, lengths[list(needed)].sum().item())
     finite_norms = [norm for norm in grad_norms if math.isfinite(norm)]
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high = ranks.total(sums)
     state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}

@@ -216,9 +216,9 @@ def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
 
     out_dir "" is the resumed checkpoint's own run, or else `default`; any other folder is claimed.
-    resume=auto passes over damaged checkpoints, and prints their names. Raises ValueError for a resume that is
-    no checkpoint, damaged, or not the newest of its run, and for a folder that holds another run, or nothing
-    but damaged checkpoints.
+    resume=auto passes over damaged checkpoints, and prints their names. Raises ValueError for a resume that
+    is no checkpoint, damaged, or not the newest of its run, and for a folder that holds another run, or
+    nothing but damaged checkpoints.
     """
     if resume == "auto":
         if not out_dir:

@@ -231,3 +231,28 @@ def test_a_sync_that_hangs_stops_the_run(folder, tmp_path):
                       code=1, sync_timeout=3)
     assert "the weight sync of step 0 did not finish within 3 seconds" in output
     assert "full_tensor" in output and time.monotonic() - started < 90      # where its threads stood
+
+
+SPREAD = """
+def some(prompts, completions, **_):        # of 4 prompts one has all its completions score alike
+    return [0.3 if len(p[-1]["content"]) % 4 == 1 else i % 4 for i, p in enumerate(prompts)]
+def none(prompts, completions, **_):
+    return [0.3] * len(completions)
+"""
+
+
+def test_what_has_no_advantage_is_left_out_without_a_trace(folder, tmp_path):
+    """A KL term makes it compute everything, and has itself no gradient where the policy is the reference."""
+    (tmp_path / "spread.py").write_text(SPREAD)
+    found, skipped = [], []
+    for name, kl_coef, count in (("all", 1e-3, 1), ("needed", 0, 1), ("ranks", 0, 2)):
+        metrics, _ = train("train_grpo.py", folder, tmp_path / name, f"--reward={tmp_path}/spread.py:some",
+                           count, kl_coef=kl_coef, prompts_per_step=8)
+        found.append(gradient(tmp_path / name / "checkpoint-1", tmp_path))
+        skipped.append(metrics[0]["frac_reward_zero_std"])
+    assert 0 < skipped[0] < 1 and found[0].norm() > 0
+    for other in found[1:]:
+        assert (other - found[0]).norm() < 1e-5 * found[0].norm()
+    metrics, _ = train("train_grpo.py", folder, tmp_path / "none", f"--reward={tmp_path}/spread.py:none")
+    assert metrics[0]["grad_norm"] == metrics[0]["entropy"] == 0 and metrics[0]["frac_reward_zero_std"] == 1
+    assert not gradient(tmp_path / "none" / "checkpoint-1", tmp_path).any()

@@ -1,11 +1,12 @@
 """What may be written on a command line and in a config file, and what is refused with which words."""
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from configurator import configure
+from configurator import configure, read_layout
 
 SCRIPT = '''"""
 Trains a policy,
@@ -254,3 +255,21 @@ def test_script_without_rules(tmp_path):
     (tmp_path / "train.py").write_text("max_steps = 1\n")
     with pytest.raises(AssertionError, match="between two comment lines of dashes"):
         configure({"__file__": str(tmp_path / "train.py"), "max_steps": 1}, [])
+
+
+RECIPES = sorted(Path(__file__).parents[1].glob("config/*.py"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+def test_every_recipe_fits_the_script_that_it_names(recipe):
+    root = recipe.parents[1]
+    names = [name for name in ("train_grpo.py", "train_ppo.py") if name in recipe.read_text()] or ["train_grpo.py"]
+    for name in names:
+        layout = read_layout(root / name)
+        script = {"__file__": str(root / name), "__doc__": ""}
+        for node in ast.parse((root / name).read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in {key for key, _ in layout}:
+                script[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+        defaults = dict(script)
+        settings = configure(script, [str(recipe)])
+        assert any(settings[key] != defaults[key] for key in settings)

@@ -5,8 +5,8 @@ How fast and how large: training step, weight sync and rollouts, beside what the
     python bench.py --hidden_size=512 --num_layers=8 --completion_length=256             # 25 M parameters
     torchrun bench.py --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 --token_budget=16384
 
-The update is train_grpo.py's, on random tokens. Figures are medians of `repeats`, after one that is left out.
---work=folder keeps model and rollouts: bench_trl.py runs the same work under TRL.
+The update is train_grpo.py's, on random tokens. Figures are those of one rank, and medians of `repeats`,
+after one that is left out. --work=folder keeps model and rollouts: bench_trl.py runs the same work under TRL.
 """
 import json as json_module
 import os
@@ -70,11 +70,12 @@ def since_launch():
 
 
 # ---------------------------------------------------------------- the work
-work = work or tempfile.mkdtemp()
+work = ranks.from_master(work or tempfile.mkdtemp())
+os.makedirs(work, exist_ok=True)
 if not model:
     model = os.path.join(work, "model")
     torch.manual_seed(0)
-    if rank == 0 and not os.path.exists(model):
+    if rank == 0:
         Qwen3ForCausalLM(Qwen3Config(
             vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size, head_dim=32,
             num_hidden_layers=num_layers, num_attention_heads=hidden_size // 32, tie_word_embeddings=True,
@@ -87,8 +88,9 @@ length = {"uniform": lambda i: rng.randint(1, completion_length), "equal": lambd
           "skewed": lambda i: completion_length // (16 if i % 8 else 1)}[lengths]
 tokens = lambda count: [rng.randrange(config.vocab_size) for _ in range(count)]
 rollouts = [rollout.Rollout(tokens(prompt_length), tokens(length(i)), [], "stop") for i in range(sequences)]
-with open(os.path.join(work, "rollouts.json"), "w") as file:
-    json_module.dump([vars(r) for r in rollouts], file)
+if rank == 0:
+    with open(os.path.join(work, "rollouts.json"), "w") as file:
+        json_module.dump([vars(r) for r in rollouts], file)
 
 # ---------------------------------------------------------------- training
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing)

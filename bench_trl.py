@@ -3,8 +3,8 @@ The work of bench.py under TRL's GRPOTrainer, in an environment of its own (pip 
 
     python bench.py --work=out/work --json=true && python bench_trl.py --work=out/work --json=true
 
-The completions are handed to TRL by its rollout_func, so that both train on the same tokens. Its update is all
-from having scored them until the optimizer has stepped; the first one is left out.
+The completions are handed to TRL by its rollout_func, so that both train on the same tokens. Its update is
+all from having scored them until the optimizer has stepped; the first one is left out.
 """
 import json as json_module
 import os
@@ -31,15 +31,22 @@ with open(os.path.join(work, "rollouts.json")) as file:
 times, scored_at = [], [0.0]
 
 
+def finish():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class Trainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         result = super()._generate_and_score_completions(inputs)
+        finish()
         scored_at[0] = time.perf_counter()
         return result
 
 
 class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
+        finish()
         times.append(time.perf_counter() - scored_at[0])
 
 

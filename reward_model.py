@@ -44,18 +44,16 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, rows, texts):
-        """The score of each completion text as the answer to its row's prompt.
+        """The score of each completion text as the answer to its row's prompt; NaN where there is none.
 
-        A string prompt is continued by the text as it is. Raises ValueError for messages if the tokenizer has
-        no chat template, for a conversation that is too long for the model, and for a score that is not
-        finite, with its completion.
+        A string prompt is continued by the text as it is. A conversation has none that is too long for the
+        model, or whose score is not finite. Raises ValueError if no completion has one, and for messages if the
+        tokenizer has no chat template.
         """
         ids = [self._encode(row["prompt"], text) for row, text in zip(rows, texts)]
-        longest_first = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
-        if len(ids[longest_first[0]]) > self.max_length:
-            raise ValueError(f"reward_model={self.path} reads {self.max_length} tokens; a conversation has "
-                             f"{len(ids[longest_first[0]])}")
-        scores = [0.0] * len(ids)
+        longest_first = sorted((i for i in range(len(ids)) if len(ids[i]) <= self.max_length),
+                               key=lambda i: len(ids[i]), reverse=True)
+        scores = [math.nan] * len(ids)
         self.model.to(self.device)
         while longest_first:
             width = len(ids[longest_first[0]])
@@ -67,11 +65,11 @@ class RewardModel:
             logits = self.model(input_ids=torch.tensor(padded, device=self.device),
                                 attention_mask=torch.tensor(mask, device=self.device)).logits
             for i, value in zip(batch, logits[:, 0].tolist()):                          # [count, 1]
-                scores[i] = value
+                scores[i] = value if math.isfinite(value) else math.nan
         self.model.to("cpu")
-        for value, text in zip(scores, texts):
-            if not math.isfinite(value):
-                raise ValueError(f"reward_model={self.path} scored {value} for the completion {text[:500]!r}")
+        if all(map(math.isnan, scores)):
+            raise ValueError(f"reward_model={self.path} has no finite score for any completion, such as "
+                             f"{texts[0][:500]!r}; it reads at most {self.max_length} tokens")
         return scores
 
     def _encode(self, prompt, text):

@@ -78,7 +78,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
     if sums[2] == 0:                                           # nothing to train on, nothing to go wrong
-        return dict.fromkeys(METRICS, 0.0)
+        return dict(zip(METRICS, (0.0, 0.0, 1.0, 1.0, 1.0)))
     gap_mean, ratio_mean = (sums[:2] / sums[2]).tolist()
     if not gap_mean <= bound:
         tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]

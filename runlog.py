@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from weights import claim
+
 
 class RunLog:
     """metrics.jsonl and the same for TensorBoard, samples.jsonl, config.json, the script, a console.
@@ -24,7 +26,7 @@ class RunLog:
         self.timing, self.waiting = defaultdict(float), defaultdict(list)
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         if self.master:
-            os.makedirs(out_dir, exist_ok=True)
+            claim(out_dir)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 rewind(os.path.join(out_dir, name), first_step)
             shutil.copy(script, out_dir)
@@ -41,7 +43,19 @@ class RunLog:
 
     def say(self, text):
         if self.master:
-            tqdm.write(text)
+            with contextlib.suppress(OSError):                  # a console that is a file on a full disk
+                tqdm.write(text)
+
+    def advance(self, **shown):
+        """Move the bar on by a step, with these figures beside it."""
+        with contextlib.suppress(OSError):
+            self.bar.set_postfix(**shown)
+            self.bar.update()
+
+    def close(self):
+        self.flush()
+        with contextlib.suppress(OSError):
+            self.bar.close()
 
     def metrics(self, values):
         """Write a step's metrics, a dict of numbers with its "step"."""
@@ -52,35 +66,43 @@ class RunLog:
                     self.board.add_scalar(name, value, values["step"])
                 self.board.flush()
 
-    def column(self, name):
-        """{step: value} of a metric in all lines so far; empty on other ranks than 0."""
+    def eval_scores(self):
+        """{step: eval/mean@k} of all lines so far; empty on other ranks than 0."""
         path = os.path.join(self.out_dir, "metrics.jsonl")
         if not self.master or not os.path.exists(path):
             return {}
         with open(path) as file:
-            lines = map(json.loads, file)
-            return {line["step"]: line[name] for line in lines if name in line}
+            lines = [json.loads(line) for line in file]
+        return {line["step"]: value for line in lines for name, value in line.items()
+                if name.startswith("eval/mean@")}
 
     def samples(self, rows):
         """Write sample completions, dicts with their "step"."""
         if self.master:
             self._append("samples.jsonl", rows)
 
+    def flush(self):
+        """Write what a full disk has not taken before."""
+        for name in list(self.waiting):
+            self._append(name, [])
+
     def _append(self, name, rows):
         # Lines that a full disk does not take wait for the next try: none is lost, none is cut in two.
         self.waiting[name] += [json.dumps(row) + "\n" for row in rows]
-        descriptor = os.open(os.path.join(self.out_dir, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        size = os.fstat(descriptor).st_size
+        lines = "".join(self.waiting[name]).encode()
         try:
-            lines = "".join(self.waiting[name]).encode()
-            if os.write(descriptor, lines) < len(lines):
-                raise OSError(errno.ENOSPC, "no space for all of it")
-            os.fsync(descriptor)                                # before a checkpoint that counts on them
+            with open(os.path.join(self.out_dir, name), "ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    if file.write(lines) < len(lines):
+                        raise OSError(errno.ENOSPC, "no space for all of it")
+                    os.fsync(file.fileno())                     # before a checkpoint that counts on them
+                except OSError:
+                    file.truncate(size)
+                    raise
             self.waiting[name].clear()
         except OSError as error:
-            os.ftruncate(descriptor, size)
             self.say(f"{name} could not be written, its lines wait: {error}")
-        os.close(descriptor)
 
 
 def rewind(path, step):

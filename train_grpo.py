@@ -299,10 +299,11 @@ for step in range(first_step, max_steps + 1):
         log.say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
                                                   if name.count("/") == 1))
     if step > first_step and (step % save_interval == 0 or step == max_steps or stopping):
+        log.flush()
         with log.timed("save"):
             problem = weights.save_checkpoint(
                 os.path.join(out_dir, f"checkpoint-{step}"), {"": (policy, optimizer)}, tokenizer, state,
-                keep_checkpoints, log.column(f"eval/mean@{eval_samples}"))
+                keep_checkpoints, log.eval_scores())
         if problem:
             log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
             check(step < max_steps and not stopping, "the last model could not be saved")
@@ -398,6 +399,7 @@ for step in range(first_step, max_steps + 1):
         "reward": ranks.mean(score),
         "reward_std": ranks.mean(stds), "frac_reward_zero_std": ranks.mean(stds == 0),
         **part_means("rewards", parts), "rewards/timeouts": ranks.total([timeouts])[0],
+        "rewards/unscored": score.isnan().sum().item(),
         "completions/mean_length": ranks.mean(lengths), "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in rollouts]),
@@ -425,10 +427,9 @@ for step in range(first_step, max_steps + 1):
             f"logprob gap {metrics['sampling/sampling_logp_difference/max']:.1e} | "
             f"{log.timing['timing_s/step']:.1f} s: gen {log.timing['timing_s/gen']:.1f}, "
             f"update {log.timing['timing_s/update_actor']:.1f}, sync {log.timing['timing_s/sync']:.1f}")
-    log.bar.set_postfix(reward=f"{metrics['reward']:.3f}")
-    log.bar.update()
+    log.advance(reward=f"{metrics['reward']:.3f}")
 
 # ---------------------------------------------------------------- teardown
-log.bar.close()
+log.close()
 sampler.close()
 ranks.leave()

@@ -344,11 +344,12 @@ for step in range(first_step, max_steps + 1):
         log.say(f"step {step:4d} | " + " | ".join(f"{name} {metrics[name]:.3f}" for name in metrics
                                                   if name.count("/") == 1))
     if step > first_step and (step % save_interval == 0 or step == max_steps or stopping):
+        log.flush()
         with log.timed("save"):
             networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
             problem = weights.save_checkpoint(
                 os.path.join(out_dir, f"checkpoint-{step}"), networks, tokenizer, state, keep_checkpoints,
-                log.column(f"eval/mean@{eval_samples}"))
+                log.eval_scores())
         if problem:
             log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
             check(step < max_steps and not stopping, "the last model could not be saved")
@@ -465,6 +466,7 @@ for step in range(first_step, max_steps + 1):
     metrics |= {
         "reward": ranks.mean(score),
         **part_means("rewards", parts), "rewards/timeouts": ranks.total([timeouts])[0],
+        "rewards/unscored": score.isnan().sum().item(),
         "completions/mean_length": ranks.mean(lengths), "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in rollouts]),
@@ -510,10 +512,9 @@ for step in range(first_step, max_steps + 1):
             f"{log.timing['timing_s/step']:.1f} s: gen {log.timing['timing_s/gen']:.1f}, "
             f"critic {log.timing['timing_s/update_critic']:.1f}, "
             f"policy {log.timing['timing_s/update_actor']:.1f}, sync {log.timing['timing_s/sync']:.1f}")
-    log.bar.set_postfix(reward=f"{metrics['reward']:.3f}")
-    log.bar.update()
+    log.advance(reward=f"{metrics['reward']:.3f}")
 
 # ---------------------------------------------------------------- teardown
-log.bar.close()
+log.close()
 sampler.close()
 ranks.leave()

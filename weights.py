@@ -193,22 +193,29 @@ def damage(folder):
         return f"{type(error).__name__}: {error}"
 
 
-LOCKS = []  # open files; their locks last as long as the process
+LOCKS = {}  # folder: open file, whose lock lasts as long as the process
 
 
-def claim(out_dir, patience=60):
+def claim(out_dir, patience=600):
     """Keep other runs out of a folder while this process lives.
 
     Waits `patience` seconds for one that is in it, such as the workers of a torchrun that was killed, which
     live on until the end of their step; then raises ValueError.
     """
+    out_dir = os.path.abspath(out_dir)
+    if out_dir in LOCKS:
+        return
     os.makedirs(out_dir, exist_ok=True)
-    LOCKS.append(open(os.path.join(out_dir, ".lock"), "w"))
+    LOCKS[out_dir] = open(os.path.join(out_dir, ".lock"), "w")
     for second in range(patience + 1):
         try:
-            return fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(LOCKS[out_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if second == 0:
+                print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
             time.sleep(second < patience)
+        except OSError as error:
+            return print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
     raise ValueError(f"out_dir={out_dir}: another run is writing there")
 
 
@@ -232,25 +239,23 @@ def locate_run(out_dir, resume, default):
         if found:
             raise ValueError(f"resume=auto: all {len(found)} checkpoints in {out_dir} are damaged")
         return out_dir, None
-    if resume:
-        if not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
-            raise ValueError(f"resume={resume}: not a checkpoint folder")
-        own = os.path.dirname(os.path.abspath(resume))
-        goes_on = os.path.abspath(out_dir or own) == own
+    own = os.path.dirname(os.path.abspath(resume)) if resume else ""
+    if resume and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
+        raise ValueError(f"resume={resume}: not a checkpoint folder")
+    goes_on = bool(resume) and os.path.abspath(out_dir or own) == own
+    folder = own if goes_on else out_dir
+    if folder:
+        claim(folder)                                           # before looking into it: a run may be ending
+    if goes_on:
         newest = (checkpoints(own) or [resume])[-1]
-        if goes_on and os.path.basename(newest) != os.path.basename(os.path.abspath(resume)):
+        if os.path.basename(newest) != os.path.basename(os.path.abspath(resume)):
             raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
-        if problem := damage(resume):
-            raise ValueError(f"resume={resume}: damaged: {problem}")
-        if goes_on:
-            claim(own)
-            return own, resume
-    if os.path.isdir(out_dir) and set(os.listdir(out_dir)) - {".lock"}:
+    elif os.path.isdir(folder) and set(os.listdir(folder)) - {".lock"}:
         raise ValueError(f"out_dir={out_dir} holds another run: "
                          "name a new folder, or go on with it by --resume=auto")
-    if out_dir:
-        claim(out_dir)
-    return out_dir or default, resume or None
+    if resume and (problem := damage(resume)):
+        raise ValueError(f"resume={resume}: damaged: {problem}")
+    return folder or default, resume or None
 
 
 def load_optimizer(folder, model, optimizer):

@@ -1,4 +1,8 @@
 """A small model with random weights, and the process group that FSDP2 asks for."""
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")   # before torch: models this small lose by a second thread
+
 import pytest
 import torch
 import torch.distributed as dist

@@ -263,7 +263,8 @@ RECIPES = sorted(Path(__file__).parents[1].glob("config/*.py"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
 def test_every_recipe_fits_the_script_that_it_names(recipe):
     root = recipe.parents[1]
-    names = [name for name in ("train_grpo.py", "train_ppo.py") if name in recipe.read_text()] or ["train_grpo.py"]
+    scripts = ("train_grpo.py", "train_ppo.py")
+    names = [name for name in scripts if name in recipe.read_text()] or scripts[:1]
     for name in names:
         layout = read_layout(root / name)
         script = {"__file__": str(root / name), "__doc__": ""}

@@ -122,7 +122,7 @@ def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
 
 def test_an_engine_over_two_ranks(folder, reward_file, tmp_path):
     pytest.importorskip("vllm")
-    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm", max_steps=2)
+    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm")
     two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, 2, engine="vllm", max_steps=2,
                    vllm_tensor_parallel_size=2)
     for step in (0, 1):

@@ -1,5 +1,6 @@
 """A reward model trained here to prefer digits: its scores, its errors, and policies that follow it."""
 import json
+import math
 import random
 
 import pytest
@@ -168,7 +169,7 @@ def broken(judge, tmp_path_factory):
 @pytest.mark.parametrize("script", ["train_ppo.py", "train_grpo.py"])
 @pytest.mark.parametrize("name, message", [
     ("three_labels", "has 3 labels: a reward model has one"), ("headless", "not a trained reward model"),
-    ("small_vocabulary", "embedding only 50"), ("nan", "scored nan for the completion 'Answer: 0'"),
+    ("small_vocabulary", "embedding only 50"), ("nan", "no finite score for any completion, such as"),
     ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
 def test_a_broken_reward_model(broken, folder, tmp_path, name, message, script):
     arguments = [f"--model={folder}", f"--reward_model={broken / name}", "--reward=none"]
@@ -177,9 +178,11 @@ def test_a_broken_reward_model(broken, folder, tmp_path, name, message, script):
 
 def test_a_conversation_that_is_too_long(judge):
     model = load(judge)
-    model.max_length = 20
-    with pytest.raises(ValueError, match="reads 20 tokens; a conversation has"):
-        model.score(ROWS[:1], ["1234567890" * 3])
+    model.max_length = 90
+    both = model.score(ROWS[:2], ["1234567890" * 30, "12"])
+    assert math.isnan(both[0]) and both[1] == pytest.approx(load(judge).score(ROWS[1:2], ["12"])[0], abs=1e-5)
+    with pytest.raises(ValueError, match="no finite score for any completion.* at most 90 tokens"):
+        model.score(ROWS[:1], ["1234567890" * 30])
 
 
 def test_reward_none_needs_a_reward_model(folder, tmp_path):

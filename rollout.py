@@ -8,6 +8,8 @@ Tokens in, tokens out: text is never decoded and encoded again on the way to the
 of the distribution that was sampled from (after temperature, top_p and top_k), in nats. Every prompt has its
 own seed, and its completions the seeds seed, seed + 1, …, so a run repeats, whatever else is in the batch.
 """
+import contextlib
+import glob
 import importlib.util
 import math
 import os
@@ -107,6 +109,9 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first generate compiles for 30 s
+        if tensor_parallel_size > 1:
+            self._unlink_shared_memory()
+            dist.barrier()
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import vllm
         self.SamplingParams, self.eos_ids = vllm.SamplingParams, eos_ids
@@ -161,6 +166,15 @@ class VLLMEngine:
         self._wake()                                           # shutting down asleep would unmap memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
+        self._unlink_shared_memory()
+
+    @staticmethod
+    def _unlink_shared_memory():
+        # vLLM 0.32's CPU build gives the memory that ranks of an engine share one fixed name, and cannot start
+        # where a run has left it behind. Whoever has it mapped keeps it. To go once the name is unique.
+        for path in glob.glob("/dev/shm/-*-cpushm_*"):
+            with contextlib.suppress(FileNotFoundError):       # another rank was first
+                os.unlink(path)
 
     def _sleep(self):
         if self.cuda:

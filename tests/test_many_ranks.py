@@ -122,11 +122,14 @@ def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
 
 def test_an_engine_over_two_ranks(folder, reward_file, tmp_path):
     pytest.importorskip("vllm")
+    with open("/dev/shm/-tp:0-[0-1]-cpushm_0", "w"):            # as a run that was killed leaves it
+        pass
     one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm")
     two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, 2, engine="vllm", max_steps=2,
                    vllm_tensor_parallel_size=2)
     for step in (0, 1):
         assert two[step]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]
     for key in ("reward", "loss", "grad_norm", "num_tokens", "completions/mean_length"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-3, abs=1e-6), key
 

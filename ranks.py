@@ -35,8 +35,8 @@ def orphaned():
 def leave():
     """Leave the process group and end the process, without the interpreter's own shutdown.
 
-    In that, one of some sixty runs of two ranks aborted after all was saved ("terminate called without an active
-    exception"): most likely a thread of PyTorch's that was still waiting for Python's lock.
+    In that, one of some sixty runs of two ranks aborted after all was saved ("terminate called without an
+    active exception"): most likely a thread of PyTorch's that was still waiting for Python's lock.
     """
     if dist.is_initialized():                                   # closing vLLM has ended the group already
         dist.destroy_process_group()

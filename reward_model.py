@@ -47,8 +47,8 @@ class RewardModel:
         """The score of each completion text as the answer to its row's prompt; NaN where there is none.
 
         A string prompt is continued by the text as it is. A conversation has none that is too long for the
-        model, or whose score is not finite. Raises ValueError if no completion has one, and for messages if the
-        tokenizer has no chat template.
+        model, or whose score is not finite. Raises ValueError if no completion has one, and for messages if
+        the tokenizer has no chat template.
         """
         ids = [self._encode(row["prompt"], text) for row, text in zip(rows, texts)]
         longest_first = sorted((i for i in range(len(ids)) if len(ids[i]) <= self.max_length),

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
+import ranks
+
 
 @dataclass
 class Rollout:
@@ -130,8 +132,7 @@ class VLLMEngine:
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
         if len(self.group) > 1:
-            requests = [None] * dist.get_world_size()
-            dist.all_gather_object(requests, list(zip(prompts, seeds)))
+            requests = ranks.gathered([list(zip(prompts, seeds))])
             before = sum(len(requests[rank]) for rank in self.group if rank < dist.get_rank())
             everyones = sum((requests[rank] for rank in self.group), [])
             rollouts = self._generate(*zip(*everyones), n, max_tokens, temperature, top_p, top_k)
@@ -170,8 +171,8 @@ class VLLMEngine:
 
     @staticmethod
     def _unlink_shared_memory():
-        # vLLM 0.32's CPU build gives the memory that ranks of an engine share one fixed name, and cannot start
-        # where a run has left it behind. Whoever has it mapped keeps it. To go once the name is unique.
+        # vLLM 0.32's CPU build gives the memory that ranks of an engine share one fixed name, and cannot
+        # start where a run has left it behind. Whoever has it mapped keeps it. To go once the name is unique.
         for path in glob.glob("/dev/shm/-*-cpushm_*"):
             with contextlib.suppress(FileNotFoundError):       # another rank was first
                 os.unlink(path)

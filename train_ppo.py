@@ -377,10 +377,10 @@ for step in range(first_step, max_steps + 1):
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]   # each one's sequences
-    shares = [deal(rollouts, chosen, world_size)[rank] for chosen in updates]   # and this rank's of them
+    shares = [deal(rollouts, update, world_size)[rank] for update in updates]   # and this rank's of them
     dealt = sum(shares, [])
     with log.timed("old_log_prob"):
-        old_logps = per_token(policy, rollouts, dealt)           # {s: [len]}, as the next two
+        old_logps = per_token(policy, rollouts, dealt)          # {s: [len]}, as the next two
     metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
     with log.timed("values"):
         old_values = per_token(critic, rollouts, dealt)
@@ -392,9 +392,9 @@ for step in range(first_step, max_steps + 1):
         flat = lambda tensors: torch.cat([tensors[s] for s in dealt] or [torch.empty(0, device=device)])
         old, ref, value, lens = flat(old_logps), flat(ref_logps), flat(old_values), lengths[dealt].tolist()
         kl = losses.kl_penalty(old, ref, "k1")                                          # [C]
-        token_reward = losses.token_rewards(score[dealt], kl, state["kl_coef"], lens)    # [C]
+        token_reward = losses.token_rewards(score[dealt], kl, state["kl_coef"], lens)   # [C]
         raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
-        adv = losses.whiten(raw_adv, ranks.mean)                                              # [C]
+        adv = losses.whiten(raw_adv, ranks.mean)                                        # [C]
         # Unscored sequences are NaN in adv and ret; their weight below is 0, but every count includes them.
         advs, rets = (dict(zip(dealt, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
 

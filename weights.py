@@ -26,8 +26,8 @@ import ranks
 def full_weights(policy, dtype=None, names=None):
     """Yield (name, whole tensor) one parameter at a time, cast to dtype where given.
 
-    Gathering a sharded parameter is a collective: every rank has to run through the whole iterator. At most
-    one whole parameter exists beside the shards.
+    Gathering a sharded parameter is a collective: every rank has to run through the whole iterator. Beside
+    the shards it takes about two copies of the largest parameter: the gathered pieces, and the whole.
     names  None        each parameter once, under its name in the module
            module      a head that shares the embedding's weight is yielded under its own name, too
            checkpoint  that, and the names of a checkpoint: what the module stores fused (the experts of a
@@ -213,7 +213,7 @@ def claim(out_dir, patience=600):
         except BlockingIOError:
             if second == 0:
                 print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
-            time.sleep(second < patience)
+            time.sleep(1)
         except OSError as error:
             return print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
     raise ValueError(f"out_dir={out_dir}: another run is writing there")

@@ -94,7 +94,7 @@ if rank == 0:
 
 # ---------------------------------------------------------------- training
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing)
-optimizer = torch.optim.AdamW(policy.parameters(), 1e-6)
+optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
 lens = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", lens.sum() * world_size, sequences, completion_length)

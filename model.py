@@ -6,6 +6,7 @@ results are flat over completion tokens only, `[C]`, in the order of the row: en
 completion token c and is read from the hidden state one token before it. T tokens in a
 micro-batch, S sequences, C completion tokens, H hidden size, V vocabulary.
 """
+import inspect
 import os
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import varlen
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM,
                           AutoModelForTokenClassification)
 from transformers.utils import logging
@@ -20,7 +22,7 @@ from transformers.utils import logging
 import ranks
 
 logging.disable_progress_bar()  # its bars for every load and save would tear the run's own apart
-LOGIT_CHUNK = 1024  # tokens whose logits exist at one time: 1024 x 151,936 float32 are 0.6 GB
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # that exist at one time: 64 MB, 0.5 GB in float32
 
 
 # ---------------------------------------------------------------- packing
@@ -31,9 +33,11 @@ class MicroBatch:
     input_ids: torch.Tensor      # [1, T]
     position_ids: torch.Tensor   # [1, T], restarting at 0 in each sequence
     bounds: list                 # S + 1 offsets: sequence s is input_ids[0, bounds[s]:bounds[s + 1]]
+    offsets: torch.Tensor        # [S + 1] the same, for kernels
     index: torch.Tensor          # [C] where in the row each completion token is predicted: one before itself
     targets: torch.Tensor        # [C] the completion tokens
-    lengths: torch.Tensor        # [S] completion tokens of each sequence; they sum to C
+    owner: torch.Tensor          # [C] which of all sequences each of them belongs to
+    lengths: list                # S: completion tokens of each sequence; they sum to C
 
     def flat(self, tensors):
         """Per-token tensors by sequence (a dict or list of [len]) -> those of this micro-batch, flat [C]."""
@@ -41,11 +45,11 @@ class MicroBatch:
 
     def spread(self, values):
         """One value a sequence, for all sequences [N] -> that value at each completion token here, [C]."""
-        return values[self.sequences].repeat_interleave(self.lengths)
+        return values[self.owner]
 
     def split(self, flat):
         """Per-token values of this micro-batch [C] -> {sequence: its [len] values}."""
-        return dict(zip(self.sequences, flat.split(self.lengths.tolist())))
+        return dict(zip(self.sequences, flat.split(self.lengths)))
 
 
 def deal(rollouts, chosen, num_ranks):
@@ -89,21 +93,23 @@ def pack(rollouts, chosen, token_budget, device):
         bins[fits].append(s)
         free[fits] -= size(rollouts[s])
 
-    tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)
+    tensor = lambda values, dtype=torch.long: torch.tensor(values, dtype=dtype, device=device)
     batches = []
     for packed in bins:
-        ids, positions, bounds, index, targets, lengths = [], [], [0], [], [], []
+        ids, positions, bounds, index, targets, owner, lengths = [], [], [0], [], [], [], []
         for s in packed:
             prompt, completion = rollouts[s].prompt_ids, rollouts[s].completion_ids
             first = len(ids) + len(prompt)              # where the completion begins in the micro-batch
             index += range(first - 1, first + len(completion) - 1)
             targets += completion
+            owner += [s] * len(completion)
             lengths.append(len(completion))
             ids += prompt + completion
             positions += range(len(prompt) + len(completion))
             bounds.append(len(ids))
-        batches.append(MicroBatch(packed, tensor([ids]), tensor([positions]), bounds, tensor(index),
-                                  tensor(targets), tensor(lengths)))
+        batches.append(MicroBatch(packed, tensor([ids]), tensor([positions]), bounds,
+                                  tensor(bounds, torch.int32), tensor(index), tensor(targets), tensor(owner),
+                                  lengths))
     return batches
 
 
@@ -119,23 +125,31 @@ def micro_batches(rollouts, chosen, token_budget, device):
     return [(batch, True) for batch in batches] + [(idle, False)] * (turns - len(batches))
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling, bounds=None, sliding_window=None,
-                     **_):
+def packed_attention(module, query, key, value, attention_mask, scaling, bounds=None, offsets=None,
+                     sliding_window=None, **_):
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
-    A loop of PyTorch's fused kernel over the sequences: work grows with sum(len^2), not with T^2, and no
-    T x T mask exists. Raises ValueError where a sequence outgrows the model's sliding window.
+    Work grows with sum(len^2), not with T^2, and no T x T mask exists: on CUDA by PyTorch's kernel for
+    sequences of several lengths (half precision, compute capability 8), else by a loop of its fused kernel
+    over the sequences. Raises ValueError where a sequence outgrows the model's sliding window.
     """
     sizes = [end - start for start, end in zip(bounds, bounds[1:])]
     if sliding_window is not None and max(sizes) > sliding_window:
         raise ValueError(f"sequence of {max(sizes)} tokens exceeds the model's sliding window of "
                          f"{sliding_window}; lower max_prompt_length or max_completion_length")
+    if (query.is_cuda and query.dtype != torch.float32
+            and torch.cuda.get_device_capability(query.device) >= (8, 0)):
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))                          # [T, heads, d]
+        return varlen.varlen_attn(*rows, offsets, offsets, max(sizes), max(sizes), scale=scaling,
+                                  window_size=(-1, 0), **GROUPED)[None], None
     # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T.
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
                for q, k, v in zip(*(x.split(sizes, dim=2) for x in (query, key, value)))]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
+# PyTorch 2.11's kernel takes fewer heads of key and value than of query unasked.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
 
@@ -154,13 +168,14 @@ class LogprobsFromHidden(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature):
         logp = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy, lse = torch.empty_like(logp), torch.empty_like(logp)
-        for i in range(0, len(targets), LOGIT_CHUNK):
-            part = slice(i, i + LOGIT_CHUNK)
-            logits = F.linear(hidden[part], weight, bias).float() / temperature         # [chunk, V]
-            lse[part] = logits.logsumexp(-1)
+        for part in chunks(targets, weight):
+            logits = F.linear(hidden[part], weight, bias).float().div_(temperature)         # [chunk, V]
+            p = logits.softmax(-1)
+            lse[part] = logits.amax(-1) - p.amax(-1).log()      # a third faster than logits.logsumexp(-1)
             log_p = logits.sub_(lse[part, None])
             logp[part] = log_p.gather(1, targets[part, None])[:, 0]
-            entropy[part] = -torch.einsum("cv,cv->c", log_p.exp(), log_p)
+            entropy[part] = -torch.linalg.vecdot(p, log_p)
+            del logits, p, log_p                                # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # an entropy that is only logged then costs nothing below
@@ -169,26 +184,41 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        d_logp = torch.zeros_like(lse) if d_logp is None else d_logp
+        d_logp = torch.zeros_like(lse) if d_logp is None else d_logp / ctx.temperature
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for i in range(0, len(targets), LOGIT_CHUNK):
-            part = slice(i, i + LOGIT_CHUNK)
-            logits = F.linear(hidden[part], weight, bias).float() / ctx.temperature
-            log_p = logits.sub_(lse[part, None])                                        # [chunk, V]
-            p = log_p.exp()
-            d_logits = p * -d_logp[part, None]
+        for part in chunks(targets, weight):
+            log_p = F.linear(hidden[part], weight, bias).float().div_(ctx.temperature)      # [chunk, V]
+            log_p -= lse[part, None]
+            if d_entropy is None:                               # in place: the chunk exists once
+                d_logits = log_p.exp_().mul_(-d_logp[part, None])
+            else:
+                p = log_p.exp()
+                log_p += entropy[part, None]
+                d_logits = log_p.mul_(-d_entropy[part, None] / ctx.temperature).sub_(d_logp[part, None]).mul_(p)
             d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
-            if d_entropy is not None:
-                d_logits -= p * (log_p + entropy[part, None]) * d_entropy[part, None]
-            d_logits /= ctx.temperature
-            d_hidden[part] = d_logits.to(weight.dtype) @ weight
-            d_weight += d_logits.to(weight.dtype).T @ hidden[part]
             if bias is not None:
                 d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(weight.dtype)
+            d_hidden[part] = d_logits @ weight
+            d_weight += d_logits.T @ hidden[part]
+            del log_p, d_logits
         return (d_hidden, d_weight.to(weight.dtype), None if bias is None else d_bias.to(bias.dtype),
                 None, None)
+
+
+def chunks(targets, weight):
+    """Slices of so many tokens that their logits are at most LOGITS."""
+    size = max(1, LOGITS[weight.device.type] // len(weight))
+    return [slice(i, i + size) for i in range(0, len(targets), size)]
+
+
+def hidden_states(hf, batch):
+    """Last hidden state of a MicroBatch where each completion token is predicted, [C, H]."""
+    hidden = hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, bounds=batch.bounds,
+                           offsets=batch.offsets, use_cache=False).last_hidden_state[0]     # [T, H]
+    return hidden.index_select(0, batch.index)
 
 
 class Policy(nn.Module):
@@ -203,10 +233,8 @@ class Policy(nn.Module):
 
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
-        hidden = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                                    bounds=batch.bounds, use_cache=False).last_hidden_state[0]  # [T, H]
         head = self.hf.get_output_embeddings()
-        return LogprobsFromHidden.apply(hidden[batch.index], head.weight, head.bias, batch.targets,
+        return LogprobsFromHidden.apply(hidden_states(self.hf, batch), head.weight, head.bias, batch.targets,
                                         temperature)
 
 
@@ -222,10 +250,8 @@ class Critic(nn.Module):
 
         The head computes in float32 also where the layers do not: bfloat16 has three digits for a value.
         """
-        hidden = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                                    bounds=batch.bounds, use_cache=False).last_hidden_state[0]  # [T, H]
         head = self.hf.score
-        return hidden[batch.index].float() @ head.weight[0].float() + head.bias.float()
+        return hidden_states(self.hf, batch).float() @ head.weight[0].float() + head.bias.float()
 
 
 # ---------------------------------------------------------------- loading and sharding

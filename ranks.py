@@ -2,11 +2,14 @@
 
 All but `orphaned` are collectives: every rank has to call them, in the same order.
 """
+import ctypes
 import os
 import sys
 
 import torch
 import torch.distributed as dist
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # of glibc's malloc.h
 
 
 def set_up():
@@ -15,6 +18,13 @@ def set_up():
     Returns rank, world_size, device, and the mesh over all ranks that FSDP2 shards over.
     """
     cuda = torch.cuda.is_available()
+    libc = ctypes.CDLL(None)
+    if not cuda and hasattr(libc, "mallopt"):
+        # glibc gives freed memory back to the system and gets it again page by page, each a fault, for every
+        # activation of every layer. Kept instead: the default update takes a fifth less time here, one over a
+        # vocabulary of 151,936 half less, and the process a few percent more memory.
+        libc.mallopt(M_MMAP_THRESHOLD, 2 ** 31 - 1)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -72,6 +82,8 @@ def mean(values):
 
 def gathered(items):
     """The lists of all ranks as one, in the order of the ranks."""
+    if dist.get_world_size() == 1:      # no detour: gloo's thread would start OpenMP threads of its own for it,
+        return list(items)              # and on two cores everything after it would take half as long again
     lists = [None] * dist.get_world_size()
     dist.all_gather_object(lists, items)
     return sum(lists, [])

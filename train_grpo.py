@@ -190,7 +190,8 @@ check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
 # ---------------------------------------------------------------- policy, reference, optimizer
 policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
 reference = load_policy(model, mesh, compute_dtype).requires_grad_(False) if kl_coef > 0 else None
-optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay)
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay,
+                              fused=True)
 
 
 def learning_rate_at(step):

@@ -214,9 +214,10 @@ policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpoi
 critic_start = os.path.join(start_from, "critic") if start_from else critic_model or model
 critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing)
 reference = load_policy(model, mesh, compute_dtype).requires_grad_(False) if kl_coef > 0 else None
-optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay)
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay,
+                              fused=True)
 critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, (beta1, beta2),
-                                     weight_decay=weight_decay)
+                                     weight_decay=weight_decay, fused=True)
 
 
 def learning_rate_at(step, peak, first=0):

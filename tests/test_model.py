@@ -127,7 +127,7 @@ def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh,
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
 @pytest.mark.parametrize("through", ["logp", "entropy", "both"])
 def test_logprobs_from_hidden(monkeypatch, bias, chunk, through):
-    monkeypatch.setattr(model_file, "LOGIT_CHUNK", chunk)
+    monkeypatch.setattr(model_file, "LOGITS", {"cpu": chunk * 37})
     C, H, V, temperature = 10, 8, 37, 0.7
     inputs = [torch.randn(C, H), torch.randn(V, H)] + ([torch.randn(V)] if bias else [])
     targets, d_logp, d_entropy = torch.randint(V, (C,)), torch.randn(C), torch.randn(C)

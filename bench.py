@@ -6,7 +6,7 @@ How fast and how large: training step, weight sync and rollouts, beside what the
     torchrun bench.py --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 --token_budget=16384
 
 The update is train_grpo.py's, on random tokens. Figures are those of one rank, and medians of `repeats`,
-after one that is left out. --work=folder keeps model and rollouts: bench_trl.py runs the same work under TRL.
+after one that is left out. --work=folder keeps model and rollouts, for the same work under bench_trl.py.
 """
 import json as json_module
 import os
@@ -87,7 +87,8 @@ rng = random.Random(rank)
 length = {"uniform": lambda i: rng.randint(1, completion_length), "equal": lambda i: completion_length,
           "skewed": lambda i: completion_length // (16 if i % 8 else 1)}[lengths]
 tokens = lambda count: [rng.randrange(config.vocab_size) for _ in range(count)]
-rollouts = [rollout.Rollout(tokens(prompt_length), tokens(length(i)), [], "stop") for i in range(sequences)]
+rollouts = [rollout.Rollout(tokens(prompt_length), tokens(size), [-1.0] * size, "stop")
+            for size in map(length, range(sequences))]
 if rank == 0:
     with open(os.path.join(work, "rollouts.json"), "w") as file:
         json_module.dump([vars(r) for r in rollouts], file)

@@ -2,12 +2,12 @@
 The same work here and under TRL's GRPOTrainer, in alternating pairs. TRL has an environment of its own:
 
     python -m venv out/trl && out/trl/bin/pip install torch==2.13.0 transformers==5.19.0 trl==1.16.0
-    python bench_trl.py --trl=out/trl/bin/python
+    python bench_trl.py                                                                      # half an hour
 
-The update is bench.py's: TRL gets model and rollouts from it (by rollout_func), so both train on the same
-tokens, and it counts from having scored them until the optimizer has stepped. The whole step is that of
-train_grpo.py with --engine=hf, generation and reward included: model, problems, batch, sampling and optimizer
-are the same, TRL generates by itself. Figures are medians over the pairs.
+The update is bench.py's: TRL gets its model and rollouts (by rollout_func), so both train on the same tokens,
+and is timed from having scored them until the optimizer has stepped. The whole step is train_grpo.py's with
+--engine=hf, generation and reward included: model, problems, batch and optimizer are the same, and TRL
+generates by itself. Each line is of medians over the pairs.
 """
 import json
 import os
@@ -21,23 +21,19 @@ import time
 from configurator import configure
 # ------------------------------------------------------------------------------------------------------------
 trl = "out/trl/bin/python"      # the interpreter that has TRL
-only = ""                       # a word in the name of the cases to run; empty: all
+only = ""                       # a word in the name of the lines to measure; empty: all
 pairs = 5
-# of a run under TRL, which this script starts itself
-work = ""                       # a folder of bench.py's, or that of the model to generate with
-micro_batch = 64                # sequences that it trains on at a time
+# of the runs under TRL, which this script starts itself
+work = ""                       # a folder that bench.py left, or a model's to generate with
+micro_batch = 64                # sequences TRL trains on at a time
 repeats = 5                     # steps, after one that is left out
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
-CASES = {  # name: arguments of bench.py, repeats
-    "update": ([], 5),
-    "update, lengths 512 and seven of 32": (["--lengths=skewed", "--completion_length=512"], 5),
-    "update, vocabulary 151,936": (["--vocab_size=151936"], 1)}
-WHOLE = ["--engine=hf", "--max_steps=10", "--eval_prompts=1", "--eval_samples=1"]
 
 
+# ---------------------------------------------------------------- under TRL
 def run_under_trl():
-    """Train under TRL and print the figures: update (s), peak memory (GB); for each step its seconds."""
+    """GRPOTrainer on bench.py's rollouts, or on algebra problems: prints a line a step, then its figures."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -46,13 +42,35 @@ def run_under_trl():
     import data
     import rewards
     import tiny
-    replayed = os.path.exists(f"{work}/rollouts.json")
-    times, began = [], [time.perf_counter()]
+    given = os.path.exists(f"{work}/rollouts.json")
+    settings = {"num_generations": 8, "per_device_train_batch_size": micro_batch, "beta": 0.0,
+                "loss_type": "dapo", "gradient_checkpointing": False, "bf16": False, "use_cpu": True,
+                "model_init_kwargs": {"dtype": "float32"}, "max_steps": repeats + 1, "report_to": [],
+                "save_strategy": "no", "logging_steps": 1000, "disable_tqdm": True}
+    if given:
+        with open(f"{work}/rollouts.json") as file:
+            rollouts = json.load(file)
+        column = lambda name: [r[name] for r in rollouts]
+        generation = {"rollout_func": lambda prompts, trainer: {
+            name: column(name) for name in ("prompt_ids", "completion_ids", "logprobs")}}
+        settings |= {"gradient_accumulation_steps": len(rollouts) // micro_batch,
+                     "max_completion_length": max(map(len, column("completion_ids")))}
+        model, tokenizer = f"{work}/model", tiny.make_tokenizer()
+        rows = [{"prompt": str(i)} for i in range(len(rollouts))]
+        reward = lambda completions, **_: torch.randn(len(completions)).tolist()
+    else:
+        generation = {}
+        settings |= {"gradient_accumulation_steps": 256 // micro_batch, "max_completion_length": 64,
+                     "learning_rate": 1e-4, "warmup_steps": 5, "adam_beta2": 0.95}
+        model, tokenizer = work, AutoTokenizer.from_pretrained(work)
+        rows = data.load_rows("algebra", "train", 4096, 0, 1)
+        reward = rewards.load_reward("", "algebra")
+    times, began = [], [0.0]
 
     class Trainer(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             result = super()._generate_and_score_completions(inputs)
-            if replayed:
+            if given:
                 began[0] = time.perf_counter()
             return result
 
@@ -62,73 +80,62 @@ def run_under_trl():
             began[0] = time.perf_counter()
             print("step", flush=True)
 
-    if replayed:
-        with open(f"{work}/rollouts.json") as file:
-            rollouts = json.load(file)
-        rows = [{"prompt": str(i)} for i in range(len(rollouts))]
-        settings = {"num_generations": 8, "gradient_accumulation_steps": len(rollouts) // micro_batch,
-                    "max_completion_length": max(len(r["completion_ids"]) for r in rollouts)}
-        tokenizer, reward = tiny.make_tokenizer(), lambda completions, **_: torch.randn(len(completions)).tolist()
-        source = {"rollout_func": lambda prompts, trainer: {
-            "prompt_ids": [r["prompt_ids"] for r in rollouts],
-            "completion_ids": [r["completion_ids"] for r in rollouts],
-            "logprobs": [[-1.0] * len(r["completion_ids"]) for r in rollouts]}}
-    else:
-        rows = data.load_rows("algebra", "train", 4096, 0, 1)
-        settings = {"num_generations": 8, "gradient_accumulation_steps": 256 // micro_batch,
-                    "max_completion_length": 64, "learning_rate": 1e-4, "warmup_steps": 5, "adam_beta2": 0.95}
-        tokenizer, reward, source = AutoTokenizer.from_pretrained(work), rewards.load_reward("", "algebra"), {}
-    with tempfile.TemporaryDirectory() as out:
-        Trainer(work if not replayed else f"{work}/model", reward, train_dataset=Dataset.from_list(rows),
-                processing_class=tokenizer, callbacks=[Clock()], **source,
-                args=GRPOConfig(out, max_steps=repeats + 1, per_device_train_batch_size=micro_batch, beta=0.0,
-                                loss_type="dapo", gradient_checkpointing=False, bf16=False, use_cpu=True,
-                                report_to=[], save_strategy="no", logging_steps=1000, disable_tqdm=True,
-                                model_init_kwargs={"dtype": "float32"}, **settings)).train()
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(model, reward, GRPOConfig(folder, **settings), train_dataset=Dataset.from_list(rows),
+                processing_class=tokenizer, callbacks=[Clock()], **generation).train()
     print(json.dumps({"s": statistics.median(times[1:]),
                       "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}))
-
-
-def started(command, sign):
-    """(its last line as JSON, or None; seconds from its launch to the first line that has the sign)."""
-    launch, first, last = time.perf_counter(), None, ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        for line in process.stdout:
-            first = first or (time.perf_counter() - launch if sign in line else None)
-            last = line
-    if process.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {process.returncode}")
-    return json.loads(last) if last.startswith("{") else None, first
-
-
-def compare(name, unit, ours, theirs):
-    ours, theirs = statistics.median(ours), statistics.median(theirs)
-    print(f"{name:48} {ours:8.3f} {unit:3} {theirs:8.3f} {unit:3} {theirs / ours:6.2f}x", flush=True)
 
 
 if work:
     run_under_trl()
     sys.exit()
-print(f"{'':48} {'here':>12} {'TRL':>12}   ratio")
-for name, (arguments, steps) in CASES.items():
+
+
+# ---------------------------------------------------------------- side by side
+def run(sign, *command):
+    """Run it: seconds from the launch to the first line with the sign in it, and its last line."""
+    launch, seen, line = time.perf_counter(), None, ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        for line in process.stdout:
+            if sign in line and seen is None:
+                seen = time.perf_counter() - launch
+    if process.returncode:
+        sys.exit(f"{' '.join(command)}: exit code {process.returncode}")
+    return seen, line
+
+
+def compare(name, unit, here, there):
+    here, there = statistics.median(here), statistics.median(there)
+    print(f"{name:48} {here:8.3f} {unit:2} {there:8.3f} {unit:2} {there / here:6.2f}x", flush=True)
+
+
+print(f"{'':48} {'here':>11} {'TRL':>11}   ratio")
+for name, steps, *arguments in (
+        ("update", 5),
+        ("update, of eight lengths 512 and seven times 32", 5, "--lengths=skewed", "--completion_length=512"),
+        ("update, vocabulary 151,936", 1, "--vocab_size=151936")):
     if only in name:
-        with tempfile.TemporaryDirectory() as folder:
-            results = [(started([sys.executable, "bench.py", f"--work={folder}", f"--repeats={steps}",
-                                 "--json=true", *arguments], "{")[0],
-                        started([trl, "bench_trl.py", f"--work={folder}", f"--repeats={steps}"], "step")[0])
-                       for _ in range(pairs)]
-        compare(name, "s", *zip(*((ours["update (s)"], theirs["s"]) for ours, theirs in results)))
-        compare(name + ": peak memory", "GB",
-                *zip(*((ours["peak memory (GB)"], theirs["GB"]) for ours, theirs in results)))
-if only in "whole step, launch to the first":
-    steps, launches = [], []
+        ours, theirs = [], []
+        for _ in range(pairs):
+            with tempfile.TemporaryDirectory() as folder:
+                same = f"--work={folder}", f"--repeats={steps}"
+                for figures, command in ((ours, (sys.executable, "bench.py", "--json=true", *arguments)),
+                                         (theirs, (trl, "bench_trl.py"))):
+                    figures.append(json.loads(run("", *command, *same)[1]))
+        compare(name, "s", [r["update (s)"] for r in ours], [r["s"] for r in theirs])
+        compare("    its peak memory", "GB", [r["peak memory (GB)"] for r in ours], [r["GB"] for r in theirs])
+if only in "whole step, launch":
+    ours, theirs, launch_here, launch_there = [], [], [], []
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
-            _, here = started([sys.executable, "train_grpo.py", *WHOLE, f"--out_dir={folder}/run"], "| reward")
+            seconds, _ = run("| reward", sys.executable, "-u", "train_grpo.py", "--engine=hf",
+                             "--max_steps=10", "--eval_prompts=1", "--eval_samples=1", f"--out_dir={folder}/run")
+            launch_here.append(seconds)
             with open(f"{folder}/run/metrics.jsonl") as file:
-                seconds = [json.loads(line).get("timing_s/step") for line in file][1:-1]
-        theirs, there = started([trl, "bench_trl.py", "--work=out/tiny", "--repeats=9"], "step")
-        steps.append((statistics.median(seconds), theirs["s"]))
-        launches.append((here, there))
-    compare("whole step", "s", *zip(*steps))
-    compare("launch to the end of the first step", "s", *zip(*launches))
+                ours.append(statistics.median(json.loads(line)["timing_s/step"] for line in list(file)[1:10]))
+        seconds, figures = run("step", trl, "bench_trl.py", "--work=out/tiny", "--repeats=9")
+        launch_there.append(seconds)
+        theirs.append(json.loads(figures)["s"])
+    compare("whole step", "s", ours, theirs)
+    compare("launch to the end of the first step", "s", launch_here, launch_there)

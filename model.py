@@ -196,7 +196,8 @@ class LogprobsFromHidden(torch.autograd.Function):
             else:
                 p = log_p.exp()
                 log_p += entropy[part, None]
-                d_logits = log_p.mul_(-d_entropy[part, None] / ctx.temperature).sub_(d_logp[part, None]).mul_(p)
+                log_p *= -d_entropy[part, None] / ctx.temperature
+                d_logits = log_p.sub_(d_logp[part, None]).mul_(p)
             d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
             if bias is not None:
                 d_bias += d_logits.sum(0)
@@ -275,11 +276,12 @@ def check_model(path, key="model", tokenizer=True):
             raise ValueError(f"{key}={path}: no {what} in this folder")
 
 
-def load_policy(path, mesh, dtype, gradient_checkpointing=False):
+def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True):
     """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
-    Every rank must call it. Raises ValueError for models whose logits are more than hidden @ head (softcapped
-    or scaled heads): their logprobs would be wrong.
+    trained: False for a reference, which needs no gradient and no more digits than it computes with: weights
+    in dtype, so in bfloat16 half the memory and the same logprobs. Every rank must call it. Raises ValueError
+    for models whose logits are more than hidden @ head (softcapped or scaled heads): they would be wrong.
     """
     config = AutoConfig.from_pretrained(path)
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -287,12 +289,13 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False):
             raise ValueError(f"model={path}: {key}={getattr(config, key)} changes the logits after the head; "
                              "only plain linear heads are supported")
     hf, loading = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
+        path, dtype=torch.float32 if trained else dtype, attn_implementation="packed",
+        output_loading_info=True)
     if loading["missing_keys"]:
         raise ValueError(f"model={path}: no {', '.join(sorted(loading['missing_keys']))} in its weights")
     if hf.generation_config:
         hf.generation_config.do_sample = True   # it may name a temperature, and could not be saved without
-    return shard(Policy(hf), mesh, dtype, gradient_checkpointing)
+    return shard(Policy(hf).requires_grad_(trained), mesh, dtype, gradient_checkpointing)
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False):
@@ -325,3 +328,16 @@ def shard(module, mesh, dtype, gradient_checkpointing):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)
     return module
+
+
+def offload(optimizer, device):
+    """Keep an optimizer's moments in host memory except while it steps.
+
+    Adam's are 8 bytes a parameter, over the ranks, that the GPU then has for activations and for the engine's
+    cache; they cross the bus twice an update.
+    """
+    def move(target):
+        for state in optimizer.state.values():
+            state |= {name: value.to(target) for name, value in state.items() if name != "step"}
+    optimizer.register_step_pre_hook(lambda *_: move(device))
+    optimizer.register_step_post_hook(lambda *_: move("cpu"))

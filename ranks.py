@@ -66,9 +66,7 @@ def largest(values):
 
 
 def reduced(values, op):
-    tensor = torch.as_tensor(values, dtype=torch.float64)
-    if torch.cuda.is_available():
-        tensor = tensor.cuda()
+    tensor = torch.as_tensor(values, dtype=torch.float64).cpu()     # over gloo: no wait for a GPU's queue
     dist.all_reduce(tensor, op)
     return tensor.tolist()
 
@@ -82,8 +80,8 @@ def mean(values):
 
 def gathered(items):
     """The lists of all ranks as one, in the order of the ranks."""
-    if dist.get_world_size() == 1:      # no detour: gloo's thread would start OpenMP threads of its own for it,
-        return list(items)              # and on two cores everything after it would take half as long again
+    if dist.get_world_size() == 1:  # gloo's thread would start OpenMP threads of its own to pass a large list
+        return list(items)          # on, and on two cores all that comes after would take half as long again
     lists = [None] * dist.get_world_size()
     dist.all_gather_object(lists, items)
     return sum(lists, [])

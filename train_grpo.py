@@ -38,7 +38,7 @@ import rollout
 import tiny
 import weights
 from configurator import check, configure, input_errors
-from model import check_model, deal, load_policy, micro_batches
+from model import check_model, deal, load_policy, micro_batches, offload
 from reward_model import RewardModel
 from runlog import RunLog
 # ------------------------------------------------------------------------------------------------------------
@@ -89,6 +89,7 @@ grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: less memory, a third more time
+offload_optimizer = False       # Adam's moments in host memory between updates: 8 bytes a parameter less
 max_skipped_updates = 5         # in a row, for a gradient that is not finite; after so many the run stops
 sync_timeout = 600.0            # seconds after which a weight sync that hangs stops the run; 0: never
 logprob_gap = 0.0               # nats: a larger mean |trainer - engine| stops the run; 0: 1e-3, bfloat16 0.05
@@ -189,9 +190,11 @@ check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
 
 # ---------------------------------------------------------------- policy, reference, optimizer
 policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
-reference = load_policy(model, mesh, compute_dtype).requires_grad_(False) if kl_coef > 0 else None
+reference = load_policy(model, mesh, compute_dtype, trained=False) if kl_coef > 0 else None
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay,
                               fused=True)
+if offload_optimizer:
+    offload(optimizer, device)
 
 
 def learning_rate_at(step):

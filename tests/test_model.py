@@ -6,11 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import (AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel,
+                          Qwen3Config, Qwen3ForCausalLM)
 
+import losses
 import model as model_file
 from losses import value_loss
-from model import LogprobsFromHidden, check_model, deal, load_critic, load_policy, pack, packed_attention
+from model import (LogprobsFromHidden, Policy, check_model, deal, load_critic, load_policy, offload, pack,
+                   packed_attention)
 
 
 def rollout(prompt_ids, completion_ids):
@@ -147,6 +151,50 @@ def test_logprobs_from_hidden(monkeypatch, bias, chunk, through):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=5e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, seed):
+    """Random shapes, vocabularies, lengths, budgets: the clipped loss by padding, mask and full logits."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    vocab, heads, longest = rng.choice([2, 17, 300, 5000]), rng.choice([2, 4]), rng.choice([1, 9, 40])
+    hf = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=vocab, hidden_size=16 * rng.randint(1, 4), intermediate_size=48, head_dim=8,
+        num_hidden_layers=rng.randint(1, 3), num_attention_heads=heads, num_key_value_heads=heads // 2,
+        tie_word_embeddings=rng.random() < 0.5, initializer_range=0.1))
+    hf.save_pretrained(tmp_path)
+    count, temperature = rng.randint(1, 20), rng.choice([0.5, 1.0, 2.0])
+    rollouts = random_rollouts(count, vocab, seed, longest)
+    adv = torch.randn(count)
+    width = max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
+    row = lambda values: values + [0] * (width - len(values))
+    ids = torch.tensor([row(r.prompt_ids + r.completion_ids) for r in rollouts])
+    real = torch.tensor([row([1] * len(r.prompt_ids + r.completion_ids)) for r in rollouts])
+    trained = torch.tensor([row([0] * len(r.prompt_ids) + [1] * len(r.completion_ids)) for r in rollouts])
+    trained = trained[:, 1:]
+    table = (hf.double()(input_ids=ids, attention_mask=real).logits[:, :-1] / temperature).log_softmax(-1)
+    logp = table.gather(2, ids[:, 1:, None])[:, :, 0]
+    old = logp.detach() + 0.3 * torch.randn(logp.shape).double()
+    ratio = (logp - old).exp()
+    loss = -torch.minimum(ratio * adv[:, None], ratio.clamp(0.8, 1.2) * adv[:, None]) * trained
+    (loss.sum() / trained.sum()).backward()
+
+    policy = load_policy(str(tmp_path), mesh, torch.float32)
+    lengths = torch.tensor([len(r.completion_ids) for r in rollouts])
+    weight = losses.sequence_weights(lengths, "token_mean", lengths.sum(), count, longest)
+    old_logps = [old[s][trained[s].bool()].float() for s in range(count)]
+    total = 0.0
+    for batch in pack(rollouts, range(count), rng.randint(width, 4 * width), "cpu"):
+        new, _ = policy(batch, temperature)
+        token_loss, _, _ = losses.policy_loss(new, batch.flat(old_logps), batch.spread(adv), 0.2, 0.2, "clip")
+        part = (batch.spread(weight) * token_loss).sum()
+        part.backward()
+        total += part.item()
+    assert total == pytest.approx((loss.sum() / trained.sum()).item(), rel=1e-5, abs=1e-6)
+    ours = torch.cat([p.grad.full_tensor().flatten() for p in policy.hf.parameters()])
+    theirs = torch.cat([p.grad.flatten() for p in hf.parameters()])
+    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
 def test_gradient_checkpointing_changes_nothing(folder, mesh):
     rollouts = random_rollouts(6, 256)
     gradients = []
@@ -171,6 +219,73 @@ def test_bfloat16_computes_from_float32_masters(folder, mesh):
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.parameters())
         logps.append(logp.detach())
     assert 1e-4 < (logps[0] - logps[1]).abs().mean() < 0.2
+
+
+def test_a_reference_computes_the_same_from_bfloat16_weights(folder, mesh):
+    (batch,) = pack(random_rollouts(6, 256), range(6), 500, "cpu")
+    trained, reference = (load_policy(folder, mesh, torch.bfloat16, trained=kind) for kind in (True, False))
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in reference.parameters())
+    assert torch.equal(trained(batch, 1.0)[0], reference(batch, 1.0)[0])
+
+
+# ---------------------------------------------------------------- what a GPU would be asked
+
+def test_a_micro_batch_never_waits_for_the_device(folder):
+    """From the packed row to the gradient nothing reads a value back: fake tensors have none."""
+    with FakeTensorMode():
+        config = AutoConfig.from_pretrained(folder, attn_implementation="packed", dtype=torch.bfloat16)
+        policy = Policy(AutoModelForCausalLM.from_config(config))
+        rollouts, adv = random_rollouts(8, 256), torch.randn(8)
+        (batch,) = pack(rollouts, range(8), 400, "cpu")
+        logp, entropy = policy(batch, 1.0)
+        assert logp.shape == entropy.shape == batch.targets.shape
+        old = batch.split(logp.detach())
+        loss, _, _ = losses.policy_loss(logp, batch.flat(old), batch.spread(adv), 0.2, 0.2, "clip")
+        (batch.spread(adv) * loss).sum().backward()
+        assert all(p.grad is not None for p in policy.parameters())
+        with pytest.raises(DataDependentOutputException):
+            loss.sum().item()                                       # what such a read would have raised
+
+
+def test_moments_are_in_host_memory_but_for_the_step():
+    moments = lambda: {optimizer.state[weight][name].device.type for name in ("exp_avg", "exp_avg_sq")
+                       if weight in optimizer.state}
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(3, 4, device="cuda:0"))
+        optimizer, seen = torch.optim.AdamW([weight], fused=True), []
+        offload(optimizer, torch.device("cuda:0"))
+        optimizer.register_step_pre_hook(lambda *_: seen.append(moments()))
+        for _ in range(2):
+            weight.grad = torch.empty_like(weight)
+            optimizer.step()
+            assert moments() == {"cpu"}
+    assert seen == [set(), {"cuda"}]
+
+
+def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch):
+    """PyTorch's CUDA kernel replaced by a loop over what its arguments mean: the CPU path's values."""
+    def loop(q, k, v, starts, key_starts, longest, key_longest, scale, window_size, **_):
+        assert starts.dtype == torch.int32 and starts.tolist() == key_starts.tolist()
+        assert window_size == (-1, 0) and longest == key_longest == max(starts.diff())
+        rows = []
+        for start, end in zip(starts, starts[1:]):
+            for t in range(start, end):
+                group = q.shape[1] // k.shape[1]
+                for head in range(q.shape[1]):
+                    scores = k[start:t + 1, head // group] @ q[t, head] * scale
+                    rows.append(scores.softmax(0) @ v[start:t + 1, head // group])
+        return torch.stack(rows).view(q.shape)
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+    q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    bounds = [0, 1, 5, 9]
+    expected, _ = packed_attention(None, q, k, v, None, 0.3, bounds=bounds)
+    monkeypatch.setattr(model_file.varlen, "varlen_attn", loop)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_cuda, _ = packed_attention(None, *(x.double().as_subclass(OnCuda) for x in (q, k, v)), None, 0.3,
+                                  bounds=bounds, offsets=torch.tensor(bounds, dtype=torch.int32))
+    torch.testing.assert_close(on_cuda.as_subclass(torch.Tensor).float(), expected)
 
 
 # ---------------------------------------------------------------- the critic

@@ -5,13 +5,14 @@ How fast and how large: training step, weight sync and rollouts, beside what the
     python bench.py --hidden_size=512 --num_layers=8 --completion_length=256             # 25 M parameters
     torchrun bench.py --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 --token_budget=16384
 
-The update is train_grpo.py's, on random tokens. Figures are those of one rank, and medians of `repeats`,
-after one that is left out. --work=folder keeps model and rollouts, for the same work under bench_trl.py.
+The update is train_grpo.py's, on random tokens and without its metrics. Figures are those of one rank, and
+medians of `repeats`, after one that is left out. --work=folder keeps model and rollouts, as for bench_trl.py.
 """
 import json as json_module
 import os
 import random
 import resource
+import shutil
 import statistics
 import tempfile
 import time
@@ -70,7 +71,7 @@ def since_launch():
 
 
 # ---------------------------------------------------------------- the work
-work = ranks.from_master(work or tempfile.mkdtemp())
+kept, work = work, ranks.from_master(work or tempfile.mkdtemp())
 os.makedirs(work, exist_ok=True)
 if not model:
     model = os.path.join(work, "model")
@@ -107,8 +108,8 @@ def update():
         token_loss, _, _ = losses.policy_loss(logp, logp.detach(), batch.spread(adv), 0.2, 0.2, "clip")
         loss = live * (batch.spread(weight) * token_loss).sum()
         (loss * world_size).backward()
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-    optimizer.step()
+    if torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().isfinite().item():
+        optimizer.step()
     optimizer.zero_grad()
 
 
@@ -153,6 +154,8 @@ if engine:
         figures["over bare LLM.generate"] = bare / ours
     sampler.close()
 if rank == 0:
+    if not kept:
+        shutil.rmtree(work)
     print(json_module.dumps(figures) if json else
           "\n".join(f"{name:32} {value:12.4g}" for name, value in figures.items()))
 ranks.leave()

@@ -157,6 +157,7 @@ class VLLMEngine:
 
     def load_weights(self, named_tensors):
         if self.cuda:
+            torch.cuda.empty_cache()                           # what the trainer has freed: vLLM maps its own
             self.llm.wake_up(tags=["weights"])                 # the KV cache stays released until generate
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))
         else:  # the CPU build repacks linear weights and drops the originals: only a reload can replace them
@@ -183,6 +184,7 @@ class VLLMEngine:
 
     def _wake(self):
         if self.cuda:
+            torch.cuda.empty_cache()
             self.llm.wake_up()
 
 

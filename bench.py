@@ -105,7 +105,8 @@ weight = losses.sequence_weights(lens, "token_mean", lens.sum() * world_size, se
 def update():
     for batch, live in micro_batches(rollouts, range(sequences), token_budget, device):
         logp, entropy = policy(batch, 1.0)
-        token_loss, _, _ = losses.policy_loss(logp, logp.detach(), batch.spread(adv), 0.2, 0.2, "clip")
+        token_loss, _, _ = losses.policy_loss(
+            logp, logp.detach(), batch.spread(adv), batch.mean, 0.2, 0.2, "clip")
         loss = live * (batch.spread(weight) * token_loss).sum()
         (loss * world_size).backward()
     if torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().isfinite().item():

@@ -7,21 +7,32 @@ Prompts and padding are never in it, so no mask can be wrong. Entry c is about t
 from the hidden state one token before it. N sequences, G completions for each of P prompts. Gradient flows
 through `logp`, `entropy` and `value` alone.
 """
+import math
+
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 
-def group_advantages(rewards, num_generations, kind):
-    """Advantage of each completion over the others that answer the same prompt, and the spread of each group.
+def group_advantages(rewards, num_generations, kind, lengths=None, greedy=None, pass_k=1):
+    """Advantage of each completion over others, most often those of its prompt, and each group's spread.
 
     rewards [N], the G completions of a prompt adjacent; NaN marks a completion without a reward: it takes no
-    part in its group's statistics and its advantage is 0. Returns advantages [N] and unbiased standard
-    deviations [P]. A group whose rewards are all equal has exactly 0 of both: it teaches nothing.
-    kind  grpo     (r - mean) / (std + 1e-4)            Shao et al. 2024, 4.1.2; the epsilon is TRL's
-          dr_grpo  r - mean                             Liu et al. 2025: dividing by std favours groups that
-                                                        are nearly all right or all wrong
-          rloo     r - mean of the *other* completions  Ahmadian et al. 2024; is dr_grpo * G / (G - 1)
+    part in any statistics and its advantage is 0. lengths [N]: tokens of each completion. greedy [P]: reward
+    of each prompt's greedy completion, for remax. Returns advantages [N], unbiased standard deviations [P].
+    A group whose rewards are all equal has a deviation of exactly 0, and by the first six kinds an advantage
+    of exactly 0: it teaches nothing.
+    kind  grpo        (r - mean) / (std + 1e-4)           Shao et al. 2024, 4.1.2; the epsilon is TRL's
+          dr_grpo     r - mean                            Liu et al. 2025: dividing by std favours groups
+                                                          that are nearly all right or all wrong
+          grpo_batch  (r - mean) / (std of the batch's rewards + 1e-4)          Liu et al. 2025b, Lite PPO
+          rloo        r - mean of the *other* completions                       Ahmadian et al. 2024
+                      is dr_grpo * G / (G - 1)
+          opo         r - mean weighted by length: the baseline of least variance  Hao et al. 2025
+          pass_at_k   of the reward of the best of pass_k among the G: see below   Chen et al. 2025
+          reinforce++           r, whitened over the tokens of the batch           Hu et al. 2025
+          reinforce++_baseline  r - mean, whitened likewise                        Hu et al. 2025
+          remax       r - reward of the greedy completion                          Li et al. 2024
     Example: rewards [1, 0, 0, 0], G = 4 -> std 0.5; grpo [1.5, -0.5, -0.5, -0.5], dr_grpo [.75, -.25, -.25,
     -.25], rloo [1, -1/3, -1/3, -1/3].
     """
@@ -32,15 +43,51 @@ def group_advantages(rewards, num_generations, kind):
     centred = torch.where(scored, groups - mean, 0.0)             # [P, G]
     others = (count - 1).clamp(min=1)                             # [P, 1]
     std = (centred.square().sum(1, keepdim=True) / others).sqrt() # [P, 1]
+    tokens = None if lengths is None else lengths.view_as(groups) * scored                      # [P, G]
     if kind == "grpo":
         adv = centred / (std + 1e-4)
     elif kind == "dr_grpo":
         adv = centred
+    elif kind == "grpo_batch":
+        adv = centred / ((groups[scored].std() if scored.sum() > 1 else 0.0) + 1e-4)
     elif kind == "rloo":
         adv = centred * count / others
+    elif kind == "opo":
+        adv = centred - (tokens * centred).sum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
+    elif kind == "pass_at_k":
+        adv = pass_at_k_advantages(groups, scored, pass_k)
+    elif kind in ("reinforce++", "reinforce++_baseline"):
+        kept = groups.nan_to_num() if kind == "reinforce++" else centred
+        centre = (tokens * kept).sum() / tokens.sum()
+        adv = (kept - centre) / (((tokens * (kept - centre).square()).sum() / tokens.sum()).sqrt() + 1e-8)
+    elif kind == "remax":
+        adv = (groups - greedy[:, None]).nan_to_num()             # without a baseline nothing is learned
     else:
-        raise ValueError(f"advantage={kind!r}: choose grpo, dr_grpo or rloo")
+        raise ValueError(f"advantage={kind!r}: choose {', '.join(ADVANTAGES)}")
+    adv = torch.where(scored, adv, 0.0)
     return adv.flatten().to(rewards.dtype), std.flatten()         # [N], [P]
+
+
+ADVANTAGES = ("grpo", "dr_grpo", "grpo_batch", "rloo", "opo", "pass_at_k", "reinforce++",
+              "reinforce++_baseline", "remax")
+
+
+def pass_at_k_advantages(groups, scored, k):
+    """Advantages when a draw of k of a prompt's G completions is rewarded by its best; [P, G].
+
+    Chen et al. 2025 (https://arxiv.org/abs/2508.10751): of all C(G, k) draws a share of R = 1 - C(wrong,
+    k) / C(G, k) succeed, with deviation s = sqrt(R (1 - R)). A right completion (reward above 0) is in
+    successful ones only: (1 - R) / s. A wrong one in a share of 1 - C(wrong - 1, k - 1) / C(G - 1, k - 1).
+    """
+    count = scored.sum(1, keepdim=True).double()                  # [P, 1]
+    wrong = ((groups <= 0) & scored).sum(1, keepdim=True).double()
+    failing = failing_with = torch.ones_like(wrong)               # shares of draws: all, with a wrong one
+    for i in range(k):                                            # C(wrong, k) / C(G, k), factor by factor
+        factor = (wrong - i).clamp(min=0) / (count - i).clamp(min=1)
+        failing, failing_with = failing * factor, failing_with * (factor if i else 1)
+    std = (failing * (1 - failing)).sqrt().clamp(min=1e-12)
+    adv = torch.where(groups > 0, failing, failing - failing_with) / std
+    return torch.where((failing > 0) & (failing < 1), adv, 0.0)
 
 
 def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length):
@@ -52,44 +99,97 @@ def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length
     aggregation  token_mean       every token alike: 1 / num_tokens                  DAPO, Yu et al. 2025
                  sequence_mean    every sequence alike: 1 / (len * num_sequences)    GRPO, Shao et al. 2024
                  constant_length  1 / (max_length * num_sequences): no length bias   Dr. GRPO, Liu et al. 2025
+                 sequence_sum     1 / num_sequences: the plain policy gradient      RLOO, Ahmadian et al. 2024
     """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
     if aggregation == "token_mean":
-        return torch.full_like(lengths, 1.0, dtype=torch.float32) / num_tokens
+        return ones / num_tokens
     if aggregation == "sequence_mean":
-        return 1.0 / (lengths.float() * num_sequences)
+        return ones / (lengths * num_sequences)
     if aggregation == "constant_length":
-        return torch.full_like(lengths, 1.0, dtype=torch.float32) / (max_length * num_sequences)
-    raise ValueError(f"loss_aggregation={aggregation!r}: choose token_mean, sequence_mean or constant_length")
+        return ones / (max_length * num_sequences)
+    if aggregation == "sequence_sum":
+        return ones / num_sequences
+    raise ValueError(f"loss_aggregation={aggregation!r}: choose token_mean, sequence_mean, constant_length "
+                     "or sequence_sum")
 
 
-def policy_loss(logp, old_logp, adv, epsilon, epsilon_high, loss_type, dual_clip=0.0):
+def policy_loss(logp, old_logp, adv, mean, epsilon, epsilon_high, loss_type, dual_clip=0.0):
     """Loss of each token, with gradient, and for the logs whether clipping acted on it low, high; all [C].
 
-    ratio = exp(logp - old_logp).
+    ratio = exp(logp - old_logp). mean: a function that gives each token the mean of a per-token tensor over
+    its sequence, [C] -> [C] (MicroBatch.mean).
     loss_type  clip   -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv): beyond the bound,
                       in the direction that adv pushes, a token has no gradient
                       PPO, Schulman et al. 2017, eq. 7; the asymmetric bound is DAPO's
                       dual_clip > 0 also bounds the loss of a negative adv, by -dual_clip * adv; the ratio
                       alone does not (Ye et al. 2020, https://arxiv.org/abs/1912.09729, eq. 5)
+               gspo   the same with one ratio a sequence, exp(mean(logp - old_logp)), and bounds of 3e-4, 4e-4
+                      Zheng et al. 2025, https://arxiv.org/abs/2507.18071; with sequence_mean
+               gmpo   -exp(mean(log ratio, clipped token by token as in clip)) * adv: the geometric mean of
+                      what clip adds up. Zhao et al. 2025, https://arxiv.org/abs/2507.20673; its bounds
+                      e^-0.4, e^0.4 are epsilon 0.33, epsilon_high 0.49; with sequence_mean
                cispo  -stop_gradient(min(ratio, 1 + epsilon_high)) * adv * logp: the weight is clipped, the
                       token keeps its gradient
-                      MiniMax-M1, Chen et al. 2025, eq. 4-5
-    At ratio 1 both have the gradient -adv * grad(logp).
+                      MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eq. 4-5
+               sapo   -4 / t * sigmoid(t * (ratio - 1)) * adv: a soft bound on both sides, t = 1 where
+                      adv > 0, else 1.05: Gao et al. 2025, https://arxiv.org/abs/2511.20347
+               gpg    -adv * logp: no ratio at all. Chu et al. 2025, https://arxiv.org/abs/2504.02546
+    At ratio 1 all have the gradient -adv * grad(logp), gspo and gmpo that of its mean over the sequence.
     """
-    ratio = (logp - old_logp).exp()
+    log_ratio = (logp - old_logp).clamp(-20, 20)                  # infinity times a gradient of 0 is NaN
+    ratio = (mean(log_ratio) if loss_type == "gspo" else log_ratio).exp()
     low = high = torch.zeros_like(ratio, dtype=torch.bool)
-    if loss_type == "clip":
+    if loss_type in ("clip", "gspo"):
         loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
         low, high = (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
         if dual_clip:
             loss = torch.where(adv < 0, torch.min(loss, -dual_clip * adv), loss)
             high = high | (ratio > dual_clip) & (adv < 0)
+    elif loss_type == "gmpo":
+        low, high = (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
+        bounded = log_ratio.clamp(math.log1p(-epsilon), math.log1p(epsilon_high))
+        loss = -mean(torch.where(low | high, bounded, log_ratio)).exp() * adv
     elif loss_type == "cispo":
         loss = -ratio.clamp(max=1 + epsilon_high).detach() * adv * logp
         high = ratio > 1 + epsilon_high
+    elif loss_type == "sapo":
+        t = torch.where(adv > 0, torch.ones_like(adv), 1.05)
+        loss = -4 / t * torch.sigmoid(t * (ratio - 1)) * adv
+    elif loss_type == "gpg":
+        loss = -adv * logp
     else:
-        raise ValueError(f"loss_type={loss_type!r}: choose clip or cispo")
+        raise ValueError(f"loss_type={loss_type!r}: choose clip, gspo, gmpo, cispo, sapo or gpg")
     return loss, low, high
+
+
+def engine_weights(old_logp, rollout_logp, mean, length, correction, low, high):
+    """Importance weight of each token for what the engine sampled from and the trainer did not; [C].
+
+    ratio = exp(old_logp - rollout_logp) of a token; of a sequence, the product over its tokens (its mean log
+    ratio, as in policy_loss, times length, [C]). The weights have no gradient and multiply the token's loss.
+    correction  none               1
+                token_truncate     min(ratio, high)                 TIS, Yao et al. 2025
+                token_mask         ratio, but 0 outside [low, high]   IcePop, Ling Team 2025
+                sequence_truncate, sequence_mask: the same by the sequence's ratio   MIS, Liu et al. 2025
+                geometric_mask     1, but 0 where exp(mean log ratio) of the sequence is outside [low, high]:
+                                   a sequence's ratio drifts off with its length, this mean does not
+    """
+    if correction not in CORRECTIONS:
+        raise ValueError(f"engine_correction={correction!r}: choose {', '.join(CORRECTIONS)}")
+    log_ratio = old_logp - rollout_logp
+    if correction == "geometric_mask":
+        log_ratio = mean(log_ratio)
+    elif correction.startswith("sequence"):
+        log_ratio = mean(log_ratio) * length
+    ratio = log_ratio.clamp(-20, 20).exp()
+    inside = (ratio >= low) & (ratio <= high)
+    return {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=high), "mask": ratio * inside,
+            "geometric_mask": inside.to(ratio.dtype)}[
+        correction if correction in ("none", "geometric_mask") else correction.split("_")[1]]
+
+
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 def kl_penalty(logp, ref_logp, estimator):
@@ -101,15 +201,20 @@ def kl_penalty(logp, ref_logp, estimator):
                k2  d^2 / 2       biased value; as a loss its gradient is that of KL in expectation
                k3  exp(d) - 1 - d  unbiased, never negative, what GRPO uses; as a loss its gradient is, in
                                  expectation, that of KL(reference || policy)
+               k3+ the value of k3 with the gradient of k2: both right     verl's name for it
+    In a reward only the value counts (k1 or k3); in the loss only the gradient (k2 or k3+).
     """
-    d = ref_logp - logp
+    d = (ref_logp - logp).clamp(max=80)                           # exp must not overflow
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d.square() / 2
     if estimator == "k3":
         return d.exp() - 1 - d
-    raise ValueError(f"kl_estimator={estimator!r}: choose k1, k2 or k3")
+    if estimator == "k3+":
+        k2 = d.square() / 2
+        return (d.exp() - 1 - d).detach() + k2 - k2.detach()
+    raise ValueError(f"kl_estimator={estimator!r}: choose k1, k2, k3 or k3+")
 
 
 # ---------------------------------------------------------------- PPO with a critic

@@ -36,7 +36,8 @@ class MicroBatch:
     offsets: torch.Tensor        # [S + 1] the same, for kernels
     index: torch.Tensor          # [C] where in the row each completion token is predicted: one before itself
     targets: torch.Tensor        # [C] the completion tokens
-    owner: torch.Tensor          # [C] which of all sequences each of them belongs to
+    owner: torch.Tensor          # [C] which of this micro-batch's sequences each of them belongs to
+    rows: torch.Tensor           # [S] `sequences` as a tensor
     lengths: list                # S: completion tokens of each sequence; they sum to C
 
     def flat(self, tensors):
@@ -45,7 +46,12 @@ class MicroBatch:
 
     def spread(self, values):
         """One value a sequence, for all sequences [N] -> that value at each completion token here, [C]."""
-        return values[self.owner]
+        return values[self.rows][self.owner]
+
+    def mean(self, values):
+        """Mean of per-token values over their sequence, at each of its tokens; [C] -> [C], with gradient."""
+        sums = lambda x: x.new_zeros(len(self.sequences)).index_add(0, self.owner, x)
+        return (sums(values) / sums(torch.ones_like(values)).clamp(min=1))[self.owner]
 
     def split(self, flat):
         """Per-token values of this micro-batch [C] -> {sequence: its [len] values}."""
@@ -104,14 +110,14 @@ def pack(rollouts, chosen, token_budget, device):
             first = len(ids) + len(prompt)              # where the completion begins in the micro-batch
             index += range(first - 1, first + len(completion) - 1)
             targets += completion
-            owner += [s] * len(completion)
+            owner += [len(lengths)] * len(completion)
             lengths.append(len(completion))
             ids += prompt + completion
             positions += range(len(prompt) + len(completion))
             bounds.append(len(ids))
         batches.append(MicroBatch(packed, tensor([ids]), tensor([positions]), bounds,
                                   tensor(bounds, torch.int32), tensor(index), tensor(targets), tensor(owner),
-                                  lengths))
+                                  tensor(packed), lengths))
     return batches
 
 

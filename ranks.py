@@ -22,7 +22,7 @@ def set_up():
     if not cuda and hasattr(libc, "mallopt"):
         # glibc gives freed memory back to the system and gets it again page by page, each a fault, for every
         # activation of every layer. Kept instead, the update of 64 short sequences takes a fifth less time on
-        # two cores, the logprobs over a vocabulary of 151,936 half, and the process a few percent more memory.
+        # two cores, logprobs over a vocabulary of 151,936 half, and the process a few percent more memory.
         if not libc.mallopt(M_MMAP_THRESHOLD, 2 ** 31 - 1):
             libc.mallopt(M_MMAP_THRESHOLD, 2 ** 25)             # the most that glibc before 2.35 takes
         libc.mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)

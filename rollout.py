@@ -60,12 +60,14 @@ def end_tokens(model, tokenizer):
 
 METRICS = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
            "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
-           "sampling/importance_sampling_ratio/max")
+           "sampling/importance_sampling_ratio/max", "sampling/effective_sample_size", "sampling/kl")
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer):
     """Metrics of the trainer's logprobs, {s: [len]}, against those of rollouts[s] for the same tokens.
 
+    effective_sample_size: (sum w)^2 / (n sum w^2) of the ratios w, as a share of the tokens. No ratio is
+    truncated for any of them.
     Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken
     weight sync, a wrong temperature or mask, or a model that one side gets wrong: training on
     would be off-policy and nobody would know. Raises RuntimeError with the worst tokens.
@@ -75,15 +77,17 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
     ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
     theirs = torch.tensor([logp for s in logps for logp in rollouts[s].logprobs], device=device)   # [C]
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    sums = torch.stack([gap.sum(), ratio.sum(), torch.tensor(float(len(gap)), device=device)])
-    peaks = torch.full_like(sums, -math.inf)
+    k3 = ratio - 1 - (ours - theirs)                            # of KL(engine || trainer)
+    sums = torch.stack([torch.tensor(float(len(gap)), device=device),
+                        *(x.sum() for x in (gap, ratio, ratio.square(), k3))])
+    peaks = torch.full((3,), -math.inf, device=device)
     if len(gap):
         peaks = torch.stack([gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    if sums[2] == 0:                                           # nothing to train on, nothing to go wrong
-        return dict(zip(METRICS, (0.0, 0.0, 1.0, 1.0, 1.0)))
-    gap_mean, ratio_mean = (sums[:2] / sums[2]).tolist()
+    if sums[0] == 0:                                           # nothing to train on, nothing to go wrong
+        return dict(zip(METRICS, (0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0)))
+    gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
     if not gap_mean <= bound:
         tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]
         worst = [(*tokens[c], ours[c]) for c in gap.argsort(descending=True)[:8].tolist()]
@@ -95,7 +99,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
             + ("\nA mixture-of-experts model on vLLM's CPU build comes out wrong after a weight sync: take "
                "--engine=hf for it" if device == "cpu" else ""))
     gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, -1], device=peaks.device)).tolist()
-    return dict(zip(METRICS, (gap_mean, gap_max, ratio_min, ratio_mean, ratio_max)))
+    return dict(zip(METRICS, (gap_mean, gap_max, ratio_min, ratio_mean, ratio_max,
+                              ratio_mean ** 2 / square_mean, kl)))
 
 
 class VLLMEngine:

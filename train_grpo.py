@@ -68,14 +68,23 @@ top_k = 0                       # only 0, for the same reason
 vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each has its own
 # algorithm
-advantage = "grpo"              # grpo, dr_grpo (without std), rloo; see losses.group_advantages
-loss_type = "clip"              # clip (PPO), cispo
-loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO)
-epsilon = 0.2                   # clip: ratio clipped below 1 - epsilon
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
+                                # reinforce++, reinforce++_baseline; see losses.group_advantages
+pass_k = 4                      # k of pass_at_k
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.policy_loss
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO), or
+                                # sequence_sum
+epsilon = 0.2                   # ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high; DAPO: 0.28
+dual_clip = 0.0                 # bounds the ratio where the advantage is negative (clip, gspo), e.g. 3; 0: no
 updates_per_step = 1            # optimizer steps a rollout batch is split into; above 1 the ratio leaves 1
 kl_coef = 0.0                   # weight of the KL to the initial model in the loss; 0: no reference model
-kl_estimator = "k3"             # k2, k3; see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+; see losses.kl_penalty
+entropy_coef = 0.0              # weight of the entropy bonus
+old_logprobs = "trainer"        # the ratio's denominator: the trainer's, or the engine's (bypass)
+engine_correction = "none"      # for the gap from engine to trainer; see losses.engine_weights
+correction_low = 0.5            # its mask's lower bound
+correction_high = 2.0           # its mask's upper bound, and that of truncated weights
 # optimizer
 max_steps = 60                  # rollout batches
 learning_rate = 1e-4            # peak; a 1 B model wants about 1e-6
@@ -110,18 +119,21 @@ rank, world_size, device, mesh = ranks.set_up()  # one process a device, under t
 
 # ---------------------------------------------------------------- checks: all before a model is loaded
 for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
-            "temperature", "eval_samples", "eval_interval", "save_interval", "sample_interval",
+            "temperature", "eval_samples", "pass_k", "eval_interval", "save_interval", "sample_interval",
             "keep_checkpoints", "vllm_tensor_parallel_size", "max_skipped_updates"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
-            "kl_coef", "logprob_gap", "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts"):
+            "kl_coef", "entropy_coef", "dual_clip", "correction_low", "correction_high", "logprob_gap",
+            "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts"):
     check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
-for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
+for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "old_logprobs": ("trainer", "engine"),
                      "lr_decay": ("linear", "cosine", "constant")}.items():
     check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
-check(num_generations > 1,
+check(num_generations > 1 or advantage in ("remax", "reinforce++"),
       f"num_generations={num_generations}: advantage={advantage} compares the completions of a prompt "
       "with each other and needs at least 2")
+check(advantage != "pass_at_k" or pass_k <= num_generations,
+      f"pass_k={pass_k}: more than num_generations={num_generations}")
 check(prompts_per_step % world_size == 0,
       f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
 check(world_size % vllm_tensor_parallel_size == 0,
@@ -142,8 +154,9 @@ compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda 
 gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
     one = torch.ones(G)
-    losses.group_advantages(one, G, advantage)                  # dummies: each refuses what it does not know
-    losses.policy_loss(one, one, one, epsilon, epsilon_high, loss_type)
+    losses.group_advantages(one, G, advantage, one, one[:1])    # dummies: each refuses what it does not know
+    losses.policy_loss(one, one, one, lambda x: x, epsilon, epsilon_high, loss_type)
+    losses.engine_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator)
     Engine = rollout.engine_class(engine)
@@ -219,7 +232,7 @@ dist.barrier()
 check(os.path.isdir(out_dir), f"out_dir={out_dir} is not on a file system that all ranks see")
 
 
-def generate(prompts, n, names):
+def generate(prompts, n, names, temperature=temperature):
     """n completions of each (row, prompt_ids): rollouts, their rows, their texts; names make the seeds."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     rollouts = sampler.generate([ids for _, ids in prompts], n, seeds, max_completion_length, temperature)
@@ -322,31 +335,37 @@ for step in range(first_step, max_steps + 1):
     with log.timed("gen"):
         picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
         places = range(rank * B, (rank + 1) * B)                # disjoint prompts on every rank
-        own_rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
-                                               [f"{step} {i}" for i in places])
+        prompts, names = [train_set[picked[i]] for i in places], [f"{step} {i}" for i in places]
+        own_rollouts, row_of, texts = generate(prompts, G, names)
+        if advantage == "remax":                                # its baseline: what a greedy completion earns
+            _, greedy_rows, greedy_texts = generate(prompts, 1, names, temperature=0)
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
         own_scores, parts, timeouts = score_completions(row_of, texts)
+        own_greedy = score_completions(greedy_rows, greedy_texts)[0] if advantage == "remax" else []
 
     # ------------------------------------------------------------ 3 advantage
     rollouts = ranks.gathered(own_rollouts)                     # N, from here on those of all ranks
     score = torch.tensor(ranks.gathered(own_scores), device=device)                     # [N], NaN: not scored
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
-    adv, stds = losses.group_advantages(score, G, advantage)                            # [N], [N / G]
+    greedy = torch.tensor(ranks.gathered(own_greedy), device=device)                    # [N / G], for remax
+    adv, stds = losses.group_advantages(score, G, advantage, lengths, greedy, pass_k)   # [N], [N / G]
 
     # ------------------------------------------------------------ 4 old and reference logprobs, where needed
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]     # each one's sequences
     # An advantage of 0 has no gradient: such sequences are counted, and where no KL needs them not computed,
     # four in five at the end of the default run, which takes 1.7 times as long with them.
-    needed = set(range(N) if kl_coef > 0 else adv.nonzero()[:, 0].tolist())
+    needed = set(range(N) if kl_coef > 0 or entropy_coef > 0 else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in needed], world_size)[rank] for update in updates]
     dealt = sum(shares, [])                                     # what this rank trains on
-    old_logps = {}                                              # {s: [len]}; a single update fills it in
-    if updates_per_step > 1:
+    engine_logps = {s: torch.tensor(rollouts[s].logprobs, device=device) for s in dealt}   # {s: [len]}
+    trainer_logps = {}                                          # of the same policy; else the first update's
+    if updates_per_step > 1 and old_logprobs == "trainer":
         with log.timed("old_log_prob"):
-            old_logps = per_token(policy, rollouts, dealt)
+            trainer_logps = per_token(policy, rollouts, dealt)
+    old_logps = engine_logps if old_logprobs == "engine" else trainer_logps
     if reference:
         with log.timed("ref"):
             ref_logps = per_token(reference, rollouts, dealt)
@@ -355,7 +374,7 @@ for step in range(first_step, max_steps + 1):
     with log.timed("update_actor"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step)
-        sums, grad_norms = torch.zeros(5, device=device), []
+        sums, grad_norms = torch.zeros(6, device=device), []
         for update, share in zip(updates, shares):
             # Count over the global batch, before it is split: the gradient is then the same for any number
             # of ranks, any micro-batch size and any packing.
@@ -366,18 +385,26 @@ for step in range(first_step, max_steps + 1):
                 if not live:
                     (0 * logp.sum()).backward()
                     continue
-                if updates_per_step == 1:                       # nothing moved since sampling: this forward
-                    old_logps |= batch.split(logp.detach())     # is the old policy's, too
+                if update is updates[0] and batch.sequences[0] not in trainer_logps:    # nothing moved since
+                    trainer_logps |= batch.split(logp.detach())  # sampling: this forward is the old policy's
+                old_logp = batch.flat(old_logps)
                 token_loss, low, high = losses.policy_loss(
-                    logp, batch.flat(old_logps), batch.spread(adv),
-                    epsilon, epsilon_high, loss_type)                                   # [C] each
+                    logp, old_logp, batch.spread(adv), batch.mean,
+                    epsilon, epsilon_high, loss_type, dual_clip)                        # [C] each
+                correction = losses.engine_weights(
+                    old_logp, batch.flat(engine_logps), batch.mean, batch.spread(lengths),
+                    engine_correction, correction_low, correction_high)                 # [C]
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference
                       else torch.zeros_like(logp))
-                loss = (batch.spread(weight) * (token_loss + kl_coef * kl)).sum()
+                token_loss = correction * token_loss + kl_coef * kl
+                if entropy_coef:
+                    token_loss = token_loss - entropy_coef * entropy
+                loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                sums += torch.stack([loss.detach(), *(x.sum().detach() for x in (entropy, kl, low, high))])
+                sums += torch.stack([loss.detach(), *(x.sum().detach()
+                                                      for x in (entropy, kl, low, high, correction))])
             if update is updates[0]:                            # the policy is still the one that sampled
-                metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
+                metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
             grad_norms.append(norm.full_tensor().item())
             finite = math.isfinite(grad_norms[-1])
@@ -397,7 +424,7 @@ for step in range(first_step, max_steps + 1):
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
     trained_tokens = max(1, lengths[list(needed)].sum().item())
     finite_norms = [norm for norm in grad_norms if math.isfinite(norm)]
-    sum_loss, sum_entropy, sum_kl, sum_low, sum_high = ranks.total(sums)
+    sum_loss, sum_entropy, sum_kl, sum_low, sum_high, sum_correction = ranks.total(sums)
     state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}
     log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
@@ -412,6 +439,7 @@ for step in range(first_step, max_steps + 1):
         "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
         "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
         "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
+        "sampling/correction_mean": sum_correction / trained_tokens,
         "grad_norm": sum(finite_norms) / max(len(finite_norms), 1),
         "actor/skipped_updates": len(grad_norms) - len(finite_norms), "learning_rate": learning_rate_at(step),
         "num_tokens": state["num_tokens"], "perf/throughput": tokens / log.timing["timing_s/step"],

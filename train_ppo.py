@@ -439,7 +439,7 @@ for step in range(first_step, max_steps + 1):
                     (0 * logp.sum()).backward()
                     continue
                 token_loss, low, high = losses.policy_loss(
-                    logp, batch.flat(old_logps), batch.flat(advs), epsilon, epsilon_high, "clip",
+                    logp, batch.flat(old_logps), batch.flat(advs), batch.mean, epsilon, epsilon_high, "clip",
                     dual_clip)                                                          # [C] each
                 if entropy_coef:
                     token_loss = token_loss - entropy_coef * entropy
@@ -447,7 +447,7 @@ for step in range(first_step, max_steps + 1):
                 (loss * world_size).backward()
                 kl_sum = losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3").sum()
                 update_kl += kl_sum
-                sums[2:] += torch.stack([loss.detach(), kl_sum, torch.tensor(len(logp), device=device),
+                sums[2:] += torch.stack([loss.detach(), kl_sum, torch.full_like(kl_sum, len(logp)),
                                          *(x.sum().detach() for x in (entropy, low, high))])
             if max_kl and ranks.total(update_kl)[0] / update_tokens > max_kl:
                 optimizer.zero_grad()                           # too far: this update is not made either

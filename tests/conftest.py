@@ -12,7 +12,7 @@ import tiny
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=2, help="of each run in tests/test_survive.py")
+    parser.addoption("--kills", type=int, default=1, help="of each run in tests/test_survive.py")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
 """Every formula of losses.py against a slow, obvious reference in float64 loops, and numbers done by hand."""
+import itertools
 import math
 import statistics
 
@@ -12,56 +13,114 @@ torch.manual_seed(0)
 
 # ---------------------------------------------------------------- advantages
 
-def slow_advantages(rewards, G, kind):
+KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "opo", "pass_at_k", "reinforce++", "reinforce++_baseline",
+         "remax"]
+OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k"]      # nothing but the group's rewards matters
+
+
+def slow_advantages(rewards, G, kind, lengths=None, greedy=None, pass_k=2):
+    every = [r for r in rewards if not math.isnan(r)]
     result = []
     for start in range(0, len(rewards), G):
         group = rewards[start:start + G]
-        scored = [r for r in group if not math.isnan(r)]
+        scored = [i for i in range(G) if not math.isnan(group[i])]
+        mean = sum(group[i] for i in scored) / len(scored) if scored else 0
         for i, r in enumerate(group):
             if math.isnan(r):
                 result.append(0.0)
-                continue
-            mean = sum(scored) / len(scored)
-            if kind == "grpo":
-                squares = sum((x - mean) ** 2 for x in scored)
+            elif kind == "grpo":
+                squares = sum((group[j] - mean) ** 2 for j in scored)
                 std = math.sqrt(squares / (len(scored) - 1)) if len(scored) > 1 else 0
                 result.append((r - mean) / (std + 1e-4))
             elif kind == "dr_grpo":
                 result.append(r - mean)
+            elif kind == "grpo_batch":
+                result.append((r - mean) / (statistics.stdev(every) + 1e-4))
             elif kind == "rloo":
-                others = [x for j, x in enumerate(group) if j != i and not math.isnan(x)]
+                others = [group[j] for j in scored if j != i]
                 result.append(r - sum(others) / len(others) if others else 0.0)
+            elif kind == "opo":
+                tokens = [lengths[start + j] for j in scored]
+                result.append(r - sum(n * group[j] for n, j in zip(tokens, scored)) / sum(tokens))
+            elif kind == "pass_at_k":       # by drawing: every subset of pass_k, rewarded by its best
+                draws = [any(group[j] > 0 for j in draw) for draw in itertools.combinations(scored, pass_k)]
+                own = [any(group[j] > 0 for j in draw) for draw in itertools.combinations(scored, pass_k)
+                       if i in draw]
+                std = statistics.pstdev(map(float, draws)) if draws else 0
+                result.append((statistics.mean(own) - statistics.mean(draws)) / std if std else 0.0)
+            elif kind == "remax":
+                result.append(r - greedy[start // G])
+            else:
+                result.append(r if kind == "reinforce++" else r - mean)
+    if kind.startswith("reinforce"):        # whitened, each completion as often as it has tokens
+        tokens = [a for a, r, n in zip(result, rewards, lengths) if not math.isnan(r) for _ in range(n)]
+        mean, std = statistics.mean(tokens), statistics.pstdev(tokens)
+        result = [0.0 if math.isnan(r) else (a - mean) / (std + 1e-8) for a, r in zip(result, rewards)]
     return result
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("G", [2, 4, 7])
 def test_group_advantages(kind, G):
     rewards = torch.randn(5 * G, dtype=torch.float64)
     rewards[::3] = rewards[::3].round()
-    adv, stds = losses.group_advantages(rewards, G, kind)
-    assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), G, kind))
+    lengths, greedy = torch.randint(1, 9, (5 * G,)), torch.randn(5, dtype=torch.float64)
+    adv, stds = losses.group_advantages(rewards, G, kind, lengths, greedy, 2)
+    assert adv.tolist() == pytest.approx(
+        slow_advantages(rewards.tolist(), G, kind, lengths.tolist(), greedy.tolist()))
     assert stds.tolist() == pytest.approx([statistics.stdev(group) for group in rewards.view(-1, G).tolist()])
+
+
+@pytest.mark.parametrize("pass_k", [1, 2, 3, 6])
+def test_pass_at_k_advantages(pass_k):
+    rewards = torch.tensor([float(i < right) for right in range(7) for i in range(6)], dtype=torch.float64)
+    adv, _ = losses.group_advantages(rewards, 6, "pass_at_k", pass_k=pass_k)
+    assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), 6, "pass_at_k", pass_k=pass_k))
+    assert adv[:6].tolist() == adv[-6:].tolist() == [0] * 6
+    torch.testing.assert_close(adv.view(7, 6).sum(1), torch.zeros(7, dtype=torch.float64))
+    if pass_k == 1:                                 # the group's reward over its deviation, not the sample's
+        groups = rewards.view(7, 6)[1:6]
+        torch.testing.assert_close(adv.view(7, 6)[1:6], (groups - groups.mean(1, keepdim=True))
+                                   / groups.std(1, keepdim=True, correction=0))
 
 
 @pytest.mark.parametrize("kind, expected", [
     ("grpo", [1.5, -0.5, -0.5, -0.5]),
     ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
-    ("rloo", [1, -1 / 3, -1 / 3, -1 / 3])])
+    ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),
+    ("opo", [0.9, -0.1, -0.1, -0.1]),               # the right one has a tenth of the tokens
+    ("pass_at_k", [1, -1 / 3, -1 / 3, -1 / 3])])    # with k = 2 half of the six draws succeed
 def test_group_advantages_by_hand(kind, expected):
-    adv, stds = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind)
+    lengths = torch.tensor([2, 6, 6, 6])
+    adv, stds = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind, lengths, None, 2)
     assert adv.tolist() == pytest.approx(expected, abs=4e-4) and stds.tolist() == [0.5]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_group_advantages_without_spread_or_score(kind):
     nan = math.nan
     rewards = torch.tensor([1.0, 1, 1, 0, nan, 2, nan, nan, 3, nan, nan, nan], dtype=torch.float64)
-    adv, stds = losses.group_advantages(rewards, 3, kind)
+    lengths, greedy = torch.arange(1, 13), torch.tensor([1.0, 0, 1, 5], dtype=torch.float64)
+    adv, stds = losses.group_advantages(rewards, 3, kind, lengths, greedy, 2)
     adv = adv.tolist()
-    assert adv == pytest.approx(slow_advantages(rewards.tolist(), 3, kind))
+    assert adv == pytest.approx(slow_advantages(rewards.tolist(), 3, kind, lengths.tolist(), greedy.tolist()))
     assert stds.tolist() == [0, pytest.approx(math.sqrt(2)), 0, 0]
-    assert adv[:3] == [0, 0, 0] and adv[6:] == [0] * 6 and adv[4] == 0 and adv[3] < 0 < adv[5]
+    assert adv[4] == 0 and adv[6:8] == [0, 0] and adv[9:] == [0, 0, 0] and all(map(math.isfinite, adv))
+    if kind in OF_THE_GROUP:
+        assert adv[:3] == [0, 0, 0] and adv[8] == 0
+
+
+def test_a_greedy_completion_without_a_score_is_no_baseline():
+    greedy = torch.tensor([math.nan, 1.0])
+    adv, _ = losses.group_advantages(torch.tensor([0.0, 2, 0, 2]), 2, "remax", torch.ones(4), greedy)
+    assert adv.tolist() == [0, 0, -1, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_scored_teaches_nothing(kind):
+    nothing = torch.full((4,), math.nan)
+    adv, stds = losses.group_advantages(nothing, 2, kind, torch.ones(4).long(), torch.ones(2))
+    assert not adv.any() and not stds.any()
 
 
 def test_the_epsilon_of_grpo_damps_a_small_spread():
@@ -69,11 +128,12 @@ def test_the_epsilon_of_grpo_damps_a_small_spread():
     assert adv.tolist() == pytest.approx([-1e-4 / (stds.item() + 1e-4), 1e-4 / (stds.item() + 1e-4)] * 2)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("kind", OF_THE_GROUP)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.99, 2.7])
 @pytest.mark.parametrize("G", [3, 8, 10])
 def test_equal_rewards_give_exactly_nothing(kind, reward, G):
-    adv, stds = losses.group_advantages(torch.full((G,), reward), G, kind)  # float32: a mean rounds
+    lengths = torch.randint(1, 9, (G,))
+    adv, stds = losses.group_advantages(torch.full((G,), reward), G, kind, lengths)  # float32: a mean rounds
     assert not adv.any() and stds.tolist() == [0]
 
 
@@ -81,14 +141,15 @@ def test_a_group_never_sees_another():
     rewards = torch.rand(12)
     moved = rewards.clone()
     moved[8:] += 5
-    for kind in ("grpo", "dr_grpo", "rloo"):
-        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind)[0][:8],
-                                   losses.group_advantages(moved, 4, kind)[0][:8])
+    lengths = torch.randint(1, 9, (12,))
+    for kind in OF_THE_GROUP:
+        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind, lengths)[0][:8],
+                                   losses.group_advantages(moved, 4, kind, lengths)[0][:8])
 
 
 # ---------------------------------------------------------------- aggregation
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length", "sequence_sum"])
 def test_sequence_weights(aggregation):
     lengths = [3, 1, 5, 2]
     token_losses = [torch.randn(n, dtype=torch.float64) for n in lengths]
@@ -96,8 +157,10 @@ def test_sequence_weights(aggregation):
         expected = sum(x.item() for seq in token_losses for x in seq) / sum(lengths)
     elif aggregation == "sequence_mean":
         expected = sum(sum(x.item() for x in seq) / len(seq) for seq in token_losses) / len(lengths)
-    else:
+    elif aggregation == "constant_length":
         expected = sum(sum(x.item() for x in seq) / 8 for seq in token_losses) / len(lengths)
+    else:
+        expected = sum(sum(x.item() for x in seq) for seq in token_losses) / len(lengths)
     for split in ([[0, 1, 2, 3]], [[0, 3], [2, 1]], [[2], [0], [1], [3]]):  # however the batch is split
         total = 0.0
         for rows in split:
@@ -109,32 +172,76 @@ def test_sequence_weights(aggregation):
 
 # ---------------------------------------------------------------- policy loss
 
+LOSSES = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg"]
+LENGTHS = [3, 1, 60, 20, 116]                                     # of the sequences of the tests below
+
+
+def mean(values):
+    """The mean over its sequence at each token, as MicroBatch.mean gives it."""
+    return torch.cat([part.mean().expand(len(part)) for part in values.split(LENGTHS)])
+
+
 def slow_policy_loss(logp, old, adv, low, high, kind):
-    """Value, derivative in logp, clipped low, clipped high of one token."""
-    ratio = math.exp(logp - old)
-    if kind == "cispo":
-        weight = min(ratio, 1 + high)
-        return -weight * adv * logp, -weight * adv, False, ratio > 1 + high
-    clipped_low, clipped_high = adv < 0 and ratio < 1 - low, adv > 0 and ratio > 1 + high
-    bounded = min(max(ratio, 1 - low), 1 + high)
-    if ratio * adv <= bounded * adv:
-        return -ratio * adv, -ratio * adv, clipped_low, clipped_high
-    return -bounded * adv, 0.0, clipped_low, clipped_high
+    """Of one sequence, in plain numbers: the loss at each token, clipped low, clipped high."""
+    ratios = [math.exp(p - o) for p, o in zip(logp, old)]
+    if kind == "gspo":
+        ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
+    down = [r < 1 - low and a < 0 and kind in ("clip", "gspo", "gmpo") for r, a in zip(ratios, adv)]
+    up = [r > 1 + high and (a > 0 or kind == "cispo") and kind not in ("sapo", "gpg")
+          for r, a in zip(ratios, adv)]
+    bounded = [min(max(r, 1 - low), 1 + high) for r in ratios]
+    if kind == "gmpo":
+        kept = [b if d or u else r for r, b, d, u in zip(ratios, bounded, down, up)]
+        loss = [-a * math.prod(kept) ** (1 / len(kept)) for a in adv]
+    elif kind == "sapo":
+        soft = lambda r, t: 4 / t / (1 + math.exp(-t * (r - 1)))
+        loss = [-a * soft(r, 1.0 if a > 0 else 1.05) for r, a in zip(ratios, adv)]
+    elif kind == "gpg":
+        loss = [-a * p for p, a in zip(logp, adv)]
+    elif kind == "cispo":
+        loss = [-min(r, 1 + high) * a * p for r, a, p in zip(ratios, adv, logp)]
+    else:
+        loss = [-min(r * a, b * a) for r, a, b in zip(ratios, adv, bounded)]
+    return loss, down, up
 
 
-@pytest.mark.parametrize("kind", ["clip", "cispo"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_policy_loss(kind):
-    old = -torch.rand(400, dtype=torch.float64) * 3
-    logp = (old + torch.randn(400, dtype=torch.float64) * 0.3).requires_grad_()
-    adv = torch.randn(400, dtype=torch.float64)
-    adv[::7] = 0                                                  # clipping acts on none of these
-    loss, low, high = losses.policy_loss(logp, old, adv, 0.2, 0.28, kind)
+    old = -torch.rand(200, dtype=torch.float64) * 3
+    logp = (old + torch.randn(200, dtype=torch.float64) * 0.3).requires_grad_()
+    adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 2.0, -1.0))])
+    weight = torch.rand(200, dtype=torch.float64)
+    low, high = (0.02, 0.03) if kind == "gspo" else (0.2, 0.28)
+    loss, down, up = losses.policy_loss(logp, old, adv, mean, low, high, kind)
+    (weight * loss).sum().backward()
+    slow = lambda values: [slow_policy_loss(*sequence, low, high, kind) for sequence in zip(
+        *([part.tolist() for part in x.split(LENGTHS)] for x in (values, old, adv)))]
+    expected, expected_down, expected_up = (sum(column, []) for column in zip(*slow(logp.detach())))
+    assert loss.tolist() == pytest.approx(expected, abs=1e-12)
+    assert down.tolist() == expected_down and up.tolist() == expected_up
+    assert any(expected_down) == (kind in ("clip", "gspo", "gmpo")) and any(expected_up) == (kind not in
+                                                                                        ("sapo", "gpg"))
+    total = lambda values: sum(w * x for w, x in zip(weight.tolist(), sum((s[0] for s in slow(values)), [])))
+    held = total
+    if kind == "cispo":                                           # its weight has no gradient: hold it
+        weights = [min(math.exp(p - o), 1 + high) for p, o in zip(logp.tolist(), old.tolist())]
+        held = lambda values: sum(-w * c * a * p for w, c, a, p in zip(weight.tolist(), weights, adv.tolist(),
+                                                                       values.tolist()))
+    for c in range(200):                                          # by differences, a token at a time
+        step = torch.zeros(200, dtype=torch.float64)
+        step[c] = 1e-6
+        slope = (held(logp.detach() + step) - held(logp.detach() - step)) / 2e-6
+        assert logp.grad[c].item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_extreme_ratios_stay_finite(kind):
+    logp = torch.tensor([-300.0, 0, -1, -1e4] * 50, requires_grad=True)
+    old = torch.tensor([0.0, -300, -1, 0] * 50)
+    adv = torch.cat([torch.full((n,), float(a)) for n, a in zip(LENGTHS, (1, -1, 2, -2, 0))])
+    loss, _, _ = losses.policy_loss(logp, old, adv, mean, 0.2, 0.28, kind)
     loss.sum().backward()
-    slow = [slow_policy_loss(*token, 0.2, 0.28, kind)
-            for token in zip(logp.tolist(), old.tolist(), adv.tolist())]
-    for fast, column in zip((loss, logp.grad, low, high), zip(*slow)):
-        assert fast.tolist() == pytest.approx(list(column), abs=1e-12)
-    assert low.any() == (kind == "clip") and high.any()
+    assert loss.isfinite().all() and logp.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("ratio, adv, loss, gradient", [
@@ -146,7 +253,7 @@ def test_policy_loss(kind):
 def test_clip_by_hand(ratio, adv, loss, gradient):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     value = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64),
-                               torch.tensor([adv], dtype=torch.float64), 0.2, 0.28, "clip")[0]
+                               torch.tensor([adv], dtype=torch.float64), None, 0.2, 0.28, "clip")[0]
     value.backward()
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient))
 
@@ -160,7 +267,8 @@ def test_clip_by_hand(ratio, adv, loss, gradient):
 def test_dual_clip_by_hand(ratio, adv, loss, gradient, high):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     value, _, clipped = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64),
-                                           torch.tensor([adv], dtype=torch.float64), 0.2, 0.28, "clip", 3.0)
+                                           torch.tensor([adv], dtype=torch.float64), None, 0.2, 0.28, "clip",
+                                           3.0)
     value.backward()
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient)) and clipped.item() == high
 
@@ -168,23 +276,57 @@ def test_dual_clip_by_hand(ratio, adv, loss, gradient, high):
 def test_dual_clip_against_its_definition():
     old = torch.zeros(500, dtype=torch.float64)
     logp, adv = (torch.randn(500, dtype=torch.float64) for _ in range(2))
-    value = losses.policy_loss(logp, old, adv, 0.2, 0.2, "clip", 1.5)[0]
+    value = losses.policy_loss(logp, old, adv, None, 0.2, 0.2, "clip", 1.5)[0]
     for x, a, v in zip(logp.tolist(), adv.tolist(), value.tolist()):       # eq. 5, an objective to maximise
         clipped = min(math.exp(x) * a, min(max(math.exp(x), 0.8), 1.2) * a)
         assert -v == pytest.approx(max(clipped, 1.5 * a) if a < 0 else clipped)
 
 
 def test_all_losses_are_the_policy_gradient_at_ratio_one():
-    for kind in ("clip", "cispo"):
-        logp = (-torch.rand(50)).requires_grad_()
-        adv = torch.randn(50)
-        losses.policy_loss(logp, logp.detach(), adv, 0.2, 0.2, kind)[0].sum().backward()
+    for kind in LOSSES:
+        logp = (-torch.rand(200)).requires_grad_()
+        adv = torch.cat([torch.full((n,), a) for n, a in zip(LENGTHS, torch.randn(5).tolist())])
+        losses.policy_loss(logp, logp.detach(), adv, mean, 0.2, 0.2, kind)[0].sum().backward()
         torch.testing.assert_close(logp.grad, -adv)
+
+
+# ---------------------------------------------------------------- the gap between engine and trainer
+
+@pytest.mark.parametrize("correction", losses.CORRECTIONS)
+def test_engine_weights(correction):
+    old, sampled = (-torch.rand(200, dtype=torch.float64) * 3 for _ in range(2))
+    length = torch.cat([torch.full((n,), float(n), dtype=torch.float64) for n in LENGTHS])
+    sampled[:64] = old[:64] + 0.1 * torch.randn(64, dtype=torch.float64)
+    sampled[84:] -= 0.5                                           # the last sequence: too likely by far
+    got = losses.engine_weights(old, sampled, mean, length, correction, 0.8, 1.3)
+    expected = []
+    for o, s in zip(old.split(LENGTHS), sampled.split(LENGTHS)):
+        ratios = [math.exp(a - b) for a, b in zip(o.tolist(), s.tolist())]
+        if correction.startswith("sequence"):
+            ratios = [math.prod(ratios)] * len(ratios)
+        if correction == "geometric_mask":
+            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
+            expected += [float(0.8 <= r <= 1.3) for r in ratios]
+        elif correction.endswith("mask"):
+            expected += [r if 0.8 <= r <= 1.3 else 0.0 for r in ratios]
+        elif correction.endswith("truncate"):
+            expected += [min(r, 1.3) for r in ratios]
+        else:
+            expected += [1.0] * len(ratios)
+    assert got.tolist() == pytest.approx(expected) and (len(set(expected)) > 1) == (correction != "none")
+    on_policy = losses.engine_weights(old, old, mean, length, correction, 0.8, 1.3)
+    assert on_policy.tolist() == [1.0] * 200
+
+
+def test_extreme_gaps_stay_finite():
+    old, sampled = torch.tensor([-300.0, 0] * 100), torch.tensor([0.0, -300] * 100)
+    for correction in losses.CORRECTIONS:
+        assert losses.engine_weights(old, sampled, mean, mean(old), correction, 0.5, 2.0).isfinite().all()
 
 
 # ---------------------------------------------------------------- KL
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
 def test_kl_value_and_gradient(kind):
     logp = (-torch.rand(100, dtype=torch.float64) * 3).requires_grad_()
     ref = -torch.rand(100, dtype=torch.float64) * 3
@@ -193,7 +335,8 @@ def test_kl_value_and_gradient(kind):
     for p, r, value, gradient in zip(logp.tolist(), ref.tolist(), kl.tolist(), logp.grad.tolist()):
         ratio = math.exp(r) / math.exp(p)                                  # reference over policy
         expected = {"k1": (-math.log(ratio), 1.0), "k2": (math.log(ratio) ** 2 / 2, -math.log(ratio)),
-                    "k3": (ratio - 1 - math.log(ratio), 1 - ratio)}[kind]
+                    "k3": (ratio - 1 - math.log(ratio), 1 - ratio),
+                    "k3+": (ratio - 1 - math.log(ratio), -math.log(ratio))}[kind]
         assert (value, gradient) == pytest.approx(expected, abs=1e-12)
 
 
@@ -205,20 +348,23 @@ def test_kl_estimators_by_enumeration():
     kl, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
     gradient = lambda value: torch.autograd.grad(value, logits, retain_graph=True)[0]
     estimate = {kind: (p * losses.kl_penalty(logp, ref, kind)).sum()  # as sampled from p
-                for kind in ("k1", "k2", "k3")}
-    assert (estimate["k1"].item() == pytest.approx(kl.item())
-            and estimate["k3"].item() == pytest.approx(kl.item()))
+                for kind in ("k1", "k2", "k3", "k3+")}
+    for kind in ("k1", "k3", "k3+"):
+        assert estimate[kind].item() == pytest.approx(kl.item())
     assert estimate["k2"].item() != pytest.approx(kl.item(), rel=1e-3)
     torch.testing.assert_close(gradient(estimate["k1"]), torch.zeros(6, dtype=torch.float64))
     torch.testing.assert_close(gradient(estimate["k2"]), gradient(kl))
+    torch.testing.assert_close(gradient(estimate["k3+"]), gradient(kl))
     torch.testing.assert_close(gradient(estimate["k3"]), gradient(reverse))
 
 
 @pytest.mark.parametrize("call, key", [
     (lambda: losses.group_advantages(torch.ones(4), 4, "gae"), "advantage='gae'"),
     (lambda: losses.sequence_weights(torch.ones(1), "mean", 1, 1, 1), "loss_aggregation='mean'"),
-    (lambda: losses.policy_loss(torch.ones(1), torch.ones(1), torch.ones(1), 0.2, 0.2, "ppo"),
+    (lambda: losses.policy_loss(torch.ones(1), torch.ones(1), torch.ones(1), None, 0.2, 0.2, "ppo"),
      "loss_type='ppo'"),
+    (lambda: losses.engine_weights(torch.ones(1), torch.ones(1), None, None, "tis", 0.5, 2.0),
+     "engine_correction='tis'"),
     (lambda: losses.kl_penalty(torch.ones(1), torch.ones(1), "k4"), "kl_estimator='k4'")])
 def test_an_unknown_choice_names_the_key(call, key):
     with pytest.raises(ValueError, match=key):

@@ -42,15 +42,14 @@ def gradient(checkpoint, tmp_path):
 
 # ---------------------------------------------------------------- the same gradient however it is computed
 
-GRPO_CASES = [("token_mean", 1, 80), ("token_mean", 2, 8192), ("token_mean", 4, 100),
-              ("sequence_mean", 2, 100), ("constant_length", 4, 8192)]
+GRPO_CASES = [("token_mean", 1, 80), ("token_mean", 4, 100), ("sequence_mean", 2, 8192)]
 
 
 @pytest.fixture(scope="module")
 def reference_gradients(folder, reward_file, tmp_path_factory):
     """Of one rank and one micro-batch, for each aggregation."""
     found = {}
-    for aggregation in ("token_mean", "sequence_mean", "constant_length"):
+    for aggregation in ("token_mean", "sequence_mean"):
         path = tmp_path_factory.mktemp(aggregation)
         train("train_grpo.py", folder, path / "run", reward_file, loss_aggregation=aggregation)
         found[aggregation] = gradient(path / "run" / "checkpoint-1", path)
@@ -58,8 +57,8 @@ def reference_gradients(folder, reward_file, tmp_path_factory):
 
 
 def test_aggregations_differ(reference_gradients):
-    a, b, c = reference_gradients.values()
-    assert (a - b).norm() > 1e-3 * a.norm() and (a - c).norm() > 1e-3 * a.norm()
+    a, b = reference_gradients.values()
+    assert (a - b).norm() > 1e-3 * a.norm()
 
 
 @pytest.mark.parametrize("aggregation, count, token_budget", GRPO_CASES)

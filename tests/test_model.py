@@ -54,6 +54,7 @@ def test_pack_by_hand():
             and batch.index.tolist() == [1, 2, 4] and batch.targets.tolist() == [7, 8, 9])
     assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 2.0]
     assert batch.flat([torch.tensor([1, 2]), torch.tensor([3])]).tolist() == [1, 2, 3]
+    assert batch.mean(torch.tensor([1.0, 2.0, 5.0])).tolist() == [1.5, 1.5, 5.0]
     parts = batch.split(torch.tensor([1, 2, 3]))
     assert {row: part.tolist() for row, part in parts.items()} == {0: [1, 2], 1: [3]}
 
@@ -187,7 +188,8 @@ def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, 
     total = 0.0
     for batch in pack(rollouts, range(count), rng.randint(width, 4 * width), "cpu"):
         new, _ = policy(batch, temperature)
-        token_loss, _, _ = losses.policy_loss(new, batch.flat(old_logps), batch.spread(adv), 0.2, 0.2, "clip")
+        token_loss, _, _ = losses.policy_loss(
+            new, batch.flat(old_logps), batch.spread(adv), batch.mean, 0.2, 0.2, "clip")
         part = (batch.spread(weight) * token_loss).sum()
         part.backward()
         total += part.item()
@@ -242,7 +244,8 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         logp, entropy = policy(batch, 1.0)
         assert logp.shape == entropy.shape == batch.targets.shape
         old = batch.split(logp.detach())
-        loss, _, _ = losses.policy_loss(logp, batch.flat(old), batch.spread(adv), 0.2, 0.2, "clip")
+        loss, _, _ = losses.policy_loss(
+            logp, batch.flat(old), batch.spread(adv), batch.mean, 0.2, 0.2, "clip")
         (batch.spread(adv) * loss).sum().backward()
         assert all(p.grad is not None for p in policy.parameters())
         with pytest.raises(DataDependentOutputException):

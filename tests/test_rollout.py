@@ -174,7 +174,10 @@ def test_compare_logprobs(mesh, folder):
         "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/max": 0.2,
         "sampling/importance_sampling_ratio/min": math.exp(-0.2),
         "sampling/importance_sampling_ratio/mean": (1 + math.exp(0.1) + math.exp(-0.2)) / 3,
-        "sampling/importance_sampling_ratio/max": math.exp(0.1)}.items()}
+        "sampling/importance_sampling_ratio/max": math.exp(0.1),
+        "sampling/effective_sample_size": (1 + math.exp(0.1) + math.exp(-0.2)) ** 2 / 3 / (
+            1 + math.exp(0.2) + math.exp(-0.4)),
+        "sampling/kl": (math.exp(0.1) - 1.1 + math.exp(-0.2) - 0.8) / 3}.items()}
     for bad in ([-1.0, -1.3], [-1.0, math.nan]):
         with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
             logps = {0: torch.tensor(bad), 1: torch.tensor([-0.5])}

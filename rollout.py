@@ -225,22 +225,25 @@ class HFEngine:
         # One uniform number per token, all drawn up front from the completion's own seed: [R, max_tokens].
         uniform = torch.stack([torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + j))
                                for seed in seeds for j in range(n)]).to(self.device)
-        alive = torch.ones(len(mask), dtype=torch.bool, device=self.device)
-        tokens, logprobs, lengths = [], [], torch.zeros_like(alive, dtype=torch.long)
+        rows = torch.arange(len(mask), device=self.device)      # that are computed, ended ones among them
+        alive = torch.ones_like(rows, dtype=torch.bool)
+        tokens, logprobs, lengths = torch.zeros_like(uniform, dtype=torch.long), uniform.clone(), 0 * rows
         for t in range(max_tokens):
-            token, logprob = sample_tokens(logits, uniform[:, t], temperature, top_p, top_k)    # [R]
-            tokens.append(token)
-            logprobs.append(logprob)
+            tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], temperature, top_p,
+                                                               top_k)
             lengths += alive
-            alive = alive & ~torch.isin(token, self.eos_ids)
+            alive[rows] &= ~torch.isin(tokens[rows, t], self.eos_ids)
             if t + 1 == max_tokens or not alive.any():
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            logits = self._forward(token[:, None], mask, cache)
-        tokens, logprobs = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()   # [R, t]
-        return [Rollout(prompts[r // n], tokens[r][:length], logprobs[r][:length],
-                        "length" if cut else "stop")
-                for r, (length, cut) in enumerate(zip(lengths.tolist(), alive.tolist()))]
+            if 2 * alive.sum() <= len(rows):                    # half have ended: go on with the others alone
+                kept = alive[rows].nonzero()[:, 0]
+                rows, mask = rows[kept], mask[kept]
+                cache.batch_select_indices(kept)
+            logits = self._forward(tokens[rows, t][:, None], mask, cache)
+        return [Rollout(prompts[r // n], ids[:length], logps[:length], "length" if cut else "stop")
+                for r, (ids, logps, length, cut) in enumerate(zip(*(
+                    x.tolist() for x in (tokens, logprobs, lengths, alive))))]
 
     def _forward(self, ids, mask, cache):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]

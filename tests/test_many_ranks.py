@@ -73,13 +73,19 @@ def test_grpo_has_one_gradient(reference_gradients, folder, reward_file, tmp_pat
 def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_path):
     settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0,
                 "updates_per_epoch": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
-    found = []
+    found, metrics = [], []
     for count, token_budget in ((1, 8192), (4, 100)):
         out_dir = tmp_path / str(count)
-        train("train_ppo.py", folder, out_dir, reward_file, count, token_budget=token_budget, **settings)
+        lines, _ = train("train_ppo.py", folder, out_dir, reward_file, count, token_budget=token_budget,
+                         **settings)
+        metrics.append(lines[0])
         found.append([gradient(f"{out_dir}/checkpoint-1{place}", tmp_path) for place in ("", "/critic")])
     for expected, other in zip(*found):
         assert (other - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
+    for key in ("reward", "loss", "grad_norm", "entropy", "num_tokens", "critic/vf_loss", "critic/grad_norm",
+                "critic/values/mean", "critic/vf_explained_var", "critic/advantages/max",
+                "critic/advantages/min"):
+        assert metrics[1][key] == pytest.approx(metrics[0][key], rel=2e-3, abs=1e-5), key
 
 
 @pytest.mark.parametrize("script, settings", [      # each update is of one sequence

@@ -1,6 +1,6 @@
 """Runs that are killed, stopped, starved of disk or given damaged checkpoints: nothing is lost.
 
-pytest tests/test_survive.py --kills=50 kills each run so many times instead of twice.
+pytest tests/test_survive.py --kills=50 kills each run so many times instead of once.
 """
 import json
 import os

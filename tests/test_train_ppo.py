@@ -80,17 +80,6 @@ def test_micro_batches_change_nothing(plain_run, folder, reward_file, tmp_path):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
 
 
-def test_two_ranks_compute_the_same_first_steps(folder, reward_file, tmp_path):
-    settings = {"updates_per_epoch": 1, "learning_rate": 1e-4, "max_steps": 2}
-    one = train(folder, tmp_path / "one", reward_file, **settings)
-    two = train(folder, tmp_path / "two", reward_file, **settings, launcher=(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    for key in ("reward", "critic/vf_loss", "critic/grad_norm", "critic/values/mean",
-                "critic/advantages/max", "critic/advantages/min", "critic/vf_explained_var", "loss",
-                "grad_norm", "entropy", "num_tokens"):
-        assert two[1][key] == pytest.approx(one[1][key], rel=2e-3, abs=1e-5), key
-
-
 def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
     """A prompt whose completion has no score (None) leaves no trace in the losses but in their count."""
     (tmp_path / "rewards.py").write_text(

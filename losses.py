@@ -177,16 +177,18 @@ def engine_weights(old_logp, rollout_logp, mean, length, correction, low, high):
     """
     if correction not in CORRECTIONS:
         raise ValueError(f"engine_correction={correction!r}: choose {', '.join(CORRECTIONS)}")
+    if correction == "none":
+        return torch.ones_like(old_logp)
     log_ratio = old_logp - rollout_logp
     if correction == "geometric_mask":
         log_ratio = mean(log_ratio)
     elif correction.startswith("sequence"):
         log_ratio = mean(log_ratio) * length
     ratio = log_ratio.clamp(-20, 20).exp()
-    inside = (ratio >= low) & (ratio <= high)
-    return {"none": torch.ones_like(ratio), "truncate": ratio.clamp(max=high), "mask": ratio * inside,
-            "geometric_mask": inside.to(ratio.dtype)}[
-        correction if correction in ("none", "geometric_mask") else correction.split("_")[1]]
+    if correction.endswith("truncate"):
+        return ratio.clamp(max=high)
+    inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+    return inside if correction == "geometric_mask" else ratio * inside
 
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")

@@ -99,7 +99,7 @@ grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 # system
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
-gradient_checkpointing = False  # recompute activations in the backward pass: less memory, a third more time
+gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 offload_optimizer = False       # Adam's moments in host memory between updates: 8 bytes a parameter less
 max_skipped_updates = 5         # in a row, for a gradient that is not finite; after so many the run stops
 sync_timeout = 600.0            # seconds after which a weight sync that hangs stops the run; 0: never

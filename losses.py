@@ -167,13 +167,14 @@ def engine_weights(old_logp, rollout_logp, mean, length, correction, low, high):
     """Importance weight of each token for what the engine sampled from and the trainer did not; [C].
 
     ratio = exp(old_logp - rollout_logp) of a token; of a sequence, the product over its tokens (its mean log
-    ratio, as in policy_loss, times length, [C]). The weights have no gradient and multiply the token's loss.
+    ratio, as in policy_loss, times length, [C]). The weights have no gradient and multiply the token's loss;
+    a loss with one ratio a sequence (gspo, gmpo) needs a sequence's weight.
     correction  none               1
                 token_truncate     min(ratio, high)                 TIS, Yao et al. 2025
                 token_mask         ratio, but 0 outside [low, high]   IcePop, Ling Team 2025
                 sequence_truncate, sequence_mask: the same by the sequence's ratio   MIS, Liu et al. 2025
-                geometric_mask     1, but 0 where exp(mean log ratio) of the sequence is outside [low, high]:
-                                   a sequence's ratio drifts off with its length, this mean does not
+                geometric_mask     1, but 0 where exp(mean log ratio) of the sequence is outside [low, high],
+                                   0.99 and 1.01 say: a sequence's ratio drifts with its length, this does not
     """
     if correction not in CORRECTIONS:
         raise ValueError(f"engine_correction={correction!r}: choose {', '.join(CORRECTIONS)}")
@@ -206,16 +207,17 @@ def kl_penalty(logp, ref_logp, estimator):
                k3+ the value of k3 with the gradient of k2: both right     verl's name for it
     In a reward only the value counts (k1 or k3); in the loss only the gradient (k2 or k3+).
     """
-    d = (ref_logp - logp).clamp(max=80)                           # exp must not overflow
+    d = ref_logp - logp
+    k3 = d.clamp(max=80).exp() - 1 - d                            # exp must not overflow
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d.square() / 2
     if estimator == "k3":
-        return d.exp() - 1 - d
+        return k3
     if estimator == "k3+":
         k2 = d.square() / 2
-        return (d.exp() - 1 - d).detach() + k2 - k2.detach()
+        return k3.detach() + k2 - k2.detach()
     raise ValueError(f"kl_estimator={estimator!r}: choose k1, k2, k3 or k3+")
 
 

@@ -70,7 +70,7 @@ vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each has its ow
 # algorithm
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
                                 # reinforce++, reinforce++_baseline; see losses.group_advantages
-pass_k = 4                      # k of pass_at_k
+pass_k = 4                      # k of pass_at_k, which is for rewards of 0 and 1
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.policy_loss
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO), or
                                 # sequence_sum
@@ -119,7 +119,8 @@ rank, world_size, device, mesh = ranks.set_up()  # one process a device, under t
 
 # ---------------------------------------------------------------- checks: all before a model is loaded
 for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
-            "temperature", "eval_samples", "pass_k", "eval_interval", "save_interval", "sample_interval",
+            "temperature", "num_generations", "pass_k", "eval_samples", "eval_interval", "save_interval",
+            "sample_interval",
             "keep_checkpoints", "vllm_tensor_parallel_size", "max_skipped_updates"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
@@ -132,6 +133,17 @@ for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "old_logprobs": (
 check(num_generations > 1 or advantage in ("remax", "reinforce++"),
       f"num_generations={num_generations}: advantage={advantage} compares the completions of a prompt "
       "with each other and needs at least 2")
+check(epsilon < 1, f"epsilon={epsilon}: must be below 1")
+check(dual_clip == 0 or dual_clip > 1, f"dual_clip={dual_clip}: above 1, or 0 for none")
+check(correction_low < correction_high,
+      f"correction_low={correction_low} is not below correction_high={correction_high}")
+check(old_logprobs == "trainer" or engine_correction == "none",
+      f"engine_correction={engine_correction} would do nothing: with old_logprobs=engine the ratio itself "
+      "corrects for the engine")
+check(loss_type not in ("gspo", "gmpo") or not engine_correction.startswith("token"),
+      f"loss_type={loss_type} has one ratio a sequence, so engine_correction={engine_correction} would not weigh "
+      "tokens: take a sequence's")
+check(kl_coef == 0 or kl_estimator != "k1", "kl_estimator=k1: its gradient in the loss is 0 in expectation")
 check(advantage != "pass_at_k" or pass_k <= num_generations,
       f"pass_k={pass_k}: more than num_generations={num_generations}")
 check(prompts_per_step % world_size == 0,
@@ -365,7 +377,6 @@ for step in range(first_step, max_steps + 1):
     if updates_per_step > 1 and old_logprobs == "trainer":
         with log.timed("old_log_prob"):
             trainer_logps = per_token(policy, rollouts, dealt)
-    old_logps = engine_logps if old_logprobs == "engine" else trainer_logps
     if reference:
         with log.timed("ref"):
             ref_logps = per_token(reference, rollouts, dealt)
@@ -387,7 +398,7 @@ for step in range(first_step, max_steps + 1):
                     continue
                 if update is updates[0] and batch.sequences[0] not in trainer_logps:    # nothing moved since
                     trainer_logps |= batch.split(logp.detach())  # sampling: this forward is the old policy's
-                old_logp = batch.flat(old_logps)
+                old_logp = batch.flat(engine_logps if old_logprobs == "engine" else trainer_logps)
                 token_loss, low, high = losses.policy_loss(
                     logp, old_logp, batch.spread(adv), batch.mean,
                     epsilon, epsilon_high, loss_type, dual_clip)                        # [C] each

@@ -141,8 +141,8 @@ check(old_logprobs == "trainer" or engine_correction == "none",
       f"engine_correction={engine_correction} would do nothing: with old_logprobs=engine the ratio itself "
       "corrects for the engine")
 check(loss_type not in ("gspo", "gmpo") or not engine_correction.startswith("token"),
-      f"loss_type={loss_type} has one ratio a sequence, so engine_correction={engine_correction} would not weigh "
-      "tokens: take a sequence's")
+      f"loss_type={loss_type} has one ratio a sequence, so engine_correction={engine_correction} would not "
+      "weigh tokens: take a sequence's")
 check(kl_coef == 0 or kl_estimator != "k1", "kl_estimator=k1: its gradient in the loss is 0 in expectation")
 check(advantage != "pass_at_k" or pass_k <= num_generations,
       f"pass_k={pass_k}: more than num_generations={num_generations}")

@@ -97,8 +97,11 @@ def read_value(source, kind):
             return kind(value)
 
 
-def configure(namespace, argv=None):
-    """Applies the command line to `namespace`, a script's globals(); returns all the settings in order."""
+def configure(namespace, argv=None, others=()):
+    """Applies the command line to `namespace`, a script's globals(); returns all the settings in order.
+
+    others: keys of another script, which a config file may set without any effect here.
+    """
     argv = sys.argv[1:] if argv is None else argv
     layout = read_layout(namespace["__file__"])
     settings = {key: namespace[key] for key, _ in layout
@@ -117,6 +120,8 @@ def configure(namespace, argv=None):
             fail(f"cannot take {arg}; write --{key.lstrip('-')}={text or 'value'}, or config/name.py")
         for place, key, text in found:
             dashes = "" if place else "--"
+            if place and key in others and key not in settings:
+                continue
             if key not in settings:
                 nearest = did_you_mean(key, settings, dashes)
                 fail(f"{place}unknown setting {dashes}{key}{nearest} (--help lists all)")

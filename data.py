@@ -4,7 +4,8 @@ A row is a dict. Its `prompt` is a string or a list of chat messages; every othe
 
     load_rows      the rows of a task: algebra and countdown are generated, gsm8k is fetched, file is your own
     encode_prompt  a row's prompt as token ids
-    step_indices   which rows a training step uses, as a pure function of the step number
+    next_rows      which rows come next, as a pure function of the position in the stream
+    record_visits, skipped_rows: how prompts went before, and which are no longer worth a visit
 """
 import functools
 import json
@@ -312,12 +313,39 @@ def epoch_order(num_rows, epoch, seed):
     return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows)
 
 
-def step_indices(num_rows, step, count, seed):
-    """The rows of a step: `count` further places of an endless sequence of epochs, each its own permutation.
+def next_rows(num_rows, position, count, seed, skipped=()):
+    """The next `count` rows of an endless sequence of epochs, each its own permutation, and what follows.
 
-    A pure function, so the step number is all that resuming needs. Raises ValueError for count > num_rows.
+    Rows in `skipped` are passed over. A pure function, so the position is all that resuming needs. Raises
+    ValueError where fewer than `count` rows are left.
     """
-    if count > num_rows:
-        raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
-    places = (divmod(place, num_rows) for place in range(step * count, (step + 1) * count))
-    return [epoch_order(num_rows, epoch, seed)[place] for epoch, place in places]
+    if count > num_rows - len(skipped):
+        raise ValueError(f"prompts_per_step={count} is more than the {num_rows - len(skipped)} training rows")
+    rows = []
+    while len(rows) < count:
+        epoch, place = divmod(position, num_rows)
+        row, position = epoch_order(num_rows, epoch, seed)[place], position + 1
+        if row not in skipped:
+            rows.append(row)
+    return rows, position
+
+
+def record_visits(history, rows, means, stds):
+    """Add a visit to each row's history, {str(row): [mean scores of all visits, visits without spread]}.
+
+    The second counts those in a row, up to the last, in which all completions scored alike (std 0)."""
+    for row, mean, std in zip(rows, means, stds):
+        past, alike = history.get(str(row), ([], 0))
+        history[str(row)] = past + [mean], 0 if std > 0 else alike + 1
+
+
+def skipped_rows(history, skip_after, num_rows, count):
+    """Rows whose completions all scored alike in the last `skip_after` visits; 0: none are skipped.
+
+    Such a prompt, always right or always wrong, teaches nothing. Where fewer than `count` of num_rows would
+    be left, all are tried again.
+    """
+    if skip_after == 0:
+        return set()
+    skipped = {int(row) for row, (_, alike) in history.items() if alike >= skip_after}
+    return skipped if num_rows - len(skipped) >= count else set()

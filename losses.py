@@ -14,14 +14,24 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 
+def spread(rewards, num_generations):
+    """Unbiased standard deviation of the rewards of each prompt's completions; [N], as below -> [P].
+
+    Exactly 0 where all are equal, or fewer than two are not NaN.
+    """
+    groups = rewards.double().view(-1, num_generations)           # [P, G], float64: equal rewards centre to 0
+    count = (~groups.isnan()).sum(1, keepdim=True)                # [P, 1]
+    centred = groups - groups.nansum(1, keepdim=True) / count     # [P, G]
+    return (centred.square().nansum(1) / (count[:, 0] - 1).clamp(min=1)).sqrt()
+
+
 def group_advantages(rewards, num_generations, kind, lengths=None, greedy=None, pass_k=1):
-    """Advantage of each completion over others, most often those of its prompt, and each group's spread.
+    """Advantage of each completion over others, most often those of its prompt; [N] -> [N].
 
     rewards [N], the G completions of a prompt adjacent; NaN marks a completion without a reward: it takes no
     part in any statistics and its advantage is 0. lengths [N]: tokens of each completion. greedy [P]: reward
-    of each prompt's greedy completion, for remax. Returns advantages [N], unbiased standard deviations [P].
-    A group whose rewards are all equal has a deviation of exactly 0, and by the first six kinds an advantage
-    of exactly 0: it teaches nothing.
+    of each prompt's greedy completion, for remax. By the first six kinds a group whose rewards are all equal
+    has an advantage of exactly 0: it teaches nothing.
     kind  grpo        (r - mean) / (std + 1e-4)           Shao et al. 2024, 4.1.2; the epsilon is TRL's
           dr_grpo     r - mean                            Liu et al. 2025: dividing by std favours groups
                                                           that are nearly all right or all wrong
@@ -42,10 +52,9 @@ def group_advantages(rewards, num_generations, kind, lengths=None, greedy=None, 
     mean = groups.nansum(1, keepdim=True) / count                 # [P, 1]
     centred = torch.where(scored, groups - mean, 0.0)             # [P, G]
     others = (count - 1).clamp(min=1)                             # [P, 1]
-    std = (centred.square().sum(1, keepdim=True) / others).sqrt() # [P, 1]
     tokens = None if lengths is None else lengths.view_as(groups) * scored                      # [P, G]
     if kind == "grpo":
-        adv = centred / (std + 1e-4)
+        adv = centred / (spread(rewards, num_generations)[:, None] + 1e-4)
     elif kind == "dr_grpo":
         adv = centred
     elif kind == "grpo_batch":
@@ -58,14 +67,14 @@ def group_advantages(rewards, num_generations, kind, lengths=None, greedy=None, 
         adv = pass_at_k_advantages(groups, scored, pass_k)
     elif kind in ("reinforce++", "reinforce++_baseline"):
         kept = groups.nan_to_num() if kind == "reinforce++" else centred
-        centre = (tokens * kept).sum() / tokens.sum()
-        adv = (kept - centre) / (((tokens * (kept - centre).square()).sum() / tokens.sum()).sqrt() + 1e-8)
+        total = tokens.sum().clamp(min=1)
+        centre = (tokens * kept).sum() / total
+        adv = (kept - centre) / (((tokens * (kept - centre).square()).sum() / total).sqrt() + 1e-8)
     elif kind == "remax":
         adv = (groups - greedy[:, None]).nan_to_num()             # without a baseline nothing is learned
     else:
         raise ValueError(f"advantage={kind!r}: choose {', '.join(ADVANTAGES)}")
-    adv = torch.where(scored, adv, 0.0)
-    return adv.flatten().to(rewards.dtype), std.flatten()         # [N], [P]
+    return torch.where(scored, adv, 0.0).flatten().to(rewards.dtype)
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "grpo_batch", "rloo", "opo", "pass_at_k", "reinforce++",
@@ -88,6 +97,12 @@ def pass_at_k_advantages(groups, scored, k):
     std = (failing * (1 - failing)).sqrt().clamp(min=1e-12)
     adv = torch.where(groups > 0, failing, failing - failing_with) / std
     return torch.where((failing > 0) & (failing < 1), adv, 0.0)
+
+
+def overlong_penalty(lengths, max_length, buffer):
+    """Soft penalty of completions that are nearly cut off, [N] -> [N] from 0 to -1: linear over the last
+    `buffer` tokens before max_length. DAPO, Yu et al. 2025 (https://arxiv.org/abs/2503.14476), eq. 13."""
+    return ((max_length - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length):
@@ -114,18 +129,19 @@ def sequence_weights(lengths, aggregation, num_tokens, num_sequences, max_length
                      "or sequence_sum")
 
 
-def policy_loss(logp, old_logp, adv, mean, epsilon, epsilon_high, loss_type, dual_clip=0.0):
+def policy_loss(logp, old_logp, adv, mean, epsilon, epsilon_high, loss_type, dual_clip=0.0, marked=None):
     """Loss of each token, with gradient, and for the logs whether clipping acted on it low, high; all [C].
 
     ratio = exp(logp - old_logp). mean: a function that gives each token the mean of a per-token tensor over
-    its sequence, [C] -> [C] (MicroBatch.mean).
+    its sequence, [C] -> [C] (MicroBatch.mean). marked [C]: the tokens that covariance_marks has chosen.
     loss_type  clip   -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv): beyond the bound,
                       in the direction that adv pushes, a token has no gradient
                       PPO, Schulman et al. 2017, eq. 7; the asymmetric bound is DAPO's
                       dual_clip > 0 also bounds the loss of a negative adv, by -dual_clip * adv; the ratio
                       alone does not (Ye et al. 2020, https://arxiv.org/abs/1912.09729, eq. 5)
                gspo   the same with one ratio a sequence, exp(mean(logp - old_logp)), and bounds of 3e-4, 4e-4
-                      Zheng et al. 2025, https://arxiv.org/abs/2507.18071; with sequence_mean
+                      Zheng et al. 2025, https://arxiv.org/abs/2507.18071; with sequence_mean. In the form
+                      of GSPO-token there (4.3) each token has a gradient of its own: weights of tokens count
                gmpo   -exp(mean(log ratio, clipped token by token as in clip)) * adv: the geometric mean of
                       what clip adds up. Zhao et al. 2025, https://arxiv.org/abs/2507.20673; its bounds
                       e^-0.4, e^0.4 are epsilon 0.33, epsilon_high 0.49; with sequence_mean
@@ -135,21 +151,27 @@ def policy_loss(logp, old_logp, adv, mean, epsilon, epsilon_high, loss_type, dua
                sapo   -4 / t * sigmoid(t * (ratio - 1)) * adv: a soft bound on both sides, t = 1 where
                       adv > 0, else 1.05: Gao et al. 2025, https://arxiv.org/abs/2511.20347
                gpg    -adv * logp: no ratio at all. Chu et al. 2025, https://arxiv.org/abs/2504.02546
-    At ratio 1 all have the gradient -adv * grad(logp), gspo and gmpo that of its mean over the sequence.
+               clip_cov, kl_cov: clip, and 0 for the marked tokens; -ratio * adv, and |logp - old_logp| on top
+                      for the marked ones, which is nothing while the ratio is 1. Against the collapse of
+                      entropy: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4
+    At ratio 1 all have the gradient -adv * grad(logp), but for what clip_cov has marked.
     """
     log_ratio = (logp - old_logp).clamp(-20, 20)                  # infinity times a gradient of 0 is NaN
-    ratio = (mean(log_ratio) if loss_type == "gspo" else log_ratio).exp()
+    of_sequence = lambda x: mean(x.detach()) + (x - x.detach())   # the sequence's value, the token's gradient
+    ratio = (of_sequence(log_ratio) if loss_type == "gspo" else log_ratio).exp()
     low = high = torch.zeros_like(ratio, dtype=torch.bool)
-    if loss_type in ("clip", "gspo"):
+    if loss_type in ("clip", "gspo", "clip_cov"):
         loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
         low, high = (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
         if dual_clip:
             loss = torch.where(adv < 0, torch.min(loss, -dual_clip * adv), loss)
             high = high | (ratio > dual_clip) & (adv < 0)
+        if loss_type == "clip_cov":
+            loss = torch.where(marked, 0.0, loss)
     elif loss_type == "gmpo":
         low, high = (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
         bounded = log_ratio.clamp(math.log1p(-epsilon), math.log1p(epsilon_high))
-        loss = -mean(torch.where(low | high, bounded, log_ratio)).exp() * adv
+        loss = -of_sequence(torch.where(low | high, bounded, log_ratio)).exp() * adv
     elif loss_type == "cispo":
         loss = -ratio.clamp(max=1 + epsilon_high).detach() * adv * logp
         high = ratio > 1 + epsilon_high
@@ -158,17 +180,37 @@ def policy_loss(logp, old_logp, adv, mean, epsilon, epsilon_high, loss_type, dua
         loss = -4 / t * torch.sigmoid(t * (ratio - 1)) * adv
     elif loss_type == "gpg":
         loss = -adv * logp
+    elif loss_type == "kl_cov":
+        loss = -ratio * adv + marked * log_ratio.abs()
     else:
-        raise ValueError(f"loss_type={loss_type!r}: choose clip, gspo, gmpo, cispo, sapo or gpg")
+        raise ValueError(f"loss_type={loss_type!r}: choose clip, gspo, gmpo, cispo, sapo, gpg, clip_cov or "
+                         "kl_cov")
     return loss, low, high
+
+
+def covariance_marks(logp, adv, loss_type, share, generator):
+    """Which tokens of a whole step clip_cov and kl_cov act on; logp [C], adv [C] -> bool [C].
+
+    Entropy is lost where likely tokens are pushed up and unlikely ones down: where (logp - mean logp) *
+    (adv - mean adv) is large. kl_cov takes the `share` of all tokens where it is largest, clip_cov as many by
+    chance from those where it is between 1 and 5. Cui et al. 2025, section 4: there with the logprobs of each
+    update's policy in place of the one that sampled, and shares of 2e-4, for kl_cov 2e-3 at 7 B parameters.
+    """
+    covariance = (logp - logp.mean()) * (adv - adv.mean())
+    count = max(1, int(share * len(logp)))
+    if loss_type == "kl_cov":
+        chosen = covariance.topk(min(count, len(logp))).indices
+    else:
+        eligible = ((covariance > 1) & (covariance < 5)).nonzero()[:, 0]
+        chosen = eligible[torch.randperm(len(eligible), generator=generator)[:count]]
+    return torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
 
 
 def engine_weights(old_logp, rollout_logp, mean, length, correction, low, high):
     """Importance weight of each token for what the engine sampled from and the trainer did not; [C].
 
     ratio = exp(old_logp - rollout_logp) of a token; of a sequence, the product over its tokens (its mean log
-    ratio, as in policy_loss, times length, [C]). The weights have no gradient and multiply the token's loss;
-    a loss with one ratio a sequence (gspo, gmpo) needs a sequence's weight.
+    ratio, as in policy_loss, times length, [C]). The weights have no gradient and multiply the token's loss.
     correction  none               1
                 token_truncate     min(ratio, high)                 TIS, Yao et al. 2025
                 token_mask         ratio, but 0 outside [low, high]   IcePop, Ling Team 2025
@@ -195,17 +237,20 @@ def engine_weights(old_logp, rollout_logp, mean, length, correction, low, high):
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
-def kl_penalty(logp, ref_logp, estimator):
-    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled; [C], with gradient.
+def kl_penalty(logp, ref_logp, estimator, old_logp=None):
+    """Estimate of KL(policy || reference) at each token that the policy sampled; [C], with gradient.
 
     With d = ref_logp - logp (Schulman 2020, http://joschu.net/blog/kl-approx.html):
-    estimator  k1  -d            unbiased, high variance; its gradient as a loss is 0 in expectation: use it
-                                 for logs and in rewards, not in the loss
-               k2  d^2 / 2       biased value; as a loss its gradient is that of KL in expectation
-               k3  exp(d) - 1 - d  unbiased, never negative, what GRPO uses; as a loss its gradient is, in
-                                 expectation, that of KL(reference || policy)
-               k3+ the value of k3 with the gradient of k2: both right     verl's name for it
-    In a reward only the value counts (k1 or k3); in the loss only the gradient (k2 or k3+).
+    estimator  k1     -d               unbiased, high variance
+               k2     d^2 / 2          biased
+               k3     exp(d) - 1 - d   unbiased, never negative; what GRPO uses
+               k3+    the value of k3 with the gradient of k2            verl's name for it
+               k3_is  k3 * exp(logp - old_logp), for tokens that old_logp sampled     DeepSeek-V3.2, 2025
+    In the loss the gradient counts. In expectation it is that of KL(policy || reference) with k2, k3+ and
+    k3_is (k3_is also where the policy has left old_logp); with k3 that of KL(reference || policy); with k1 0.
+    In the reward the value counts, and what the policy gradient makes of it: with k1 that is the gradient of
+    KL(policy || reference), over all later tokens, too; with k3 the gradient of KL(reference || policy) is
+    taken off it; k2 is neither (Tang and Munos 2025, https://arxiv.org/abs/2506.09477).
     """
     d = ref_logp - logp
     k3 = d.clamp(max=80).exp() - 1 - d                            # exp must not overflow
@@ -218,7 +263,9 @@ def kl_penalty(logp, ref_logp, estimator):
     if estimator == "k3+":
         k2 = d.square() / 2
         return k3.detach() + k2 - k2.detach()
-    raise ValueError(f"kl_estimator={estimator!r}: choose k1, k2, k3 or k3+")
+    if estimator == "k3_is":
+        return k3 * (logp - old_logp).clamp(-20, 20).exp()
+    raise ValueError(f"kl_estimator={estimator!r}: choose k1, k2, k3, k3+ or k3_is")
 
 
 # ---------------------------------------------------------------- PPO with a critic

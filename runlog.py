@@ -81,6 +81,23 @@ class RunLog:
         if self.master:
             self._append("samples.jsonl", rows)
 
+    def rollouts(self, folder, settings, rollouts, scores, baseline):
+        """Write the rollouts of a step to rollouts.jsonl in `folder`, the checkpoint that sampled them.
+
+        The settings, then a line for each. baseline: of each prompt, or empty.
+        """
+        if self.master:
+            lines = [settings] + [vars(r) | {"score": score} for r, score in zip(rollouts, scores)]
+            for line, value in zip(lines[1::len(rollouts) // max(1, len(baseline))], baseline):
+                line["baseline"] = value
+            path = os.path.join(folder, "rollouts.jsonl")
+            try:
+                with open(path + ".part", "w") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+                os.replace(path + ".part", path)
+            except OSError as error:
+                self.say(f"{path} could not be written: {error}")
+
     def flush(self):
         """Write what a full disk has not taken before."""
         for name in list(self.waiting):

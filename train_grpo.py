@@ -25,6 +25,7 @@ import resource
 import signal
 import time
 import zlib
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,9 @@ system_prompt = ""              # put before every message prompt, e.g. to ask f
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
 prompts_per_step = 32           # over all ranks
 num_generations = 8             # completions of each prompt (G), at least 2
+filter_groups = False           # leave out prompts whose completions all scored alike, as if never drawn
+max_num_gen_batches = 1         # rollouts a step, at most, until enough prompts pass filter_groups; DAPO: 10
+skip_after = 0                  # visits in a row without spread after which a prompt is skipped; 0: never
 max_prompt_length = 64          # tokens; longer prompts are left out
 max_completion_length = 64      # tokens; longer completions are cut off
 temperature = 1.0               # of sampling, and of the trainer's logprobs
@@ -68,19 +72,26 @@ top_k = 0                       # only 0, for the same reason
 vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each has its own
 # algorithm
+overlong_buffer = 0             # tokens before max_completion_length over which the score falls; 0: none
+overlong_penalty = 1.0          # how far it falls
+mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
                                 # reinforce++, reinforce++_baseline; see losses.group_advantages
 pass_k = 4                      # k of pass_at_k, which is for rewards of 0 and 1
-loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.policy_loss
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, clip_cov, kl_cov; see
+                                # losses.policy_loss
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO), or
                                 # sequence_sum
 epsilon = 0.2                   # ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high; DAPO: 0.28
 dual_clip = 0.0                 # bounds the ratio where the advantage is negative (clip, gspo), e.g. 3; 0: no
+cov_share = 2e-4                # of the tokens, which clip_cov and kl_cov act on; see losses.covariance_marks
 updates_per_step = 1            # optimizer steps a rollout batch is split into; above 1 the ratio leaves 1
-kl_coef = 0.0                   # weight of the KL to the initial model in the loss; 0: no reference model
-kl_estimator = "k3"             # k2, k3, k3+; see losses.kl_penalty
+kl_coef = 0.0                   # weight of the KL to the initial model; 0: no reference model
+kl_in = "loss"                  # or reward: taken off each completion's score, summed over its tokens
+kl_estimator = "k3"             # k2, k3, k3+, k3_is; in the reward k1, k2, k3; see losses.kl_penalty
 entropy_coef = 0.0              # weight of the entropy bonus
+entropy_decay = "constant"      # of that weight, down to 0 at max_steps: linear, cosine; or constant
 old_logprobs = "trainer"        # the ratio's denominator: the trainer's, or the engine's (bypass)
 engine_correction = "none"      # for the gap from engine to trainer; see losses.engine_weights
 correction_low = 0.5            # its mask's lower bound
@@ -118,17 +129,19 @@ settings = configure(globals())
 rank, world_size, device, mesh = ranks.set_up()  # one process a device, under torchrun or alone
 
 # ---------------------------------------------------------------- checks: all before a model is loaded
+DECAYS = ("constant", "linear", "cosine")
 for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
             "temperature", "num_generations", "pass_k", "eval_samples", "eval_interval", "save_interval",
             "sample_interval",
-            "keep_checkpoints", "vllm_tensor_parallel_size", "max_skipped_updates"):
+            "keep_checkpoints", "vllm_tensor_parallel_size", "max_skipped_updates", "max_num_gen_batches"):
     check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
             "kl_coef", "entropy_coef", "dual_clip", "correction_low", "correction_high", "logprob_gap",
-            "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts"):
+            "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts", "skip_after",
+            "overlong_buffer", "overlong_penalty", "cov_share"):
     check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
 for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "old_logprobs": ("trainer", "engine"),
-                     "lr_decay": ("linear", "cosine", "constant")}.items():
+                     "lr_decay": DECAYS, "entropy_decay": DECAYS, "kl_in": ("loss", "reward")}.items():
     check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
 check(num_generations > 1 or advantage in ("remax", "reinforce++"),
       f"num_generations={num_generations}: advantage={advantage} compares the completions of a prompt "
@@ -140,10 +153,15 @@ check(correction_low < correction_high,
 check(old_logprobs == "trainer" or engine_correction == "none",
       f"engine_correction={engine_correction} would do nothing: with old_logprobs=engine the ratio itself "
       "corrects for the engine")
-check(loss_type not in ("gspo", "gmpo") or not engine_correction.startswith("token"),
-      f"loss_type={loss_type} has one ratio a sequence, so engine_correction={engine_correction} would not "
-      "weigh tokens: take a sequence's")
-check(kl_coef == 0 or kl_estimator != "k1", "kl_estimator=k1: its gradient in the loss is 0 in expectation")
+check(kl_coef == 0 or kl_in == "reward" or kl_estimator != "k1",
+      "kl_estimator=k1: its gradient in the loss is 0 in expectation; --kl_in=reward is its place")
+check(kl_in == "loss" or kl_estimator in ("k1", "k2", "k3"),
+      f"kl_estimator={kl_estimator} is made for its gradient; with kl_in=reward take k1 (or k2, k3)")
+check(max_num_gen_batches == 1 or filter_groups, "max_num_gen_batches above 1 needs --filter_groups=true")
+check(not (filter_groups or skip_after) or num_generations > 1, "filter_groups and skip_after compare a "
+      "prompt's completions: num_generations=1 is too few")
+check(overlong_buffer <= max_completion_length,
+      f"overlong_buffer={overlong_buffer}: more than max_completion_length={max_completion_length}")
 check(advantage != "pass_at_k" or pass_k <= num_generations,
       f"pass_k={pass_k}: more than num_generations={num_generations}")
 check(prompts_per_step % world_size == 0,
@@ -161,16 +179,17 @@ check(reward_model or reward_weight == reward_model_weight == 1, "reward weights
 check(top_p == 1.0 and top_k == 0,
       f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
       "that the trainer computes; keep top_p=1.0 and top_k=0")
+kl_in_loss = kl_coef > 0 and kl_in == "loss"
 cuda = device.type == "cuda"
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
 gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
     one = torch.ones(G)
     losses.group_advantages(one, G, advantage, one, one[:1])    # dummies: each refuses what it does not know
-    losses.policy_loss(one, one, one, lambda x: x, epsilon, epsilon_high, loss_type)
+    losses.policy_loss(one, one, one, lambda x: x, epsilon, epsilon_high, loss_type, dual_clip, one > 0)
     losses.engine_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
-    losses.kl_penalty(one, one, kl_estimator)
+    losses.kl_penalty(one, one, kl_estimator, one)
     Engine = rollout.engine_class(engine)
     located = None
     if rank == 0:                                               # one clock, and one reader of checkpoints
@@ -179,7 +198,7 @@ with input_errors():
     out_dir, start_from = ranks.from_master(located)
 check(not start_from or not os.path.isdir(f"{start_from}/critic"), f"{start_from} has a critic: a run of PPO")
 state = weights.load_state(start_from) if start_from else {
-    "step": 0, "num_tokens": 0, "skipped_updates": 0, "settings": settings}
+    "step": 0, "position": 0, "history": {}, "num_tokens": 0, "skipped_updates": 0, "settings": settings}
 for key in ("model", "task", "difficulty", "train_prompts", "train_file", "reward", "reward_model",
             "max_prompt_length", "chat", "system_prompt", "prompts_per_step", "num_generations",
             "seed"):                                            # the rest may change
@@ -222,12 +241,14 @@ if offload_optimizer:
     offload(optimizer, device)
 
 
+def decayed(kind, progress):
+    return {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
+
+
 def learning_rate_at(step):
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-    decay = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return learning_rate * decay[lr_decay]
+    return learning_rate * decayed(lr_decay, (step - warmup_steps) / max(1, max_steps - warmup_steps))
 
 
 # ---------------------------------------------------------------- engine
@@ -343,43 +364,83 @@ for step in range(first_step, max_steps + 1):
         log.metrics(metrics | log.timing)
         break
 
-    # ------------------------------------------------------------ 1 rollout
-    with log.timed("gen"):
-        picked = data.step_indices(len(train_set), step, prompts_per_step, seed)
-        places = range(rank * B, (rank + 1) * B)                # disjoint prompts on every rank
-        prompts, names = [train_set[picked[i]] for i in places], [f"{step} {i}" for i in places]
-        own_rollouts, row_of, texts = generate(prompts, G, names)
-        if advantage == "remax":                                # its baseline: what a greedy completion earns
-            _, greedy_rows, greedy_texts = generate(prompts, 1, names, temperature=0)
-
-    # ------------------------------------------------------------ 2 reward
-    with log.timed("reward"):
-        own_scores, parts, timeouts = score_completions(row_of, texts)
-        own_greedy = score_completions(greedy_rows, greedy_texts)[0] if advantage == "remax" else []
+    # ------------------------------------------------------------ 1 rollout, 2 reward
+    # Once; with filter_groups until the completions of enough prompts differ in score (DAPO, 3.2).
+    picked, sampled, scores, greedy = [], [], [], []            # of all ranks
+    parts, timeouts = defaultdict(list), 0                      # of this rank
+    for turn in range(max_num_gen_batches):
+        with log.timed("gen"):
+            skipped = data.skipped_rows(state["history"], skip_after, len(train_set), prompts_per_step)
+            rows, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step,
+                                                     seed, skipped)
+            places = range(rank * B, (rank + 1) * B)            # disjoint prompts on every rank
+            prompts = [train_set[rows[i]] for i in places]
+            names = [f"{step} {turn * prompts_per_step + i}" for i in places]
+            own_rollouts, row_of, texts = generate(prompts, G, names)
+            if advantage == "remax":                            # its baseline: what a greedy completion earns
+                _, greedy_rows, greedy_texts = generate(prompts, 1, names, temperature=0)
+        with log.timed("reward"):
+            own_scores, own_parts, own_timeouts = score_completions(row_of, texts)
+            own_greedy = score_completions(greedy_rows, greedy_texts)[0] if advantage == "remax" else []
+        timeouts += own_timeouts
+        for name, values in own_parts.items():
+            parts[name] += values
+        picked += rows
+        for found, own in (sampled, own_rollouts), (scores, own_scores), (greedy, own_greedy):
+            found += ranks.gathered(own)
+        stds = losses.spread(torch.tensor(scores), G)           # [prompts so far]
+        if (stds > 0).sum() >= prompts_per_step:
+            break
+    means = torch.tensor(scores).view(-1, G).nanmean(1)         # the pass rates, where rewards are 0 and 1
+    data.record_visits(state["history"], picked, means.tolist(), stds.tolist())
+    # A step's prompts are then those with a spread, filled up with others; in their order, N completions.
+    kept = sorted(sorted(range(len(picked)), key=lambda p: stds[p] == 0)[:prompts_per_step])
+    rollouts = [sampled[p * G + g] for p in kept for g in range(G)]             # [N], of all ranks from here
+    score = torch.tensor(scores, device=device).view(-1, G)[kept].flatten()             # [N], NaN: not scored
+    baseline = torch.tensor([greedy[p] for p in kept if greedy], device=device)         # [N / G], for remax
+    counted = {s for s in range(N)                              # in the loss, and in its denominator
+               if (stds[kept[s // G]] > 0 or not filter_groups)
+               and not (rollouts[s].finish_reason == "length" and mask_truncated)}
 
     # ------------------------------------------------------------ 3 advantage
-    rollouts = ranks.gathered(own_rollouts)                     # N, from here on those of all ranks
-    score = torch.tensor(ranks.gathered(own_scores), device=device)                     # [N], NaN: not scored
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
-    greedy = torch.tensor(ranks.gathered(own_greedy), device=device)                    # [N / G], for remax
-    adv, stds = losses.group_advantages(score, G, advantage, lengths, greedy, pass_k)   # [N], [N / G]
+    if os.path.isdir(checkpoint := os.path.join(out_dir, f"checkpoint-{step}")):        # replay.py reads them
+        log.rollouts(checkpoint, settings, rollouts, score.tolist(), baseline.tolist())
+    if overlong_buffer:
+        score += overlong_penalty * losses.overlong_penalty(lengths, max_completion_length, overlong_buffer)
+    if kl_coef > 0 and kl_in == "reward":
+        with log.timed("ref"):
+            own_refs = per_token(reference, rollouts, deal(rollouts, range(N), world_size)[rank])
+            kls = dict(ranks.gathered([
+                (s, losses.kl_penalty(ref.new_tensor(rollouts[s].logprobs), ref, kl_estimator).sum().item())
+                for s, ref in own_refs.items()]))               # {s: KL of the completion}
+            score -= kl_coef * torch.tensor([kls[s] for s in range(N)], device=device)
+    adv = losses.group_advantages(score, G, advantage, lengths, baseline, pass_k)       # [N]
 
     # ------------------------------------------------------------ 4 old and reference logprobs, where needed
     order = random.Random(f"{seed} {step}").sample(range(N), N)
-    updates = [order[u::updates_per_step] for u in range(updates_per_step)]     # each one's sequences
+    updates = [[s for s in order[u::updates_per_step] if s in counted] for u in range(updates_per_step)]
     # An advantage of 0 has no gradient: such sequences are counted, and where no KL needs them not computed,
     # four in five at the end of the default run, which takes 1.7 times as long with them.
-    needed = set(range(N) if kl_coef > 0 or entropy_coef > 0 else adv.nonzero()[:, 0].tolist())
-    shares = [deal(rollouts, [s for s in update if s in needed], world_size)[rank] for update in updates]
+    moving = set(range(N) if kl_in_loss or entropy_coef > 0 else adv.nonzero()[:, 0].tolist())
+    shares = [deal(rollouts, [s for s in update if s in moving], world_size)[rank] for update in updates]
     dealt = sum(shares, [])                                     # what this rank trains on
     engine_logps = {s: torch.tensor(rollouts[s].logprobs, device=device) for s in dealt}   # {s: [len]}
     trainer_logps = {}                                          # of the same policy; else the first update's
     if updates_per_step > 1 and old_logprobs == "trainer":
         with log.timed("old_log_prob"):
             trainer_logps = per_token(policy, rollouts, dealt)
-    if reference:
+    if kl_in_loss:
         with log.timed("ref"):
             ref_logps = per_token(reference, rollouts, dealt)
+    marked = {}                                                 # {s: [len]} for clip_cov and kl_cov
+    if loss_type.endswith("_cov") and counted:
+        whole = sorted(counted)
+        flat = torch.cat([torch.tensor(rollouts[s].logprobs) for s in whole])           # on every rank alike
+        marks = losses.covariance_marks(
+            flat, adv[whole].repeat_interleave(lengths[whole]).cpu(), loss_type, cov_share,
+            torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode())))
+        marked = dict(zip(whole, marks.to(device).split(lengths[whole].tolist())))
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
@@ -389,8 +450,8 @@ for step in range(first_step, max_steps + 1):
         for update, share in zip(updates, shares):
             # Count over the global batch, before it is split: the gradient is then the same for any number
             # of ranks, any micro-batch size and any packing.
-            weight = losses.sequence_weights(lengths, loss_aggregation, lengths[update].sum(), len(update),
-                                             max_completion_length)                     # [N]
+            weight = losses.sequence_weights(lengths, loss_aggregation, lengths[update].sum().clamp(min=1),
+                                             max(1, len(update)), max_completion_length)                # [N]
             for batch, live in micro_batches(rollouts, share, token_budget, device):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 if not live:
@@ -401,15 +462,17 @@ for step in range(first_step, max_steps + 1):
                 old_logp = batch.flat(engine_logps if old_logprobs == "engine" else trainer_logps)
                 token_loss, low, high = losses.policy_loss(
                     logp, old_logp, batch.spread(adv), batch.mean,
-                    epsilon, epsilon_high, loss_type, dual_clip)                        # [C] each
+                    epsilon, epsilon_high, loss_type, dual_clip,
+                    batch.flat(marked) if marked else None)                             # [C] each
                 correction = losses.engine_weights(
                     old_logp, batch.flat(engine_logps), batch.mean, batch.spread(lengths),
                     engine_correction, correction_low, correction_high)                 # [C]
-                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator) if reference
+                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
                       else torch.zeros_like(logp))
                 token_loss = correction * token_loss + kl_coef * kl
                 if entropy_coef:
-                    token_loss = token_loss - entropy_coef * entropy
+                    bonus = entropy_coef * decayed(entropy_decay, step / max_steps)
+                    token_loss = token_loss - bonus * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
                 sums += torch.stack([loss.detach(), *(x.sum().detach()
@@ -432,22 +495,26 @@ for step in range(first_step, max_steps + 1):
         sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
-    trained_tokens = max(1, lengths[list(needed)].sum().item())
+    tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in sampled)
+    trained_tokens = max(1, lengths[sorted(counted & moving)].sum().item())
+    sampled_lengths = [len(r.completion_ids) for r in sampled]
     finite_norms = [norm for norm in grad_norms if math.isfinite(norm)]
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high, sum_correction = ranks.total(sums)
     state |= {"step": step + 1, "num_tokens": state["num_tokens"] + tokens}
     log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
-        "reward": ranks.mean(score),
+        "reward": ranks.mean(scores),                           # of all that was sampled, as the next ones
         "reward_std": ranks.mean(stds), "frac_reward_zero_std": ranks.mean(stds == 0),
         **part_means("rewards", parts), "rewards/timeouts": ranks.total([timeouts])[0],
-        "rewards/unscored": score.isnan().sum().item(),
-        "completions/mean_length": ranks.mean(lengths), "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in rollouts]),
+        "rewards/unscored": sum(map(math.isnan, scores)),
+        "completions/mean_length": ranks.mean(sampled_lengths),
+        "completions/min_length": min(sampled_lengths), "completions/max_length": max(sampled_lengths),
+        "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in sampled]),
+        "train/num_gen_batches": turn + 1, "train/skipped_prompts": len(skipped),
+        "train/frac_counted": len(counted) / N,                 # in the loss and its denominator
         "loss": sum_loss / updates_per_step,
-        "entropy": sum_entropy / trained_tokens, "kl": sum_kl / trained_tokens,
+        "entropy": sum_entropy / trained_tokens,
+        "kl": sum_kl / trained_tokens if kl_in == "loss" else sum(kls.values()) / lengths.sum().item(),
         "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
         "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
         "sampling/correction_mean": sum_correction / trained_tokens,

@@ -31,9 +31,10 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():   # or again: an engine that another module's tests have closed has ended it
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.init_device_mesh("cpu", (1,))
 
 

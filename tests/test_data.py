@@ -359,24 +359,50 @@ def test_parquet_errors_name_the_row(tmp_path):
 # ------------------------------------------------------------------------------------------ prompt stream
 
 
+def stream(num_rows, count, steps, skipped=()):
+    position, rows = 0, []
+    for _ in range(steps):
+        drawn, position = data.next_rows(num_rows, position, count, 5, skipped)
+        assert len(drawn) == count
+        rows += drawn
+    return rows
+
+
 @pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
 def test_every_epoch_has_every_row_once(num_rows, count):
-    stream = [i for step in range(3 * num_rows) for i in data.step_indices(num_rows, step, count, seed=5)]
-    assert len(stream) == 3 * num_rows * count
-    epochs = [stream[i:i + num_rows] for i in range(0, len(stream), num_rows)]
+    rows = stream(num_rows, count, 3 * num_rows)
+    epochs = [rows[i:i + num_rows] for i in range(0, len(rows), num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert num_rows < 7 or epochs[0] != epochs[1]
 
 
-def test_steps_are_a_function_of_seed_and_step():
-    steps = [data.step_indices(50, step, 10, 1) for step in range(9)]
+def test_skipped_rows_are_passed_over_and_move_no_other():
+    assert stream(50, 9, 20, {3, 17}) == [row for row in stream(50, 10, 40) if row not in (3, 17)][:180]
+    with pytest.raises(ValueError, match="prompts_per_step=9 is more than the 8 training rows"):
+        data.next_rows(10, 0, 9, 5, {0, 1})
+
+
+def test_rows_are_a_function_of_seed_and_position():
+    steps = [data.next_rows(50, 10 * step, 10, 1) for step in range(9)]
     data.epoch_order.cache_clear()
-    assert steps[::-1] == [data.step_indices(50, step, 10, 1) for step in reversed(range(9))]
-    assert steps[0] != data.step_indices(50, 0, 10, 2) and steps[0] != steps[1]
-    steps[0].clear()
-    assert len(data.step_indices(50, 0, 10, 1)) == 10
-    with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training rows"):
-        data.step_indices(10, 0, 11, 1)
+    assert steps[::-1] == [data.next_rows(50, 10 * step, 10, 1) for step in reversed(range(9))]
+    assert steps[0] != data.next_rows(50, 0, 10, 2) and steps[0] != steps[1] and steps[8][1] == 90
+
+
+def test_prompts_that_are_always_right_or_always_wrong_are_skipped():
+    history = {}
+    data.record_visits(history, [4, 7, 9], [1.0, 0.0, 0.5], [0.0, 0.0, 0.5])
+    assert data.skipped_rows(history, 1, 20, 5) == {4, 7} and data.skipped_rows(history, 2, 20, 5) == set()
+    assert data.skipped_rows(history, 0, 20, 5) == set()                    # 0: never
+    history = json.loads(json.dumps(history))                               # as a checkpoint keeps it
+    data.record_visits(history, [7, 4], [0.0, 0.75], [0.0, 0.4])            # one is not right this time
+    assert data.skipped_rows(history, 2, 20, 5) == data.skipped_rows(history, 1, 20, 5) == {7}
+    data.record_visits(history, [4], [1.0], [0.0])
+    assert data.skipped_rows(history, 1, 20, 5) == {4, 7} and data.skipped_rows(history, 2, 20, 5) == {7}
+    assert json.loads(json.dumps(history)) == {
+        "4": [[1.0, 0.75, 1.0], 1], "7": [[0.0, 0.0], 2], "9": [[0.5], 0]}
+    assert data.skipped_rows(history, 1, 20, 18) == {4, 7}                  # just enough are left
+    assert data.skipped_rows(history, 1, 20, 19) == set()                   # too few: all are tried again
 
 
 # ------------------------------------------------------------------------------------------------ prompts

@@ -8,7 +8,10 @@ import torch
 
 import losses
 
-torch.manual_seed(0)
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
 
 
 # ---------------------------------------------------------------- advantages
@@ -65,16 +68,25 @@ def test_group_advantages(kind, G):
     rewards = torch.randn(5 * G, dtype=torch.float64)
     rewards[::3] = rewards[::3].round()
     lengths, greedy = torch.randint(1, 9, (5 * G,)), torch.randn(5, dtype=torch.float64)
-    adv, stds = losses.group_advantages(rewards, G, kind, lengths, greedy, 2)
+    adv = losses.group_advantages(rewards, G, kind, lengths, greedy, 2)
     assert adv.tolist() == pytest.approx(
         slow_advantages(rewards.tolist(), G, kind, lengths.tolist(), greedy.tolist()))
-    assert stds.tolist() == pytest.approx([statistics.stdev(group) for group in rewards.view(-1, G).tolist()])
+
+
+@pytest.mark.parametrize("G", [2, 4, 7])
+def test_spread(G):
+    rewards = torch.randn(5 * G, dtype=torch.float64)
+    expected = [statistics.stdev(group) for group in rewards.view(-1, G).tolist()]
+    assert losses.spread(rewards, G).tolist() == pytest.approx(expected)
+    nan = math.nan
+    some = torch.tensor([0.1, 0.1, 0.1, 0.0, nan, 2.0, nan, nan, 3.0, nan, nan, nan])
+    assert losses.spread(some, 3).tolist() == [0, pytest.approx(math.sqrt(2)), 0, 0]
 
 
 @pytest.mark.parametrize("pass_k", [1, 2, 3, 6])
 def test_pass_at_k_advantages(pass_k):
     rewards = torch.tensor([float(i < right) for right in range(7) for i in range(6)], dtype=torch.float64)
-    adv, _ = losses.group_advantages(rewards, 6, "pass_at_k", pass_k=pass_k)
+    adv = losses.group_advantages(rewards, 6, "pass_at_k", pass_k=pass_k)
     assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), 6, "pass_at_k", pass_k=pass_k))
     assert adv[:6].tolist() == adv[-6:].tolist() == [0] * 6
     torch.testing.assert_close(adv.view(7, 6).sum(1), torch.zeros(7, dtype=torch.float64))
@@ -92,8 +104,8 @@ def test_pass_at_k_advantages(pass_k):
     ("pass_at_k", [1, -1 / 3, -1 / 3, -1 / 3])])    # with k = 2 half of the six draws succeed
 def test_group_advantages_by_hand(kind, expected):
     lengths = torch.tensor([2, 6, 6, 6])
-    adv, stds = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind, lengths, None, 2)
-    assert adv.tolist() == pytest.approx(expected, abs=4e-4) and stds.tolist() == [0.5]
+    adv = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind, lengths, None, 2)
+    assert adv.tolist() == pytest.approx(expected, abs=4e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,10 +113,8 @@ def test_group_advantages_without_spread_or_score(kind):
     nan = math.nan
     rewards = torch.tensor([1.0, 1, 1, 0, nan, 2, nan, nan, 3, nan, nan, nan], dtype=torch.float64)
     lengths, greedy = torch.arange(1, 13), torch.tensor([1.0, 0, 1, 5], dtype=torch.float64)
-    adv, stds = losses.group_advantages(rewards, 3, kind, lengths, greedy, 2)
-    adv = adv.tolist()
+    adv = losses.group_advantages(rewards, 3, kind, lengths, greedy, 2).tolist()
     assert adv == pytest.approx(slow_advantages(rewards.tolist(), 3, kind, lengths.tolist(), greedy.tolist()))
-    assert stds.tolist() == [0, pytest.approx(math.sqrt(2)), 0, 0]
     assert adv[4] == 0 and adv[6:8] == [0, 0] and adv[9:] == [0, 0, 0] and all(map(math.isfinite, adv))
     if kind in OF_THE_GROUP:
         assert adv[:3] == [0, 0, 0] and adv[8] == 0
@@ -112,20 +122,28 @@ def test_group_advantages_without_spread_or_score(kind):
 
 def test_a_greedy_completion_without_a_score_is_no_baseline():
     greedy = torch.tensor([math.nan, 1.0])
-    adv, _ = losses.group_advantages(torch.tensor([0.0, 2, 0, 2]), 2, "remax", torch.ones(4), greedy)
+    adv = losses.group_advantages(torch.tensor([0.0, 2, 0, 2]), 2, "remax", torch.ones(4), greedy)
     assert adv.tolist() == [0, 0, -1, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_scored_teaches_nothing(kind):
     nothing = torch.full((4,), math.nan)
-    adv, stds = losses.group_advantages(nothing, 2, kind, torch.ones(4).long(), torch.ones(2))
-    assert not adv.any() and not stds.any()
+    adv = losses.group_advantages(nothing, 2, kind, torch.ones(4).long(), torch.ones(2))
+    assert not adv.any() and not losses.spread(nothing, 2).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_completions_without_tokens_have_finite_advantages(kind):
+    rewards, lengths = torch.tensor([1.0, 0, 0, 1]), torch.tensor([0, 3, 2, 0])
+    for tokens in (lengths, 0 * lengths):
+        assert losses.group_advantages(rewards, 2, kind, tokens, torch.ones(2)).isfinite().all()
 
 
 def test_the_epsilon_of_grpo_damps_a_small_spread():
-    adv, stds = losses.group_advantages(torch.tensor([0.0, 2e-4, 0.0, 2e-4], dtype=torch.float64), 4, "grpo")
-    assert adv.tolist() == pytest.approx([-1e-4 / (stds.item() + 1e-4), 1e-4 / (stds.item() + 1e-4)] * 2)
+    adv = losses.group_advantages(torch.tensor([0.0, 2e-4, 0.0, 2e-4], dtype=torch.float64), 4, "grpo")
+    std = 2e-4 / math.sqrt(3)
+    assert adv.tolist() == pytest.approx([-1e-4 / (std + 1e-4), 1e-4 / (std + 1e-4)] * 2)
 
 
 @pytest.mark.parametrize("kind", OF_THE_GROUP)
@@ -133,8 +151,9 @@ def test_the_epsilon_of_grpo_damps_a_small_spread():
 @pytest.mark.parametrize("G", [3, 8, 10])
 def test_equal_rewards_give_exactly_nothing(kind, reward, G):
     lengths = torch.randint(1, 9, (G,))
-    adv, stds = losses.group_advantages(torch.full((G,), reward), G, kind, lengths)  # float32: a mean rounds
-    assert not adv.any() and stds.tolist() == [0]
+    rewards = torch.full((G,), reward)                            # float32: a mean rounds
+    assert not losses.group_advantages(rewards, G, kind, lengths).any()
+    assert losses.spread(rewards, G).tolist() == [0]
 
 
 def test_a_group_never_sees_another():
@@ -143,8 +162,14 @@ def test_a_group_never_sees_another():
     moved[8:] += 5
     lengths = torch.randint(1, 9, (12,))
     for kind in OF_THE_GROUP:
-        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind, lengths)[0][:8],
-                                   losses.group_advantages(moved, 4, kind, lengths)[0][:8])
+        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind, lengths)[:8],
+                                   losses.group_advantages(moved, 4, kind, lengths)[:8])
+
+
+@pytest.mark.parametrize("length, penalty", [(1, 0), (12, 0), (13, -0.25), (14, -0.5), (16, -1), (20, -1)])
+def test_overlong_penalty(length, penalty):
+    """Eq. 13 of DAPO with L_max 16 and L_cache 4: nothing up to 12, then linear to -1 at 16."""
+    assert losses.overlong_penalty(torch.tensor([length]), 16, 4).tolist() == [penalty]
 
 
 # ---------------------------------------------------------------- aggregation
@@ -172,7 +197,8 @@ def test_sequence_weights(aggregation):
 
 # ---------------------------------------------------------------- policy loss
 
-LOSSES = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg"]
+LOSSES = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov"]
+CLIPPED = ["clip", "gspo", "gmpo", "clip_cov"]                    # on both sides, as adv pushes
 LENGTHS = [3, 1, 60, 20, 116]                                     # of the sequences of the tests below
 
 
@@ -181,14 +207,13 @@ def mean(values):
     return torch.cat([part.mean().expand(len(part)) for part in values.split(LENGTHS)])
 
 
-def slow_policy_loss(logp, old, adv, low, high, kind):
+def slow_policy_loss(logp, old, adv, marked, low, high, kind):
     """Of one sequence, in plain numbers: the loss at each token, clipped low, clipped high."""
     ratios = [math.exp(p - o) for p, o in zip(logp, old)]
     if kind == "gspo":
         ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
-    down = [r < 1 - low and a < 0 and kind in ("clip", "gspo", "gmpo") for r, a in zip(ratios, adv)]
-    up = [r > 1 + high and (a > 0 or kind == "cispo") and kind not in ("sapo", "gpg")
-          for r, a in zip(ratios, adv)]
+    down = [r < 1 - low and a < 0 and kind in CLIPPED for r, a in zip(ratios, adv)]
+    up = [r > 1 + high and (a > 0 and kind in CLIPPED or kind == "cispo") for r, a in zip(ratios, adv)]
     bounded = [min(max(r, 1 - low), 1 + high) for r in ratios]
     if kind == "gmpo":
         kept = [b if d or u else r for r, b, d, u in zip(ratios, bounded, down, up)]
@@ -200,27 +225,32 @@ def slow_policy_loss(logp, old, adv, low, high, kind):
         loss = [-a * p for p, a in zip(logp, adv)]
     elif kind == "cispo":
         loss = [-min(r, 1 + high) * a * p for r, a, p in zip(ratios, adv, logp)]
+    elif kind == "kl_cov":
+        loss = [-r * a + (abs(p - o) if m else 0) for r, a, m, p, o in zip(ratios, adv, marked, logp, old)]
     else:
-        loss = [-min(r * a, b * a) for r, a, b in zip(ratios, adv, bounded)]
+        loss = [0.0 if m and kind == "clip_cov" else -min(r * a, b * a)
+                for r, a, b, m in zip(ratios, adv, bounded, marked)]
     return loss, down, up
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_policy_loss(kind):
     old = -torch.rand(200, dtype=torch.float64) * 3
-    logp = (old + torch.randn(200, dtype=torch.float64) * 0.3).requires_grad_()
+    drift = torch.cat([torch.full((n,), d).double() for n, d in zip(LENGTHS, (0.0, 0.0, 0.0, 0.3, -0.1))])
+    logp = (old + drift + torch.randn(200, dtype=torch.float64) * 0.3).requires_grad_()
     adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 2.0, -1.0))])
-    weight = torch.rand(200, dtype=torch.float64)
+    weight, marked = torch.rand(200, dtype=torch.float64), torch.rand(200) < 0.1
+    if kind in ("gspo", "gmpo"):                                  # of tokens: below
+        weight = mean(weight)
     low, high = (0.02, 0.03) if kind == "gspo" else (0.2, 0.28)
-    loss, down, up = losses.policy_loss(logp, old, adv, mean, low, high, kind)
+    loss, down, up = losses.policy_loss(logp, old, adv, mean, low, high, kind, marked=marked)
     (weight * loss).sum().backward()
     slow = lambda values: [slow_policy_loss(*sequence, low, high, kind) for sequence in zip(
-        *([part.tolist() for part in x.split(LENGTHS)] for x in (values, old, adv)))]
+        *([part.tolist() for part in x.split(LENGTHS)] for x in (values, old, adv, marked)))]
     expected, expected_down, expected_up = (sum(column, []) for column in zip(*slow(logp.detach())))
     assert loss.tolist() == pytest.approx(expected, abs=1e-12)
     assert down.tolist() == expected_down and up.tolist() == expected_up
-    assert any(expected_down) == (kind in ("clip", "gspo", "gmpo")) and any(expected_up) == (kind not in
-                                                                                        ("sapo", "gpg"))
+    assert any(expected_down) == (kind in CLIPPED) and any(expected_up) == (kind in [*CLIPPED, "cispo"])
     total = lambda values: sum(w * x for w, x in zip(weight.tolist(), sum((s[0] for s in slow(values)), [])))
     held = total
     if kind == "cispo":                                           # its weight has no gradient: hold it
@@ -239,9 +269,29 @@ def test_extreme_ratios_stay_finite(kind):
     logp = torch.tensor([-300.0, 0, -1, -1e4] * 50, requires_grad=True)
     old = torch.tensor([0.0, -300, -1, 0] * 50)
     adv = torch.cat([torch.full((n,), float(a)) for n, a in zip(LENGTHS, (1, -1, 2, -2, 0))])
-    loss, _, _ = losses.policy_loss(logp, old, adv, mean, 0.2, 0.28, kind)
+    loss, _, _ = losses.policy_loss(logp, old, adv, mean, 0.2, 0.28, kind, marked=torch.arange(200) < 9)
     loss.sum().backward()
     assert loss.isfinite().all() and logp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gmpo"])
+def test_a_weight_of_a_token_weighs_its_own_gradient(kind):
+    """GSPO-token (Zheng et al. 2025, 4.3): the sequence's ratio, the gradient of the token's own logprob."""
+    old = -torch.rand(200, dtype=torch.float64)
+    logp = (old + 0.3 * torch.randn(200, dtype=torch.float64)).requires_grad_()
+    adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 2.0, -1.0))])
+    weight = torch.rand(200, dtype=torch.float64)
+    (weight * losses.policy_loss(logp, old, adv, mean, 0.2, 0.28, kind)[0]).sum().backward()
+    expected = []
+    for p, o, a, w in zip(*(x.split(LENGTHS) for x in (logp.detach(), old, adv, weight))):
+        ratios = [math.exp(x - y) for x, y in zip(p.tolist(), o.tolist())]
+        outside = [r > 1.28 if a[0] > 0 else r < 0.8 and a[0] < 0 for r in ratios]
+        kept = [min(max(r, 0.8), 1.28) if out and kind == "gmpo" else r for r, out in zip(ratios, outside)]
+        whole = math.prod(kept) ** (1 / len(kept))
+        moving = [not out for out in outside] if kind == "gmpo" else [
+            not (whole > 1.28 if a[0] > 0 else whole < 0.8 and a[0] < 0)] * len(kept)
+        expected += [-x * whole * a[0].item() * m for x, m in zip(w.tolist(), moving)]
+    assert logp.grad.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("ratio, adv, loss, gradient", [
@@ -286,8 +336,27 @@ def test_all_losses_are_the_policy_gradient_at_ratio_one():
     for kind in LOSSES:
         logp = (-torch.rand(200)).requires_grad_()
         adv = torch.cat([torch.full((n,), a) for n, a in zip(LENGTHS, torch.randn(5).tolist())])
-        losses.policy_loss(logp, logp.detach(), adv, mean, 0.2, 0.2, kind)[0].sum().backward()
-        torch.testing.assert_close(logp.grad, -adv)
+        marked = torch.rand(200) < 0.1
+        losses.policy_loss(logp, logp.detach(), adv, mean, 0.2, 0.2, kind, marked=marked)[0].sum().backward()
+        torch.testing.assert_close(logp.grad, -adv * ~(marked & (kind == "clip_cov")))
+
+
+def test_covariance_marks():
+    logp, adv = -3 * torch.rand(2000, dtype=torch.float64), 3 * torch.randn(2000, dtype=torch.float64)
+    marks = lambda kind, seed=0, share=0.0104: losses.covariance_marks(
+        logp, adv, kind, share, torch.Generator().manual_seed(seed)).nonzero()[:, 0].tolist()
+    p, a = sum(logp.tolist()) / 2000, sum(adv.tolist()) / 2000
+    covariance = [(x - p) * (y - a) for x, y in zip(logp.tolist(), adv.tolist())]
+    assert marks("kl_cov") == sorted(sorted(range(2000), key=lambda c: covariance[c])[-20:])
+    eligible = {c for c in range(2000) if 1 < covariance[c] < 5}
+    assert min(covariance) < -1 and max(covariance) > 5 and 20 < len(eligible) < 1500
+    first, second = marks("clip_cov"), marks("clip_cov", seed=1)
+    assert len(first) == 20 and set(first) | set(second) <= eligible
+    assert first != second == marks("clip_cov", seed=1)
+    assert set(marks("clip_cov", share=0.9)) == eligible          # there are no more
+    assert len(marks("kl_cov", share=0.0)) == 1 and len(marks("kl_cov", share=1.0)) == 2000
+    adv = torch.zeros(2000, dtype=torch.float64)
+    assert marks("clip_cov") == []                                # no covariance, nothing to clip
 
 
 # ---------------------------------------------------------------- the gap between engine and trainer
@@ -326,17 +395,19 @@ def test_extreme_gaps_stay_finite():
 
 # ---------------------------------------------------------------- KL
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+", "k3_is"])
 def test_kl_value_and_gradient(kind):
     logp = (-torch.rand(100, dtype=torch.float64) * 3).requires_grad_()
-    ref = -torch.rand(100, dtype=torch.float64) * 3
-    kl = losses.kl_penalty(logp, ref, kind)
+    ref, old = (-torch.rand(100, dtype=torch.float64) * 3 for _ in range(2))
+    kl = losses.kl_penalty(logp, ref, kind, old)
     kl.sum().backward()
-    for p, r, value, gradient in zip(logp.tolist(), ref.tolist(), kl.tolist(), logp.grad.tolist()):
+    for p, r, o, value, gradient in zip(*(x.tolist() for x in (logp, ref, old, kl, logp.grad))):
         ratio = math.exp(r) / math.exp(p)                                  # reference over policy
+        moved = math.exp(p - o)
         expected = {"k1": (-math.log(ratio), 1.0), "k2": (math.log(ratio) ** 2 / 2, -math.log(ratio)),
                     "k3": (ratio - 1 - math.log(ratio), 1 - ratio),
-                    "k3+": (ratio - 1 - math.log(ratio), -math.log(ratio))}[kind]
+                    "k3+": (ratio - 1 - math.log(ratio), -math.log(ratio)),
+                    "k3_is": (moved * (ratio - 1 - math.log(ratio)), -moved * math.log(ratio))}[kind]
         assert (value, gradient) == pytest.approx(expected, abs=1e-12)
 
 
@@ -344,18 +415,26 @@ def test_kl_estimators_by_enumeration():
     """Over all outcomes of a small distribution: which estimator is unbiased, and whose gradient is whose."""
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     logp, ref = logits.log_softmax(0), torch.randn(6, dtype=torch.float64).log_softmax(0)
-    p = logp.exp().detach()
+    p, old = logp.exp().detach(), torch.randn(6, dtype=torch.float64).log_softmax(0)
     kl, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
     gradient = lambda value: torch.autograd.grad(value, logits, retain_graph=True)[0]
     estimate = {kind: (p * losses.kl_penalty(logp, ref, kind)).sum()  # as sampled from p
                 for kind in ("k1", "k2", "k3", "k3+")}
-    for kind in ("k1", "k3", "k3+"):
+    estimate["k3_is"] = (old.exp() * losses.kl_penalty(logp, ref, "k3_is", old)).sum()      # sampled from old
+    for kind in ("k1", "k3", "k3+", "k3_is"):
         assert estimate[kind].item() == pytest.approx(kl.item())
     assert estimate["k2"].item() != pytest.approx(kl.item(), rel=1e-3)
     torch.testing.assert_close(gradient(estimate["k1"]), torch.zeros(6, dtype=torch.float64))
     torch.testing.assert_close(gradient(estimate["k2"]), gradient(kl))
     torch.testing.assert_close(gradient(estimate["k3+"]), gradient(kl))
+    torch.testing.assert_close(gradient(estimate["k3_is"]), gradient(kl))
     torch.testing.assert_close(gradient(estimate["k3"]), gradient(reverse))
+    # In a reward: the estimate is a number, and the gradient that of the logprob it is multiplied with.
+    in_reward = {kind: gradient((p * losses.kl_penalty(logp, ref, kind).detach() * logp).sum())
+                 for kind in ("k1", "k2", "k3")}
+    torch.testing.assert_close(in_reward["k1"], gradient(kl))
+    torch.testing.assert_close(in_reward["k3"], gradient(kl) - gradient(reverse))
+    assert not torch.allclose(in_reward["k2"], gradient(kl), rtol=0.1)
 
 
 @pytest.mark.parametrize("call, key", [

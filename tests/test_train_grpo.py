@@ -35,8 +35,8 @@ def launch(*arguments, launcher=(sys.executable,), code=0):
 def train(folder, out_dir, *arguments, launcher=(sys.executable,)):
     given = {argument.partition("=")[0] for argument in arguments}
     small = [argument for argument in SMALL if argument.partition("=")[0] not in given]
-    output = launch("train_grpo.py", f"--model={folder}", f"--out_dir={out_dir}", *small, *arguments,
-                    launcher=launcher)
+    small += [] if "--model" in given else [f"--model={folder}"]
+    output = launch("train_grpo.py", f"--out_dir={out_dir}", *small, *arguments, launcher=launcher)
     with open(os.path.join(out_dir, "metrics.jsonl")) as file:
         return [json.loads(line) for line in file], output
 
@@ -137,11 +137,112 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
     ["--kl_coef=0.1", "--kl_estimator=k2", "--loss_aggregation=constant_length", "--advantage=dr_grpo",
      "--temperature=0.7", "--engine_correction=sequence_mask"],
     ["--kl_coef=0.1", "--kl_estimator=k3+", "--updates_per_step=2", "--loss_type=gspo", "--advantage=remax",
-     "--old_logprobs=engine", "--entropy_coef=0.01"]])
+     "--old_logprobs=engine", "--entropy_coef=0.01", "--entropy_decay=cosine"],
+    ["--kl_coef=0.1", "--kl_estimator=k3_is", "--updates_per_step=2", "--loss_type=kl_cov", "--advantage=opo",
+     "--engine_correction=token_truncate", "--cov_share=0.01"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
     metrics, _ = train(folder, tmp_path / "run", reward_file, "--engine=hf", *arguments)
     assert metrics[0]["kl"] < metrics[1]["kl"] and metrics[1]["kl"] > 1e-3  # the policy leaves the reference
     assert metrics[1]["grad_norm"] > 0
+
+
+# The shipped model on algebra with short completions: right and wrong ones, some of them cut off.
+REAL = ["--model=tiny", "--engine=hf", "--max_completion_length=24", "--num_generations=6",
+        "--learning_rate=1e-4"]
+
+
+@pytest.fixture(scope="module")
+def dapo_run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("dapo")
+    arguments = [*REAL, "--filter_groups=true", "--max_num_gen_batches=3", "--skip_after=1", "--max_steps=4",
+                 "--mask_truncated=true", "--overlong_buffer=8", "--train_prompts=20",
+                 "--keep_checkpoints=9"]
+    return path, arguments, train(None, path / "run", *arguments)[0]
+
+
+def test_groups_without_spread_are_replaced(dapo_run):
+    """Replayed from the rollouts beside the checkpoints: what was kept, and what the denominator counts."""
+    path, _, metrics = dapo_run
+    assert {1, 2, 3} >= {line["train/num_gen_batches"] for line in metrics[:4]} != {1}
+    assert any(line["frac_reward_zero_std"] > 0 for line in metrics[:4])    # of all that was sampled
+    for step in (1, 2, 3):
+        with open(path / "run" / f"checkpoint-{step}" / "rollouts.jsonl") as file:
+            _, *rows = map(json.loads, file)
+        groups = [rows[i:i + 6] for i in range(0, 24, 6)]
+        mixed = [len({row["score"] for row in group}) > 1 for group in groups]
+        assert len(rows) == 24 and (all(mixed) or metrics[step]["train/num_gen_batches"] == 3)
+        counted = sum(row["finish_reason"] == "stop" for group, kept in zip(groups, mixed) if kept
+                      for row in group)
+        assert metrics[step]["train/frac_counted"] == pytest.approx(counted / 24) and counted > 0
+    assert min(line["train/frac_counted"] for line in metrics[:4]) < 1
+    with open(path / "run" / "checkpoint-4" / "trainer" / "state.json") as file:
+        state = json.load(file)
+    drawn = sum(4 * line["train/num_gen_batches"] for line in metrics[:4])
+    assert sum(len(rates) for rates, _ in state["history"].values()) == drawn
+    skipped = [line["train/skipped_prompts"] for line in metrics[:4]]
+    assert skipped[0] == 0 and max(skipped) > 0 and state["position"] > drawn
+
+
+def test_a_resumed_run_remembers_prompts_and_their_history(dapo_run):
+    path, arguments, metrics = dapo_run
+    shutil.copytree(path / "run", path / "again")
+    for step in (3, 4):
+        shutil.rmtree(path / "again" / f"checkpoint-{step}", ignore_errors=True)
+    assert os.path.isdir(path / "again" / "checkpoint-2")
+    resumed, _ = train(None, path / "again", *arguments, "--resume=auto")
+    assert without_times(resumed) == without_times(metrics)
+
+
+def test_the_penalty_and_the_kl_shape_the_score_and_not_the_reward(folder, reward_file, plain_run, tmp_path):
+    shaped, _ = train(folder, tmp_path / "run", reward_file, "--engine=hf", "--kl_coef=0.5", "--kl_in=reward",
+                      "--kl_estimator=k1", "--overlong_buffer=12", "--overlong_penalty=5.0", "--max_steps=1")
+    plain = plain_run[1][0]
+    assert shaped[0]["reward"] == plain["reward"] and shaped[0]["reward_std"] == plain["reward_std"]
+    assert abs(shaped[0]["kl"]) < 1e-4                            # the policy is the reference still
+    assert abs(shaped[0]["grad_norm"] / plain["grad_norm"] - 1) > 0.01
+
+
+# ---------------------------------------------------------------- replay.py
+
+def replay(*arguments):
+    lines = [line.split() for line in launch("replay.py", *map(str, arguments)).splitlines()]
+    return {line[0]: tuple(map(float, line[1:])) for line in lines if len(line) == 3 and line[0] != "the"}
+
+
+@pytest.mark.parametrize("settings", [
+    ["--advantage=remax", "--loss_type=gspo", "--loss_aggregation=sequence_mean", "--temperature=0.7",
+     "--engine_correction=token_mask", "--kl_coef=0.1", "--kl_estimator=k2", "--entropy_coef=0.01"],
+    ["--advantage=pass_at_k", "--pass_k=2", "--loss_type=clip_cov", "--cov_share=0.05",
+     "--overlong_buffer=6", "--mask_truncated=true", "--filter_groups=true", "--kl_coef=0.1",
+     "--kl_in=reward", "--kl_estimator=k1"]])
+def test_a_replayed_step_has_the_figures_of_the_run(tmp_path, settings):
+    metrics, _ = train(None, tmp_path / "run", *REAL, *settings)
+    figures = replay(tmp_path / "run" / "checkpoint-1")
+    assert len(figures) == 19 and figures["loss"][0] != 0 and figures["grad_norm"][0] > 0
+    for name, (logged, again) in figures.items():
+        assert logged == pytest.approx(metrics[1][name], rel=1e-4) == pytest.approx(again, rel=1e-3, abs=1e-6)
+
+
+def test_replay_with_another_loss_and_another_policy(plain_run, tmp_path):
+    out_dir, metrics, _ = plain_run
+    (tmp_path / "recipe.py").write_text("epsilon = 1e-3\nlearning_rate = 1e-4\n")
+    same = replay(f"{out_dir}/checkpoint-1", "--loss_type=sapo", tmp_path / "recipe.py")
+    assert same["grad_norm"] == pytest.approx((metrics[1]["grad_norm"],) * 2, rel=1e-4)     # all ratios are 1
+    stale = replay(f"{out_dir}/checkpoint-1", f"--new_policy={out_dir}/checkpoint-2", tmp_path / "recipe.py")
+    assert stale["clip_ratio/region_mean"][1] > 0 and stale["sampling/kl"][1] > 1e-6
+    assert stale["reward"][0] == stale["reward"][1]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "name a checkpoint"),
+    (["checkpoint-2"], "checkpoint-2 holds no rollouts.jsonl"),
+    (["checkpoint-1", "--loss_type=ppo"], "loss_type='ppo'"),
+    (["checkpoint-1", "--learning_rate=1.0"], "unknown setting --learning_rate"),
+    (["checkpoint-1", "--advantage=remax"], "no greedy completions"),
+    (["checkpoint-1", "--new_policy=out/none"], "no such folder")])
+def test_bad_input_to_replay(plain_run, arguments, message, tmp_path):
+    arguments = [f"{plain_run[0]}/{a}" if a.startswith("checkpoint") else a for a in arguments]
+    refused(arguments, message, tmp_path, script="replay.py")
 
 
 @pytest.mark.parametrize("decay, last", [("linear", 2e-3 / 3), ("cosine", 0.75e-3)])
@@ -237,8 +338,13 @@ def bad(tmp_path_factory, folder):
     (["--engine_correction=tis"], "engine_correction='tis'"),
     (["--old_logprobs=reference"], "old_logprobs=reference"),
     (["--old_logprobs=engine", "--engine_correction=token_mask"], "would do nothing"),
-    (["--loss_type=gspo", "--engine_correction=token_mask"], "would not weigh"),
     (["--kl_coef=0.1", "--kl_estimator=k1"], "kl_estimator=k1"),
+    (["--kl_coef=0.1", "--kl_in=reward", "--kl_estimator=k3+"], "kl_estimator=k3+"),
+    (["--kl_in=score"], "kl_in=score"),
+    (["--entropy_decay=step"], "entropy_decay=step"),
+    (["--max_num_gen_batches=2"], "needs --filter_groups=true"),
+    (["--advantage=remax", "--num_generations=1", "--skip_after=1"], "num_generations=1 is too few"),
+    (["--overlong_buffer=100"], "overlong_buffer=100"),
     (["--dual_clip=1.0"], "dual_clip=1.0"),
     (["--correction_low=3.0"], "correction_low=3.0"),
     (["--epsilon=1.0"], "epsilon=1.0"),

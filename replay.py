@@ -86,7 +86,7 @@ with input_errors():
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator, one)
     check_model(new_policy or checkpoint, "new_policy")
-    model = tiny.ensure() or tiny.FOLDER if model == "tiny" else model
+    model = tiny.ensure() if model == "tiny" else model
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ purpose, and so was the bad habit; what GRPO has to find is which of the two to 
 """
 import os
 import random
+import shutil
 
 import torch
 import torch.nn.functional as F
@@ -155,7 +156,12 @@ def save(model, tokenizer, folder):
     part = f"{folder}.{os.getpid()}.part"
     model.float().save_pretrained(part)
     tokenizer.save_pretrained(part)
-    os.rename(part, folder)
+    try:
+        os.rename(part, folder)
+    except OSError:
+        if not os.path.isdir(folder):
+            raise
+        shutil.rmtree(part)                                     # another run was first
 
 
 def ensure(folder=FOLDER):

@@ -71,6 +71,14 @@ def test_the_shipped_base_is_as_documented(base):
     assert 0.15 < len(worked) / len(texts) < 0.4 and sum(worked) / len(worked) > 0.85
 
 
+def test_of_two_runs_that_make_it_at_once_the_first_wins(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    tokenizer = tiny.make_tokenizer()
+    tiny.save(tiny.make_model(tokenizer), tokenizer, str(tmp_path / "tiny"))
+    assert os.listdir(tmp_path) == ["tiny"] and os.listdir(tmp_path / "tiny") == ["config.json"]
+
+
 def test_ensure_keeps_what_exists(tmp_path):
     assert tiny.ensure(str(tmp_path)) == str(tmp_path) and not os.listdir(tmp_path)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 
-def spread(rewards, num_generations):
+def group_std(rewards, num_generations):
     """Unbiased standard deviation of the rewards of each prompt's completions; [N], as below -> [P].
 
     Exactly 0 where all are equal, or fewer than two are not NaN.
@@ -54,7 +54,7 @@ def group_advantages(rewards, num_generations, kind, lengths=None, greedy=None, 
     others = (count - 1).clamp(min=1)                             # [P, 1]
     tokens = None if lengths is None else lengths.view_as(groups) * scored                      # [P, G]
     if kind == "grpo":
-        adv = centred / (spread(rewards, num_generations)[:, None] + 1e-4)
+        adv = centred / (group_std(rewards, num_generations)[:, None] + 1e-4)
     elif kind == "dr_grpo":
         adv = centred
     elif kind == "grpo_batch":
@@ -188,25 +188,28 @@ def policy_loss(logp, old_logp, adv, mean, epsilon, epsilon_high, loss_type, dua
     return loss, low, high
 
 
-def covariance_marks(logp, adv, loss_type, share, generator):
-    """Which tokens of a whole step clip_cov and kl_cov act on; logp [C], adv [C] -> bool [C].
+def covariance_marks(logps, adv, loss_type, share, generator):
+    """Which tokens of a whole step clip_cov and kl_cov act on; a list of n [len], adv [n] -> n bool [len].
 
     Entropy is lost where likely tokens are pushed up and unlikely ones down: where (logp - mean logp) *
     (adv - mean adv) is large. kl_cov takes the `share` of all tokens where it is largest, clip_cov as many by
     chance from those where it is between 1 and 5. Cui et al. 2025, section 4: there with the logprobs of each
     update's policy in place of the one that sampled, and shares of 2e-4, for kl_cov 2e-3 at 7 B parameters.
     """
+    lengths = [len(logp) for logp in logps]
+    logp = torch.cat([*logps, adv.new_empty(0)])                                        # [C]
+    adv = adv.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=adv.device))         # [C]
     covariance = (logp - logp.mean()) * (adv - adv.mean())
-    count = max(1, int(share * len(logp)))
+    count = min(max(1, int(share * len(logp))), len(logp))
     if loss_type == "kl_cov":
-        chosen = covariance.topk(min(count, len(logp))).indices
+        chosen = covariance.topk(count).indices
     else:
         eligible = ((covariance > 1) & (covariance < 5)).nonzero()[:, 0]
         chosen = eligible[torch.randperm(len(eligible), generator=generator)[:count]]
-    return torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
+    return torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True).split(lengths)
 
 
-def engine_weights(old_logp, rollout_logp, mean, length, correction, low, high):
+def correction_weights(old_logp, rollout_logp, mean, length, correction, low, high):
     """Importance weight of each token for what the engine sampled from and the trainer did not; [C].
 
     ratio = exp(old_logp - rollout_logp) of a token; of a sequence, the product over its tokens (its mean log

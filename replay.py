@@ -9,7 +9,8 @@ Every checkpoint of train_grpo.py but a run's last holds the rollouts that its p
 3 to 5 of that script are made with them again, all in one update, on a CPU as well; no parameter changes and
 nothing is written. What you have changed inline in a script of your own, change here, too. Beside the result
 stands what the run itself has logged for that step: the same figures, as long as no setting differs and the
-run made one update of it.
+run made one update of it (with filter_groups, reward is here of the prompts that were kept; an entropy bonus
+does not decay).
 
 On the policy that sampled all ratios are 1, and most losses alike. --new_policy takes another checkpoint's
 policy with the old rollouts: that is where clipping, corrections and bounds act.
@@ -27,7 +28,7 @@ import ranks
 import rollout
 import tiny
 from configurator import check, configure, input_errors
-from model import check_model, load_policy, micro_batches
+from model import check_model, load_policy, pack
 # ------------------------------------------------------------------------------------------------------------
 # the run's own are the defaults, but for new_policy
 new_policy = ""                 # a folder; empty: the checkpoint, which sampled
@@ -49,7 +50,7 @@ cov_share = 2e-4
 kl_coef = 0.0
 kl_in = "loss"
 kl_estimator = "k3"
-entropy_coef = 0.0              # as it is: no decay
+entropy_coef = 0.0
 old_logprobs = "trainer"
 engine_correction = "none"
 correction_low = 0.5
@@ -75,14 +76,14 @@ step, G, N = int(checkpoint.rpartition("-")[2]), run["num_generations"], len(row
 rollouts = [rollout.Rollout(row["prompt_ids"], row["completion_ids"], row["logprobs"], row["finish_reason"])
             for row in rows]
 score = torch.tensor([row["score"] for row in rows], device=device)                     # [N], NaN: not scored
-baseline = torch.tensor([row["baseline"] for row in rows if "baseline" in row], device=device)
-check(advantage != "remax" or len(baseline), "advantage=remax: the run made no greedy completions")
+greedy = torch.tensor([row["greedy"] for row in rows if "greedy" in row], device=device)    # [N / G], or none
+check(advantage != "remax" or len(greedy), "advantage=remax: the run made no greedy completions")
 check(advantage != "pass_at_k" or pass_k <= G, f"pass_k={pass_k}: more than the {G} completions of a prompt")
 with input_errors():
     one = torch.ones(G)                                         # dummies: each refuses what it does not know
     losses.group_advantages(one, G, advantage, one, one[:1])
     losses.policy_loss(one, one, one, lambda x: x, epsilon, epsilon_high, loss_type, dual_clip, one > 0)
-    losses.engine_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
+    losses.correction_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator, one)
     check_model(new_policy or checkpoint, "new_policy")
@@ -90,64 +91,67 @@ with input_errors():
 
 
 @torch.no_grad()
-def per_token(path):
+def logprobs_by(path):
     """The logprobs of all completions by the model in `path`: {s: [len]}."""
     network, results = load_policy(path, mesh, compute_dtype, trained=False), {}
-    for batch, _ in micro_batches(rollouts, range(N), token_budget, device):
+    for batch in pack(rollouts, range(N), token_budget, device):
         results |= batch.split(network(batch, temperature)[0])
     return results
 
 
 # ---------------------------------------------------------------- 3 advantage
-stds = losses.spread(score, G)                                                      # [N / G]
-lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
+stds = losses.group_std(score, G)                                                       # [N / G]
+lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)        # [N]
 engine_logps = {s: torch.tensor(rollouts[s].logprobs, device=device) for s in range(N)}     # {s: [len]}
-ref_logps = per_token(model) if kl_coef > 0 else {}
-counted = [s for s in range(N) if (stds[s // G] > 0 or not filter_groups)
-           and not (rollouts[s].finish_reason == "length" and mask_truncated)]
-shaped, kls = score.clone(), torch.zeros(1)
+ref_logps = logprobs_by(model) if kl_coef > 0 else {}
+counted = [s for s, r in enumerate(rollouts) if not (filter_groups and stds[s // G] == 0)
+           and not (mask_truncated and r.finish_reason == "length")]
+shaped, kls = score.clone(), torch.zeros(N)
 if overlong_buffer:
     shaped += overlong_penalty * losses.overlong_penalty(lengths, max_completion_length, overlong_buffer)
 if kl_coef > 0 and kl_in == "reward":
     kls = torch.stack([losses.kl_penalty(engine_logps[s], ref_logps[s], kl_estimator).sum()
-                       for s in range(N)])                                          # [N]
+                       for s in range(N)])                                              # [N]
     shaped -= kl_coef * kls
-adv = losses.group_advantages(shaped, G, advantage, lengths, baseline, pass_k)      # [N]
+if filter_groups:
+    shaped[(stds == 0).repeat_interleave(G)] = math.nan
+adv = losses.group_advantages(shaped, G, advantage, lengths, greedy, pass_k)            # [N]
 
 # ---------------------------------------------------------------- 4 old logprobs
-old_logps = engine_logps if old_logprobs == "engine" else per_token(checkpoint)
+old_logps = engine_logps if old_logprobs == "engine" else logprobs_by(checkpoint)
 marked = {}
-if loss_type.endswith("_cov") and counted:
-    marks = losses.covariance_marks(
-        torch.cat([engine_logps[s] for s in counted]).cpu(),
-        adv[counted].repeat_interleave(lengths[counted]).cpu(), loss_type, cov_share,
-        torch.Generator().manual_seed(zlib.crc32(f"{run['seed']} {step}".encode())))
-    marked = dict(zip(counted, marks.to(device).split(lengths[counted].tolist())))
+if loss_type in ("clip_cov", "kl_cov"):
+    marked = dict(zip(counted, losses.covariance_marks(
+        [engine_logps[s] for s in counted], adv[counted], loss_type, cov_share,
+        torch.Generator().manual_seed(zlib.crc32(f"{run['seed']} {step}".encode())))))
 
 # ---------------------------------------------------------------- 5 the update, but for the optimizer's step
 policy = load_policy(new_policy or checkpoint, mesh, compute_dtype)
 weight = losses.sequence_weights(lengths, loss_aggregation, lengths[counted].sum().clamp(min=1),
-                                 max(1, len(counted)), max_completion_length)       # [N]
-moving = counted if kl_coef > 0 and kl_in == "loss" or entropy_coef > 0 else [
-    s for s in counted if adv[s] != 0]
+                                 max(1, len(counted)), max_completion_length)           # [N]
+everyone = kl_coef > 0 and kl_in == "loss" or entropy_coef > 0 or loss_type == "kl_cov"
+moving = [s for s in counted if everyone or adv[s] != 0]
 sums, logps = torch.zeros(6, device=device), {}
-for batch, _ in micro_batches(rollouts, moving, token_budget, device) if moving else []:
-    logp, entropy = policy(batch, temperature)                                      # [C], [C]
+for batch in pack(rollouts, moving, token_budget, device):
+    logp, entropy = policy(batch, temperature)                                          # [C], [C]
     logps |= batch.split(logp.detach())
     old_logp = batch.flat(old_logps)
     token_loss, low, high = losses.policy_loss(
         logp, old_logp, batch.spread(adv), batch.mean, epsilon, epsilon_high, loss_type, dual_clip,
-        batch.flat(marked) if marked else None)                                     # [C] each
-    correction = losses.engine_weights(
+        batch.flat(marked) if marked else None)                                         # [C] each
+    correction = losses.correction_weights(
         old_logp, batch.flat(engine_logps), batch.mean, batch.spread(lengths), engine_correction,
-        correction_low, correction_high)                                            # [C]
-    kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp)
-          if kl_coef > 0 and kl_in == "loss" else torch.zeros_like(logp))
-    token_loss = correction * token_loss + kl_coef * kl - entropy_coef * entropy
+        correction_low, correction_high)                                                # [C]
+    token_loss = correction * token_loss
+    kl = torch.zeros_like(logp)
+    if kl_coef > 0 and kl_in == "loss":
+        kl = losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp)     # [C]
+        token_loss = token_loss + kl_coef * kl
+    if entropy_coef:
+        token_loss = token_loss - entropy_coef * entropy
     loss = (batch.spread(weight) * token_loss).sum()
     loss.backward()
-    sums += torch.stack([loss.detach(), *(x.sum().detach()
-                                          for x in (entropy, kl, low, high, correction))])
+    sums += torch.stack([x.detach().sum() for x in (loss, entropy, kl, low, high, correction)])
 
 gradients = [p.grad.full_tensor() for p in policy.parameters() if p.grad is not None]
 tokens = max(1, lengths[moving].sum().item())
@@ -156,7 +160,7 @@ result = {
     "reward": ranks.mean(score),
     "reward_std": ranks.mean(stds), "frac_reward_zero_std": ranks.mean(stds == 0),
     "train/frac_counted": len(counted) / N, "loss": sum_loss, "entropy": sum_entropy / tokens,
-    "kl": sum_kl / tokens if kl_in == "loss" else kls.sum().item() / lengths.sum().item(),
+    "kl": sum_kl / tokens if kl_in == "loss" else (kls.sum() / lengths.sum()).item(),
     "clip_ratio/low_mean": sum_low / tokens, "clip_ratio/high_mean": sum_high / tokens,
     "clip_ratio/region_mean": (sum_low + sum_high) / tokens,
     **rollout.compare_logprobs(rollouts, logps, math.inf, None),

@@ -81,15 +81,15 @@ class RunLog:
         if self.master:
             self._append("samples.jsonl", rows)
 
-    def rollouts(self, folder, settings, rollouts, scores, baseline):
+    def rollouts(self, folder, settings, rollouts, scores, greedy):
         """Write the rollouts of a step to rollouts.jsonl in `folder`, the checkpoint that sampled them.
 
-        The settings, then a line for each. baseline: of each prompt, or empty.
+        The settings, then a line for each. greedy: a score of each prompt, in its first line, or empty.
         """
         if self.master:
             lines = [settings] + [vars(r) | {"score": score} for r, score in zip(rollouts, scores)]
-            for line, value in zip(lines[1::len(rollouts) // max(1, len(baseline))], baseline):
-                line["baseline"] = value
+            for line, value in zip(lines[1::len(rollouts) // max(1, len(greedy))], greedy):
+                line["greedy"] = value
             path = os.path.join(folder, "rollouts.jsonl")
             try:
                 with open(path + ".part", "w") as file:

@@ -61,9 +61,10 @@ system_prompt = ""              # put before every message prompt, e.g. to ask f
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
 prompts_per_step = 32           # over all ranks
 num_generations = 8             # completions of each prompt (G), at least 2
-filter_groups = False           # leave out prompts whose completions all scored alike, as if never drawn
-max_num_gen_batches = 1         # rollouts a step, at most, until enough prompts pass filter_groups; DAPO: 10
-skip_after = 0                  # visits in a row without spread after which a prompt is skipped; 0: never
+filter_groups = False           # leave out prompts whose completions all score alike: they count nowhere
+max_num_gen_batches = 1         # rollouts a step, at most, until filter_groups has enough prompts; DAPO: 10
+skip_after = 0                  # times in a row that a prompt's completions all score alike, after which
+                                # it is drawn no more; 0: never
 max_prompt_length = 64          # tokens; longer prompts are left out
 max_completion_length = 64      # tokens; longer completions are cut off
 temperature = 1.0               # of sampling, and of the trainer's logprobs
@@ -72,8 +73,8 @@ top_k = 0                       # only 0, for the same reason
 vllm_gpu_memory_utilization = 0.4  # share of the GPU that vLLM may take while awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each has its own
 # algorithm
-overlong_buffer = 0             # tokens before max_completion_length over which the score falls; 0: none
-overlong_penalty = 1.0          # how far it falls
+overlong_buffer = 0             # over so many tokens before max_completion_length the score falls; 0: none
+overlong_penalty = 1.0          # by so much at the end
 mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
                                 # reinforce++, reinforce++_baseline; see losses.group_advantages
@@ -84,20 +85,23 @@ loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), const
                                 # sequence_sum
 epsilon = 0.2                   # ratio clipped below 1 - epsilon
 epsilon_high = 0.2              # ratio clipped above 1 + epsilon_high; DAPO: 0.28
-dual_clip = 0.0                 # bounds the ratio where the advantage is negative (clip, gspo), e.g. 3; 0: no
-cov_share = 2e-4                # of the tokens, which clip_cov and kl_cov act on; see losses.covariance_marks
-updates_per_step = 1            # optimizer steps a rollout batch is split into; above 1 the ratio leaves 1
+dual_clip = 0.0                 # clip, gspo, clip_cov: loss at most so many |advantage|, e.g. 3; 0: no bound
+cov_share = 2e-4                # of a step's tokens, that clip_cov and kl_cov act on; 2e-3 for kl_cov at 7 B
+updates_per_step = 1            # each on a share of the step's completions; above 1 the ratio leaves 1
 kl_coef = 0.0                   # weight of the KL to the initial model; 0: no reference model
 kl_in = "loss"                  # or reward: taken off each completion's score, summed over its tokens
-kl_estimator = "k3"             # k2, k3, k3+, k3_is; in the reward k1, k2, k3; see losses.kl_penalty
+kl_estimator = "k3"             # in the loss k2, k3 (GRPO), k3+, k3_is; in the reward k1 (right), k2, k3; see
+                                # losses.kl_penalty
 entropy_coef = 0.0              # weight of the entropy bonus
 entropy_decay = "constant"      # of that weight, down to 0 at max_steps: linear, cosine; or constant
-old_logprobs = "trainer"        # the ratio's denominator: the trainer's, or the engine's (bypass)
-engine_correction = "none"      # for the gap from engine to trainer; see losses.engine_weights
-correction_low = 0.5            # its mask's lower bound
-correction_high = 2.0           # its mask's upper bound, and that of truncated weights
+old_logprobs = "trainer"        # the ratio's denominator: trainer, or engine (as sampled: the bypass form)
+engine_correction = "none"      # for the gap from engine to trainer: token_truncate, token_mask,
+                                # sequence_truncate, sequence_mask, geometric_mask; see
+                                # losses.correction_weights
+correction_low = 0.5            # masks: weight 0 where the ratio is lower
+correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
 # optimizer
-max_steps = 60                  # rollout batches
+max_steps = 60                  # of rollout, reward, update and sync
 learning_rate = 1e-4            # peak; a 1 B model wants about 1e-6
 warmup_steps = 5                # linear, from learning_rate / warmup_steps
 lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
@@ -112,7 +116,7 @@ gradient_checkpointing = False  # recompute activations in the backward pass: ha
 offload_optimizer = False       # Adam's moments in host memory between updates: 8 bytes a parameter less
 max_skipped_updates = 5         # in a row, for a gradient that is not finite; after so many the run stops
 sync_timeout = 600.0            # seconds after which a weight sync that hangs stops the run; 0: never
-logprob_gap = 0.0               # nats: a larger mean |trainer - engine| stops the run; 0: 1e-3, bfloat16 0.05
+logprob_gap = 0.0               # nats: a larger mean |trainer - engine| stops the run; 0: 1e-3, bf16 0.05
 seed = 0                        # of generated training problems, their order, and sampling
 # evaluation and output
 eval_interval = 10              # steps; the first and the last model are always evaluated
@@ -148,6 +152,8 @@ check(num_generations > 1 or advantage in ("remax", "reinforce++"),
       "with each other and needs at least 2")
 check(epsilon < 1, f"epsilon={epsilon}: must be below 1")
 check(dual_clip == 0 or dual_clip > 1, f"dual_clip={dual_clip}: above 1, or 0 for none")
+check(dual_clip == 0 or loss_type in ("clip", "gspo", "clip_cov"),
+      f"dual_clip={dual_clip} would do nothing with loss_type={loss_type}")
 check(correction_low < correction_high,
       f"correction_low={correction_low} is not below correction_high={correction_high}")
 check(old_logprobs == "trainer" or engine_correction == "none",
@@ -187,7 +193,7 @@ with input_errors():
     one = torch.ones(G)
     losses.group_advantages(one, G, advantage, one, one[:1])    # dummies: each refuses what it does not know
     losses.policy_loss(one, one, one, lambda x: x, epsilon, epsilon_high, loss_type, dual_clip, one > 0)
-    losses.engine_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
+    losses.correction_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator, one)
     Engine = rollout.engine_class(engine)
@@ -366,16 +372,16 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout, 2 reward
     # Once; with filter_groups until the completions of enough prompts differ in score (DAPO, 3.2).
-    picked, sampled, scores, greedy = [], [], [], []            # of all ranks
+    picked, sampled, scores, greedy_scores = [], [], [], []     # of all ranks
     parts, timeouts = defaultdict(list), 0                      # of this rank
-    for turn in range(max_num_gen_batches):
+    for gen_batch in range(max_num_gen_batches):
         with log.timed("gen"):
             skipped = data.skipped_rows(state["history"], skip_after, len(train_set), prompts_per_step)
             rows, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step,
                                                      seed, skipped)
             places = range(rank * B, (rank + 1) * B)            # disjoint prompts on every rank
             prompts = [train_set[rows[i]] for i in places]
-            names = [f"{step} {turn * prompts_per_step + i}" for i in places]
+            names = [f"{step} {gen_batch * prompts_per_step + i}" for i in places]  # on any number of ranks
             own_rollouts, row_of, texts = generate(prompts, G, names)
             if advantage == "remax":                            # its baseline: what a greedy completion earns
                 _, greedy_rows, greedy_texts = generate(prompts, 1, names, temperature=0)
@@ -386,98 +392,108 @@ for step in range(first_step, max_steps + 1):
         for name, values in own_parts.items():
             parts[name] += values
         picked += rows
-        for found, own in (sampled, own_rollouts), (scores, own_scores), (greedy, own_greedy):
-            found += ranks.gathered(own)
-        stds = losses.spread(torch.tensor(scores), G)           # [prompts so far]
-        if (stds > 0).sum() >= prompts_per_step:
+        sampled += ranks.gathered(own_rollouts)                 # in the order of the ranks: that of the rows
+        scores += ranks.gathered(own_scores)
+        greedy_scores += ranks.gathered(own_greedy)
+        stds = losses.group_std(torch.tensor(scores), G).tolist()                       # [prompts so far]
+        differ = [p for p in range(len(picked)) if stds[p] > 0]
+        if len(differ) >= prompts_per_step:
             break
-    means = torch.tensor(scores).view(-1, G).nanmean(1)         # the pass rates, where rewards are 0 and 1
-    data.record_visits(state["history"], picked, means.tolist(), stds.tolist())
-    # A step's prompts are then those with a spread, filled up with others; in their order, N completions.
-    kept = sorted(sorted(range(len(picked)), key=lambda p: stds[p] == 0)[:prompts_per_step])
-    rollouts = [sampled[p * G + g] for p in kept for g in range(G)]             # [N], of all ranks from here
+    means = torch.tensor(scores).view(-1, G).nanmean(1)         # pass rates, where rewards are 0 and 1
+    data.record_visits(state["history"], picked, means.tolist(), stds)
+    # The step's prompts: all; or of several batches those that differ first. Their N sequences, s = 0 to
+    # N - 1, are those of all ranks from here on. The counted ones are in the loss and in its denominator.
+    alike = [p for p in range(len(picked)) if stds[p] == 0]
+    kept = sorted((differ + alike)[:prompts_per_step])
+    rollouts = [sampled[p * G + g] for p in kept for g in range(G)]                     # [N]
     score = torch.tensor(scores, device=device).view(-1, G)[kept].flatten()             # [N], NaN: not scored
-    baseline = torch.tensor([greedy[p] for p in kept if greedy], device=device)         # [N / G], for remax
-    counted = {s for s in range(N)                              # in the loss, and in its denominator
-               if (stds[kept[s // G]] > 0 or not filter_groups)
-               and not (rollouts[s].finish_reason == "length" and mask_truncated)}
+    greedy = torch.tensor([greedy_scores[p] for p in kept] if greedy_scores else [], device=device)  # [N / G]
+    counted = [s for s, r in enumerate(rollouts) if not (filter_groups and stds[kept[s // G]] == 0)
+               and not (mask_truncated and r.finish_reason == "length")]
+    if os.path.isdir(checkpoint := os.path.join(out_dir, f"checkpoint-{step}")):        # it sampled them
+        log.rollouts(checkpoint, settings, rollouts, score.tolist(), greedy.tolist())   # for replay.py
 
     # ------------------------------------------------------------ 3 advantage
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
-    if os.path.isdir(checkpoint := os.path.join(out_dir, f"checkpoint-{step}")):        # replay.py reads them
-        log.rollouts(checkpoint, settings, rollouts, score.tolist(), baseline.tolist())
+    shaped = score.clone()                                                              # [N]
     if overlong_buffer:
-        score += overlong_penalty * losses.overlong_penalty(lengths, max_completion_length, overlong_buffer)
+        shaped += overlong_penalty * losses.overlong_penalty(lengths, max_completion_length, overlong_buffer)
+    kls = torch.zeros(N, device=device)                         # of whole completions, where in the reward
     if kl_coef > 0 and kl_in == "reward":
         with log.timed("ref"):
-            own_refs = per_token(reference, rollouts, deal(rollouts, range(N), world_size)[rank])
-            kls = dict(ranks.gathered([
-                (s, losses.kl_penalty(ref.new_tensor(rollouts[s].logprobs), ref, kl_estimator).sum().item())
-                for s, ref in own_refs.items()]))               # {s: KL of the completion}
-            score -= kl_coef * torch.tensor([kls[s] for s in range(N)], device=device)
-    adv = losses.group_advantages(score, G, advantage, lengths, baseline, pass_k)       # [N]
+            share = deal(rollouts, range(N), world_size)[rank]
+            for s, ref_logp in per_token(reference, rollouts, share).items():
+                logp = ref_logp.new_tensor(rollouts[s].logprobs)            # the engine's: it sampled
+                kls[s] = losses.kl_penalty(logp, ref_logp, kl_estimator).sum()
+            kls = torch.tensor(ranks.total(kls), device=device)
+        shaped -= kl_coef * kls
+    if filter_groups:                                           # what is left out is in no statistics either
+        shaped[torch.tensor([stds[p] == 0 for p in kept], device=device).repeat_interleave(G)] = math.nan
+    adv = losses.group_advantages(shaped, G, advantage, lengths, greedy, pass_k)        # [N]
 
-    # ------------------------------------------------------------ 4 old and reference logprobs, where needed
-    order = random.Random(f"{seed} {step}").sample(range(N), N)
-    updates = [[s for s in order[u::updates_per_step] if s in counted] for u in range(updates_per_step)]
-    # An advantage of 0 has no gradient: such sequences are counted, and where no KL needs them not computed,
-    # four in five at the end of the default run, which takes 1.7 times as long with them.
-    moving = set(range(N) if kl_in_loss or entropy_coef > 0 else adv.nonzero()[:, 0].tolist())
+    # ------------------------------------------------------------ 4 updates; old and reference logprobs
+    order = random.Random(f"{seed} {step}").sample(counted, len(counted))       # each update has some of all
+    updates = [order[u::updates_per_step] for u in range(updates_per_step)]     # prompts
+    # Without an advantage a sequence has no gradient: it is counted, and where no other term gives it one,
+    # not computed: four in five at the end of the default run, which takes 1.7 times as long with them.
+    moving = set(counted)
+    if not (kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"):
+        moving &= set(adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in moving], world_size)[rank] for update in updates]
     dealt = sum(shares, [])                                     # what this rank trains on
     engine_logps = {s: torch.tensor(rollouts[s].logprobs, device=device) for s in dealt}   # {s: [len]}
-    trainer_logps = {}                                          # of the same policy; else the first update's
+    # The trainer's logprobs of the policy that sampled: where several updates share the rollout by a forward
+    # of their own, else by the first update's, which nothing has moved yet.
+    trainer_logps = {}                                          # {s: [len]}
     if updates_per_step > 1 and old_logprobs == "trainer":
         with log.timed("old_log_prob"):
             trainer_logps = per_token(policy, rollouts, dealt)
     if kl_in_loss:
         with log.timed("ref"):
             ref_logps = per_token(reference, rollouts, dealt)
-    marked = {}                                                 # {s: [len]} for clip_cov and kl_cov
-    if loss_type.endswith("_cov") and counted:
-        whole = sorted(counted)
-        flat = torch.cat([torch.tensor(rollouts[s].logprobs) for s in whole])           # on every rank alike
-        marks = losses.covariance_marks(
-            flat, adv[whole].repeat_interleave(lengths[whole]).cpu(), loss_type, cov_share,
-            torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode())))
-        marked = dict(zip(whole, marks.to(device).split(lengths[whole].tolist())))
+    marked = {}                                                 # {s: [len]}, on every rank alike
+    if loss_type in ("clip_cov", "kl_cov"):
+        marked = dict(zip(counted, losses.covariance_marks(
+            [torch.tensor(rollouts[s].logprobs, device=device) for s in counted], adv[counted], loss_type,
+            cov_share, torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode())))))
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step)
+        entropy_bonus = entropy_coef * decayed(entropy_decay, step / max_steps)
         sums, grad_norms = torch.zeros(6, device=device), []
-        for update, share in zip(updates, shares):
+        for u, (update, share) in enumerate(zip(updates, shares)):
             # Count over the global batch, before it is split: the gradient is then the same for any number
             # of ranks, any micro-batch size and any packing.
             weight = losses.sequence_weights(lengths, loss_aggregation, lengths[update].sum().clamp(min=1),
                                              max(1, len(update)), max_completion_length)                # [N]
             for batch, live in micro_batches(rollouts, share, token_budget, device):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
-                if not live:
+                if not live:                                    # other ranks have more: FSDP waits for all
                     (0 * logp.sum()).backward()
                     continue
-                if update is updates[0] and batch.sequences[0] not in trainer_logps:    # nothing moved since
+                if u == 0 and batch.sequences[0] not in trainer_logps:    # nothing moved since
                     trainer_logps |= batch.split(logp.detach())  # sampling: this forward is the old policy's
                 old_logp = batch.flat(engine_logps if old_logprobs == "engine" else trainer_logps)
                 token_loss, low, high = losses.policy_loss(
                     logp, old_logp, batch.spread(adv), batch.mean,
                     epsilon, epsilon_high, loss_type, dual_clip,
                     batch.flat(marked) if marked else None)                             # [C] each
-                correction = losses.engine_weights(
+                correction = losses.correction_weights(
                     old_logp, batch.flat(engine_logps), batch.mean, batch.spread(lengths),
                     engine_correction, correction_low, correction_high)                 # [C]
-                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
-                      else torch.zeros_like(logp))
-                token_loss = correction * token_loss + kl_coef * kl
-                if entropy_coef:
-                    bonus = entropy_coef * decayed(entropy_decay, step / max_steps)
-                    token_loss = token_loss - bonus * entropy
+                token_loss = correction * token_loss            # but not the next two
+                kl = torch.zeros_like(logp)
+                if kl_in_loss:
+                    kl = losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp)     # [C]
+                    token_loss = token_loss + kl_coef * kl
+                if entropy_bonus:                               # its backward is not free
+                    token_loss = token_loss - entropy_bonus * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                sums += torch.stack([loss.detach(), *(x.sum().detach()
-                                                      for x in (entropy, kl, low, high, correction))])
-            if update is updates[0]:                            # the policy is still the one that sampled
+                sums += torch.stack([x.detach().sum() for x in (loss, entropy, kl, low, high, correction)])
+            if u == 0:                                          # the policy is still the one that sampled
                 metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
             grad_norms.append(norm.full_tensor().item())
@@ -496,7 +512,7 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 7 log
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in sampled)
-    trained_tokens = max(1, lengths[sorted(counted & moving)].sum().item())
+    trained_tokens = max(1, lengths[sorted(moving)].sum().item())
     sampled_lengths = [len(r.completion_ids) for r in sampled]
     finite_norms = [norm for norm in grad_norms if math.isfinite(norm)]
     sum_loss, sum_entropy, sum_kl, sum_low, sum_high, sum_correction = ranks.total(sums)
@@ -504,17 +520,17 @@ for step in range(first_step, max_steps + 1):
     log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= {
         "reward": ranks.mean(scores),                           # of all that was sampled, as the next ones
-        "reward_std": ranks.mean(stds), "frac_reward_zero_std": ranks.mean(stds == 0),
+        "reward_std": ranks.mean(stds), "frac_reward_zero_std": 1 - len(differ) / len(picked),
         **part_means("rewards", parts), "rewards/timeouts": ranks.total([timeouts])[0],
         "rewards/unscored": sum(map(math.isnan, scores)),
         "completions/mean_length": ranks.mean(sampled_lengths),
         "completions/min_length": min(sampled_lengths), "completions/max_length": max(sampled_lengths),
         "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in sampled]),
-        "train/num_gen_batches": turn + 1, "train/skipped_prompts": len(skipped),
+        "train/num_gen_batches": gen_batch + 1, "train/skipped_prompts": len(skipped),
         "train/frac_counted": len(counted) / N,                 # in the loss and its denominator
         "loss": sum_loss / updates_per_step,
         "entropy": sum_entropy / trained_tokens,
-        "kl": sum_kl / trained_tokens if kl_in == "loss" else sum(kls.values()) / lengths.sum().item(),
+        "kl": sum_kl / trained_tokens if kl_in == "loss" else (kls.sum() / lengths.sum()).item(),
         "clip_ratio/low_mean": sum_low / trained_tokens, "clip_ratio/high_mean": sum_high / trained_tokens,
         "clip_ratio/region_mean": (sum_low + sum_high) / trained_tokens,
         "sampling/correction_mean": sum_correction / trained_tokens,

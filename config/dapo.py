@@ -1,12 +1,13 @@
-"""DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476): the upper clip bound higher (3.1), prompts whose answers
-are all right or all wrong replaced by others (3.2), every token alike (3.3), a soft penalty for completions that are
-nearly cut off (3.4). mask_truncated=True is 3.4's other way.
+"""DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476): the upper clip bound higher (3.1), prompts whose
+answers are all right or all wrong replaced by others (3.2), every token alike (3.3), a soft penalty for
+completions that are nearly cut off (3.4). mask_truncated=True is 3.4's other way.
 
 TRL:  epsilon_high=0.28, loss_type=dapo, a reward get_soft_overlong_punishment; no dynamic sampling
 verl: clip_ratio_high=0.28, filter_groups.enable=True, filter_groups.max_num_gen_batches=10,
-      loss_agg_mode=token-mean, overlong_buffer.enable=True, overlong_buffer.len, overlong_buffer.penalty_factor=1
+      loss_agg_mode=token-mean, overlong_buffer.enable=True, overlong_buffer.len,
+      overlong_buffer.penalty_factor=1
 
-MEASURED
+Not measured yet.
 """
 epsilon_high = 0.28
 filter_groups = True

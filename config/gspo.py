@@ -1,10 +1,11 @@
-"""GSPO (Zheng et al. 2025, https://arxiv.org/abs/2507.18071): one ratio a sequence, the geometric mean of its tokens',
-clipped as in PPO within bounds that are a thousand times narrower.
+"""GSPO (Zheng et al. 2025, https://arxiv.org/abs/2507.18071): one ratio a sequence, the geometric mean of
+its tokens', clipped as in PPO within bounds that are a thousand times narrower.
 
 TRL:  importance_sampling_level=sequence, loss_type=grpo, epsilon=3e-4, epsilon_high=4e-4
-verl: policy_loss.loss_mode=gspo, loss_agg_mode=seq-mean-token-mean, clip_ratio_low=3e-4, clip_ratio_high=4e-4
+verl: policy_loss.loss_mode=gspo, loss_agg_mode=seq-mean-token-mean, clip_ratio_low=3e-4,
+      clip_ratio_high=4e-4
 
-MEASURED
+Not measured yet.
 """
 loss_type = "gspo"
 loss_aggregation = "sequence_mean"

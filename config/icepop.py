@@ -1,10 +1,10 @@
-"""IcePop (Ling Team 2025, https://ringtech.notion.site/icepop): a token's loss times trainer's probability / engine's, and
-0 where that ratio is outside [0.5, 5].
+"""IcePop (Ling Team 2025, https://ringtech.notion.site/icepop): a token's loss times trainer's probability
+/ engine's, and 0 where that ratio is outside [0.5, 5].
 
 TRL:  vllm_importance_sampling_mode=token_mask, vllm_importance_sampling_clip_min=0.5, ..._clip_max=5.0
 verl: rollout_correction.rollout_is=token with rollout_rs (0 outside of its thresholds)
 
-MEASURED
+Not measured yet.
 """
 engine_correction = "token_mask"
 correction_low = 0.5

@@ -1,10 +1,10 @@
-"""KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617, 4): no clipping, and |logp - old_logp| on the tokens of the
-largest covariance between logprob and advantage.
+"""KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617, 4): no clipping, and |logp - old_logp| on the
+tokens of the largest covariance between logprob and advantage.
 
 TRL:  -
 verl: policy_loss.loss_mode=kl_cov, kl_cov_ratio=2e-3, ppo_kl_coef=1
 
-MEASURED
+Not measured yet.
 """
 loss_type = "kl_cov"
 cov_share = 2e-3

@@ -1,11 +1,11 @@
-"""REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262): one completion a prompt and no baseline but the mean
-of the batch: A = r - KL, whitened over all tokens of the batch, with PPO's clipping. In the paper a token has
-the KL of itself and later tokens taken off, here that of the whole completion.
+"""REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262): one completion a prompt and no baseline
+but the mean of the batch: A = r - KL, whitened over all tokens of the batch, with PPO's clipping. In the
+paper a token has the KL of itself and later tokens taken off, here that of the whole completion.
 
 TRL:  -
 verl: adv_estimator=reinforce_plus_plus, rollout.n=1, use_kl_in_reward=True, kl_penalty=kl
 
-MEASURED
+Not measured yet.
 """
 advantage = "reinforce++"
 num_generations = 1

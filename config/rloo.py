@@ -1,10 +1,12 @@
-"""RLOO (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740): A = r - mean of the other completions of the prompt,
-the KL to the initial model taken off the reward, and a sequence's gradient the sum of its tokens'.
+"""RLOO (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740): A = r - mean of the other completions of
+the prompt, the KL to the initial model taken off the reward, and a sequence's gradient the sum of its
+tokens'.
 
 TRL:  RLOOTrainer, beta=0.03
-verl: adv_estimator=rloo, loss_agg_mode=seq-mean-token-sum, use_kl_in_reward=True, kl_penalty=kl, kl_coef=0.03
+verl: adv_estimator=rloo, loss_agg_mode=seq-mean-token-sum, use_kl_in_reward=True, kl_penalty=kl,
+      kl_coef=0.03
 
-MEASURED
+Not measured yet.
 """
 advantage = "rloo"
 loss_aggregation = "sequence_sum"

@@ -1,11 +1,11 @@
-"""Truncated importance sampling (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl): a token's loss times
-min(trainer's probability / engine's, C), where the engine computes otherwise than the trainer (its kernels, bfloat16,
-quantisation).
+"""Truncated importance sampling (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl): a token's
+loss times min(trainer's probability / engine's, C), where the engine computes otherwise than the trainer
+(its kernels, bfloat16, quantisation).
 
 TRL:  vllm_importance_sampling_mode=token_truncate, vllm_importance_sampling_clip_max=2.0
 verl: rollout_correction.rollout_is=token, rollout_is_threshold=2.0
 
-MEASURED
+Not measured yet.
 """
 engine_correction = "token_truncate"
 correction_high = 2.0

@@ -74,13 +74,13 @@ def test_group_advantages(kind, G):
 
 
 @pytest.mark.parametrize("G", [2, 4, 7])
-def test_spread(G):
+def test_group_std(G):
     rewards = torch.randn(5 * G, dtype=torch.float64)
     expected = [statistics.stdev(group) for group in rewards.view(-1, G).tolist()]
-    assert losses.spread(rewards, G).tolist() == pytest.approx(expected)
+    assert losses.group_std(rewards, G).tolist() == pytest.approx(expected)
     nan = math.nan
     some = torch.tensor([0.1, 0.1, 0.1, 0.0, nan, 2.0, nan, nan, 3.0, nan, nan, nan])
-    assert losses.spread(some, 3).tolist() == [0, pytest.approx(math.sqrt(2)), 0, 0]
+    assert losses.group_std(some, 3).tolist() == [0, pytest.approx(math.sqrt(2)), 0, 0]
 
 
 @pytest.mark.parametrize("pass_k", [1, 2, 3, 6])
@@ -130,7 +130,7 @@ def test_a_greedy_completion_without_a_score_is_no_baseline():
 def test_nothing_scored_teaches_nothing(kind):
     nothing = torch.full((4,), math.nan)
     adv = losses.group_advantages(nothing, 2, kind, torch.ones(4).long(), torch.ones(2))
-    assert not adv.any() and not losses.spread(nothing, 2).any()
+    assert not adv.any() and not losses.group_std(nothing, 2).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,7 +153,7 @@ def test_equal_rewards_give_exactly_nothing(kind, reward, G):
     lengths = torch.randint(1, 9, (G,))
     rewards = torch.full((G,), reward)                            # float32: a mean rounds
     assert not losses.group_advantages(rewards, G, kind, lengths).any()
-    assert losses.spread(rewards, G).tolist() == [0]
+    assert losses.group_std(rewards, G).tolist() == [0]
 
 
 def test_a_group_never_sees_another():
@@ -342,11 +342,17 @@ def test_all_losses_are_the_policy_gradient_at_ratio_one():
 
 
 def test_covariance_marks():
-    logp, adv = -3 * torch.rand(2000, dtype=torch.float64), 3 * torch.randn(2000, dtype=torch.float64)
-    marks = lambda kind, seed=0, share=0.0104: losses.covariance_marks(
-        logp, adv, kind, share, torch.Generator().manual_seed(seed)).nonzero()[:, 0].tolist()
-    p, a = sum(logp.tolist()) / 2000, sum(adv.tolist()) / 2000
-    covariance = [(x - p) * (y - a) for x, y in zip(logp.tolist(), adv.tolist())]
+    logps = [-3 * torch.rand(n, dtype=torch.float64) for n in 10 * LENGTHS]
+    adv = 3 * torch.randn(50, dtype=torch.float64)
+
+    def marks(kind, seed=0, share=0.0104):
+        found = losses.covariance_marks(logps, adv, kind, share, torch.Generator().manual_seed(seed))
+        assert [len(part) for part in found] == 10 * LENGTHS
+        return torch.cat(found).nonzero()[:, 0].tolist()
+
+    tokens = [(p, a) for part, a in zip(logps, adv.tolist()) for p in part.tolist()]
+    p, a = (sum(column) / 2000 for column in zip(*tokens))
+    covariance = [(x - p) * (y - a) for x, y in tokens]
     assert marks("kl_cov") == sorted(sorted(range(2000), key=lambda c: covariance[c])[-20:])
     eligible = {c for c in range(2000) if 1 < covariance[c] < 5}
     assert min(covariance) < -1 and max(covariance) > 5 and 20 < len(eligible) < 1500
@@ -355,19 +361,21 @@ def test_covariance_marks():
     assert first != second == marks("clip_cov", seed=1)
     assert set(marks("clip_cov", share=0.9)) == eligible          # there are no more
     assert len(marks("kl_cov", share=0.0)) == 1 and len(marks("kl_cov", share=1.0)) == 2000
-    adv = torch.zeros(2000, dtype=torch.float64)
+    adv = torch.zeros(50, dtype=torch.float64)
     assert marks("clip_cov") == []                                # no covariance, nothing to clip
+    for kind in ("clip_cov", "kl_cov"):                           # no sequence, no marks
+        assert list(losses.covariance_marks([], adv[:0], kind, 0.1, torch.Generator())) == []
 
 
 # ---------------------------------------------------------------- the gap between engine and trainer
 
 @pytest.mark.parametrize("correction", losses.CORRECTIONS)
-def test_engine_weights(correction):
+def test_correction_weights(correction):
     old, sampled = (-torch.rand(200, dtype=torch.float64) * 3 for _ in range(2))
     length = torch.cat([torch.full((n,), float(n), dtype=torch.float64) for n in LENGTHS])
     sampled[:64] = old[:64] + 0.1 * torch.randn(64, dtype=torch.float64)
     sampled[84:] -= 0.5                                           # the last sequence: too likely by far
-    got = losses.engine_weights(old, sampled, mean, length, correction, 0.8, 1.3)
+    got = losses.correction_weights(old, sampled, mean, length, correction, 0.8, 1.3)
     expected = []
     for o, s in zip(old.split(LENGTHS), sampled.split(LENGTHS)):
         ratios = [math.exp(a - b) for a, b in zip(o.tolist(), s.tolist())]
@@ -383,14 +391,14 @@ def test_engine_weights(correction):
         else:
             expected += [1.0] * len(ratios)
     assert got.tolist() == pytest.approx(expected) and (len(set(expected)) > 1) == (correction != "none")
-    on_policy = losses.engine_weights(old, old, mean, length, correction, 0.8, 1.3)
+    on_policy = losses.correction_weights(old, old, mean, length, correction, 0.8, 1.3)
     assert on_policy.tolist() == [1.0] * 200
 
 
 def test_extreme_gaps_stay_finite():
     old, sampled = torch.tensor([-300.0, 0] * 100), torch.tensor([0.0, -300] * 100)
     for correction in losses.CORRECTIONS:
-        assert losses.engine_weights(old, sampled, mean, mean(old), correction, 0.5, 2.0).isfinite().all()
+        assert losses.correction_weights(old, sampled, mean, mean(old), correction, 0.5, 2.0).isfinite().all()
 
 
 # ---------------------------------------------------------------- KL
@@ -442,7 +450,7 @@ def test_kl_estimators_by_enumeration():
     (lambda: losses.sequence_weights(torch.ones(1), "mean", 1, 1, 1), "loss_aggregation='mean'"),
     (lambda: losses.policy_loss(torch.ones(1), torch.ones(1), torch.ones(1), None, 0.2, 0.2, "ppo"),
      "loss_type='ppo'"),
-    (lambda: losses.engine_weights(torch.ones(1), torch.ones(1), None, None, "tis", 0.5, 2.0),
+    (lambda: losses.correction_weights(torch.ones(1), torch.ones(1), None, None, "tis", 0.5, 2.0),
      "engine_correction='tis'"),
     (lambda: losses.kl_penalty(torch.ones(1), torch.ones(1), "k4"), "kl_estimator='k4'")])
 def test_an_unknown_choice_names_the_key(call, key):

@@ -4,8 +4,8 @@ A row is a dict. Its `prompt` is a string or a list of chat messages; every othe
 
     load_rows      the rows of a task: algebra and countdown are generated, gsm8k is fetched, file is your own
     encode_prompt  a row's prompt as token ids
-    next_rows      which rows come next, as a pure function of the position in the stream
-    record_visits, skipped_rows: how prompts went before, and which are no longer worth a visit
+    next_rows      which rows come next, from the position in the stream and the history of visits
+    record_visits  how the prompts went, and which of them rest
 """
 import functools
 import json
@@ -313,39 +313,35 @@ def epoch_order(num_rows, epoch, seed):
     return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows)
 
 
-def next_rows(num_rows, position, count, seed, skipped=()):
-    """The next `count` rows of an endless sequence of epochs, each its own permutation, and what follows.
+def next_rows(num_rows, position, count, seed, history):
+    """The next `count` rows of an endless sequence of epochs, each its own permutation, and the new position.
 
-    Rows in `skipped` are passed over. A pure function, so the position is all that resuming needs. Raises
-    ValueError where fewer than `count` rows are left.
+    Rows that rest by their history (record_visits; {} for none) are passed over, which shortens their rest.
+    Position and history are all that resuming needs. Raises ValueError for count > num_rows.
     """
-    if count > num_rows - len(skipped):
-        raise ValueError(f"prompts_per_step={count} is more than the {num_rows - len(skipped)} training rows")
+    if count > num_rows:
+        raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
     rows = []
     while len(rows) < count:
         epoch, place = divmod(position, num_rows)
         row, position = epoch_order(num_rows, epoch, seed)[place], position + 1
-        if row not in skipped:
+        visits = history.get(str(row))
+        if visits and visits["rest"] > 0:
+            visits["rest"] -= 1
+        else:
             rows.append(row)
     return rows, position
 
 
-def record_visits(history, rows, means, stds):
-    """Add a visit to each row's history, {str(row): [mean scores of all visits, visits without spread]}.
+def record_visits(history, rows, means, stds, skip_after):
+    """Add a visit to each row's history: {str(row): {means, alike, rest}}, the mean scores of all its visits.
 
-    The second counts those in a row, up to the last, in which all completions scored alike (std 0)."""
-    for row, mean, std in zip(rows, means, stds):
-        past, alike = history.get(str(row), ([], 0))
-        history[str(row)] = past + [mean], 0 if std > 0 else alike + 1
-
-
-def skipped_rows(history, skip_after, num_rows, count):
-    """Rows whose completions all scored alike in the last `skip_after` visits; 0: none are skipped.
-
-    Such a prompt, always right or always wrong, teaches nothing. Where fewer than `count` of num_rows would
-    be left, all are tried again.
+    alike: in how many visits, up to the last, all completions scored alike (std 0): a prompt that is always
+    right or always wrong teaches nothing. From skip_after of those on (0: never) it rests after each visit,
+    for one epoch more than after the one before: it is never lost, and costs less and less.
     """
-    if skip_after == 0:
-        return set()
-    skipped = {int(row) for row, (_, alike) in history.items() if alike >= skip_after}
-    return skipped if num_rows - len(skipped) >= count else set()
+    for row, mean, std in zip(rows, means, stds):
+        visits = history.setdefault(str(row), {"means": [], "alike": 0, "rest": 0})
+        visits["means"].append(mean)
+        visits["alike"] = 0 if std > 0 else visits["alike"] + 1
+        visits["rest"] = max(0, visits["alike"] - skip_after + 1) if skip_after else 0

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def group_std(rewards, num_generations):
-    """Unbiased standard deviation of the rewards of each prompt's completions; [N], as below -> [P].
+    """Standard deviation (of n - 1) of the rewards of each prompt's completions; [N], as below -> [P].
 
     Exactly 0 where all are equal, or fewer than two are not NaN.
     """
@@ -256,7 +256,7 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     taken off it; k2 is neither (Tang and Munos 2025, https://arxiv.org/abs/2506.09477).
     """
     d = ref_logp - logp
-    k3 = d.clamp(max=80).exp() - 1 - d                            # exp must not overflow
+    k3 = d.clamp(max=60).exp() - 1 - d                            # exp must not overflow, twice with k3_is
     if estimator == "k1":
         return -d
     if estimator == "k2":

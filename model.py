@@ -277,14 +277,18 @@ class Critic(nn.Module):
 # ---------------------------------------------------------------- loading and sharding
 
 def check_model(path, key="model", tokenizer=True):
-    """Raise ValueError if `path` is a folder, or looks like one, without config, weights or tokenizer.
+    """Raise ValueError if `path` is a folder without config, weights or tokenizer, or not to be found.
 
     key: the setting that names it, for the message. tokenizer: whether it needs one.
     """
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
             raise ValueError(f"{key}={path}: no such folder")
-        return  # a hub id: transformers says what it cannot find
+        try:
+            return AutoConfig.from_pretrained(path)             # a hub id
+        except OSError as error:
+            raise ValueError(f"{key}={path}: no such folder, and the hub does not give it: "
+                             f"{str(error).splitlines()[0]}") from None
     files = os.listdir(path)
     for what, found in {
             "config.json": "config.json" in files,

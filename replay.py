@@ -7,10 +7,11 @@ What a loss makes of rollouts that a run has kept: its value, its gradient and a
 
 Every checkpoint of train_grpo.py but a run's last holds the rollouts that its policy went on to sample. Steps
 3 to 5 of that script are made with them again, all in one update, on a CPU as well; no parameter changes and
-nothing is written. What you have changed inline in a script of your own, change here, too. Beside the result
-stands what the run itself has logged for that step: the same figures, as long as no setting differs and the
-run made one update of it (with filter_groups, reward is here of the prompts that were kept; an entropy bonus
-does not decay).
+nothing is written. What you have changed inline in a script of your own, change here, too; what a recipe says
+of sampling and of the optimizer has no effect. Beside the result stands what the run itself has logged for
+that step: the same figures, as long as no setting differs and the run made one update of it (with
+filter_groups, reward, reward_std and frac_reward_zero_std are here of the prompts that were kept; an entropy
+bonus does not decay).
 
 On the policy that sampled all ratios are 1, and most losses alike. --new_policy takes another checkpoint's
 policy with the old rollouts: that is where clipping, corrections and bounds act.
@@ -22,6 +23,7 @@ import sys
 import zlib
 
 import torch
+from transformers import AutoTokenizer
 
 import losses
 import ranks
@@ -32,7 +34,7 @@ from model import check_model, load_policy, pack
 # ------------------------------------------------------------------------------------------------------------
 # the run's own are the defaults, but for new_policy
 new_policy = ""                 # a folder; empty: the checkpoint, which sampled
-model = "tiny"                  # the reference, where kl_coef is above 0
+reference = ""                  # where kl_coef is above 0; empty: the model that the run began with
 temperature = 1.0               # of the trainer's logprobs
 max_completion_length = 64      # for overlong_buffer and constant_length
 filter_groups = False           # these and the next are those of train_grpo.py
@@ -63,16 +65,26 @@ if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
     checkpoint = sys.argv.pop(1).rstrip("/")
     check(os.path.isfile(f"{checkpoint}/rollouts.jsonl"),
           f"{checkpoint} holds no rollouts.jsonl: no checkpoint of train_grpo.py, or the last of its run")
-    with open(f"{checkpoint}/rollouts.jsonl") as file:
+    with open(f"{checkpoint}/rollouts.jsonl") as file, input_errors():
         run, *rows = map(json.loads, file)
     globals().update({key: value for key, value in run.items() if key in globals()})
 configure(globals(), others=run)
 check(checkpoint, "name a checkpoint first: python replay.py out/grpo-algebra-.../checkpoint-40")
+check("RANK" not in os.environ, "one process is enough: python replay.py, without torchrun")
+for key in ("temperature", "pass_k", "max_completion_length", "token_budget", "cov_share"):
+    check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
+for key in ("overlong_buffer", "overlong_penalty", "epsilon", "epsilon_high", "dual_clip", "kl_coef",
+            "entropy_coef", "correction_low", "correction_high"):
+    check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
+for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "old_logprobs": ("trainer", "engine"),
+                     "kl_in": ("loss", "reward")}.items():
+    check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
+check(epsilon < 1, f"epsilon={epsilon}: must be below 1")
 
 _, _, device, mesh = ranks.set_up()
 cuda = device.type == "cuda"
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
-step, G, N = int(checkpoint.rpartition("-")[2]), run["num_generations"], len(rows)
+step, G, N = run["step"], run["num_generations"], len(rows)
 rollouts = [rollout.Rollout(row["prompt_ids"], row["completion_ids"], row["logprobs"], row["finish_reason"])
             for row in rows]
 score = torch.tensor([row["score"] for row in rows], device=device)                     # [N], NaN: not scored
@@ -87,7 +99,10 @@ with input_errors():
     losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
     losses.kl_penalty(one, one, kl_estimator, one)
     check_model(new_policy or checkpoint, "new_policy")
-    model = tiny.ensure() if model == "tiny" else model
+    reference = reference or run["model"]
+    reference = tiny.ensure() if reference == "tiny" else reference
+    check_model(reference, "reference", tokenizer=False)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 
 @torch.no_grad()
@@ -103,7 +118,7 @@ def logprobs_by(path):
 stds = losses.group_std(score, G)                                                       # [N / G]
 lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)        # [N]
 engine_logps = {s: torch.tensor(rollouts[s].logprobs, device=device) for s in range(N)}     # {s: [len]}
-ref_logps = logprobs_by(model) if kl_coef > 0 else {}
+ref_logps = logprobs_by(reference) if kl_coef > 0 else {}
 counted = [s for s, r in enumerate(rollouts) if not (filter_groups and stds[s // G] == 0)
            and not (mask_truncated and r.finish_reason == "length")]
 shaped, kls = score.clone(), torch.zeros(N)
@@ -121,9 +136,10 @@ adv = losses.group_advantages(shaped, G, advantage, lengths, greedy, pass_k)    
 old_logps = engine_logps if old_logprobs == "engine" else logprobs_by(checkpoint)
 marked = {}
 if loss_type in ("clip_cov", "kl_cov"):
-    marked = dict(zip(counted, losses.covariance_marks(
-        [engine_logps[s] for s in counted], adv[counted], loss_type, cov_share,
-        torch.Generator().manual_seed(zlib.crc32(f"{run['seed']} {step}".encode())))))
+    marks = losses.covariance_marks(
+        [engine_logps[s].cpu() for s in counted], adv[counted].cpu(), loss_type, cov_share,
+        torch.Generator().manual_seed(zlib.crc32(f"{run['seed']} {step}".encode())))
+    marked = {s: mark.to(device) for s, mark in zip(counted, marks)}
 
 # ---------------------------------------------------------------- 5 the update, but for the optimizer's step
 policy = load_policy(new_policy or checkpoint, mesh, compute_dtype)
@@ -159,18 +175,20 @@ sum_loss, sum_entropy, sum_kl, sum_low, sum_high, sum_correction = sums.tolist()
 result = {
     "reward": ranks.mean(score),
     "reward_std": ranks.mean(stds), "frac_reward_zero_std": ranks.mean(stds == 0),
-    "train/frac_counted": len(counted) / N, "loss": sum_loss, "entropy": sum_entropy / tokens,
+    "rewards/shaped/mean": ranks.mean(shaped), "train/frac_counted": len(counted) / N,
+    "loss": sum_loss, "entropy": sum_entropy / tokens,
     "kl": sum_kl / tokens if kl_in == "loss" else (kls.sum() / lengths.sum()).item(),
     "clip_ratio/low_mean": sum_low / tokens, "clip_ratio/high_mean": sum_high / tokens,
     "clip_ratio/region_mean": (sum_low + sum_high) / tokens,
-    **rollout.compare_logprobs(rollouts, logps, math.inf, None),
+    **rollout.compare_logprobs(rollouts, logps, math.inf, tokenizer),
     "sampling/correction_mean": sum_correction / tokens,
     "grad_norm": math.sqrt(sum(g.double().square().sum().item() for g in gradients))}
 logged = {}
 if os.path.isfile(path := os.path.join(os.path.dirname(checkpoint), "metrics.jsonl")):
     with open(path) as file:
         logged = next((line for line in map(json.loads, file) if line["step"] == step), {})
-print(f"{N} completions, {lengths.sum()} tokens, of {checkpoint}\n{'':44}{'the run':>12}{'replay':>12}")
+print(f"{checkpoint}: {N} completions of {lengths.sum()} tokens; {len(moving)} of {tokens} have a gradient\n"
+      f"{'':44}{'the run':>12}{'replay':>12}")
 for name, value in result.items():
     print(f"{name:44}{logged.get(name, math.nan):12.5g}{value:12.5g}")
 ranks.leave()

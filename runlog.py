@@ -84,7 +84,8 @@ class RunLog:
     def rollouts(self, folder, settings, rollouts, scores, greedy):
         """Write the rollouts of a step to rollouts.jsonl in `folder`, the checkpoint that sampled them.
 
-        The settings, then a line for each. greedy: a score of each prompt, in its first line, or empty.
+        The settings and "step", then a line for each. greedy: a score of each prompt, in its first line, or
+        empty.
         """
         if self.master:
             lines = [settings] + [vars(r) | {"score": score} for r, score in zip(rollouts, scores)]

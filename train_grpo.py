@@ -60,11 +60,11 @@ system_prompt = ""              # put before every message prompt, e.g. to ask f
 # rollout
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
 prompts_per_step = 32           # over all ranks
-num_generations = 8             # completions of each prompt (G), at least 2
+num_generations = 8             # completions of each prompt (G), at least 2 but for remax and reinforce++
 filter_groups = False           # leave out prompts whose completions all score alike: they count nowhere
 max_num_gen_batches = 1         # rollouts a step, at most, until filter_groups has enough prompts; DAPO: 10
-skip_after = 0                  # times in a row that a prompt's completions all score alike, after which
-                                # it is drawn no more; 0: never
+skip_after = 0                  # times in a row that a prompt's completions all score alike, after which it
+                                # rests for an epoch, then two, …; 0: never
 max_prompt_length = 64          # tokens; longer prompts are left out
 max_completion_length = 64      # tokens; longer completions are cut off
 temperature = 1.0               # of sampling, and of the trainer's logprobs
@@ -142,7 +142,7 @@ for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "u
 for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
             "kl_coef", "entropy_coef", "dual_clip", "correction_low", "correction_high", "logprob_gap",
             "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts", "skip_after",
-            "overlong_buffer", "overlong_penalty", "cov_share"):
+            "overlong_buffer", "overlong_penalty"):
     check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
 for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "old_logprobs": ("trainer", "engine"),
                      "lr_decay": DECAYS, "entropy_decay": DECAYS, "kl_in": ("loss", "reward")}.items():
@@ -164,8 +164,13 @@ check(kl_coef == 0 or kl_in == "reward" or kl_estimator != "k1",
 check(kl_in == "loss" or kl_estimator in ("k1", "k2", "k3"),
       f"kl_estimator={kl_estimator} is made for its gradient; with kl_in=reward take k1 (or k2, k3)")
 check(max_num_gen_batches == 1 or filter_groups, "max_num_gen_batches above 1 needs --filter_groups=true")
-check(not (filter_groups or skip_after) or num_generations > 1, "filter_groups and skip_after compare a "
-      "prompt's completions: num_generations=1 is too few")
+check(0 < cov_share <= 1, f"cov_share={cov_share}: a share, above 0 and at most 1")
+check(not (filter_groups or skip_after) or advantage not in ("remax", "reinforce++"), "filter_groups and "
+      f"skip_after leave out prompts whose completions score alike, which teach something by {advantage}")
+check(advantage != "remax" or not overlong_buffer, "advantage=remax: its baseline knows no overlong_buffer")
+check(advantage != "pass_at_k" or not (overlong_buffer or reward_model or kl_coef and kl_in == "reward"),
+      "advantage=pass_at_k is for scores of 0 and 1: without overlong_buffer, reward_model and kl_in=reward")
+check(old_logprobs == "trainer" or loss_type != "gpg", "old_logprobs=engine does nothing: gpg has no ratio")
 check(overlong_buffer <= max_completion_length,
       f"overlong_buffer={overlong_buffer}: more than max_completion_length={max_completion_length}")
 check(advantage != "pass_at_k" or pass_k <= num_generations,
@@ -234,9 +239,10 @@ with input_errors():
     encode = lambda row: data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)
     fitting = lambda rows: [(row, ids) for row in rows if len(ids := encode(row)) <= max_prompt_length]
     train_set, eval_set = fitting(train_rows), fitting(eval_rows)
-check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
+check(len(train_set) >= prompts_per_step * max_num_gen_batches and len(eval_set) >= world_size,
       f"max_prompt_length={max_prompt_length}: only {len(train_set)} training and {len(eval_set)} evaluation "
-      f"prompts fit it; a step needs {prompts_per_step}")
+      f"prompts fit it, of {len(train_rows)} and {len(eval_rows)}; a step needs prompts_per_step="
+      f"{prompts_per_step}" + f" times max_num_gen_batches={max_num_gen_batches}" * (max_num_gen_batches > 1))
 
 # ---------------------------------------------------------------- policy, reference, optimizer
 policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
@@ -333,8 +339,9 @@ log.say(f"{out_dir}: {model}, {sum(p.numel() for p in policy.parameters()) / 1e6
         f"{compute_dtype}, on {world_size} x {device.type}, engine {sampler.name}\n"
         f"a step: {prompts_per_step} prompts x {G} completions = {N} sequences -> "
         f"{updates_per_step} optimizer step(s) of about {micro} micro-batch(es) of {token_budget} tokens\n"
-        f"the run: {max_steps} steps, {max_steps * N} completions of {len(train_set)} "
-        f"prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x {eval_samples}; "
+        f"the run: {max_steps} steps, {'at least ' * filter_groups}{max_steps * N} completions of "
+        f"{len(train_set)} prompts; every {eval_interval} steps {len(eval_set)} held-out prompts x "
+        f"{eval_samples}; "
         f"{len(train_rows) - len(train_set)} and {len(eval_rows) - len(eval_set)} prompts "
         f"over max_prompt_length={max_prompt_length} tokens are left out")
 if start_from:
@@ -376,14 +383,13 @@ for step in range(first_step, max_steps + 1):
     parts, timeouts = defaultdict(list), 0                      # of this rank
     for gen_batch in range(max_num_gen_batches):
         with log.timed("gen"):
-            skipped = data.skipped_rows(state["history"], skip_after, len(train_set), prompts_per_step)
             rows, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step,
-                                                     seed, skipped)
+                                                     seed, state["history"])
             places = range(rank * B, (rank + 1) * B)            # disjoint prompts on every rank
             prompts = [train_set[rows[i]] for i in places]
             names = [f"{step} {gen_batch * prompts_per_step + i}" for i in places]  # on any number of ranks
             own_rollouts, row_of, texts = generate(prompts, G, names)
-            if advantage == "remax":                            # its baseline: what a greedy completion earns
+            if advantage == "remax":                            # its baseline: the score of a greedy one
                 _, greedy_rows, greedy_texts = generate(prompts, 1, names, temperature=0)
         with log.timed("reward"):
             own_scores, own_parts, own_timeouts = score_completions(row_of, texts)
@@ -400,7 +406,7 @@ for step in range(first_step, max_steps + 1):
         if len(differ) >= prompts_per_step:
             break
     means = torch.tensor(scores).view(-1, G).nanmean(1)         # pass rates, where rewards are 0 and 1
-    data.record_visits(state["history"], picked, means.tolist(), stds)
+    data.record_visits(state["history"], picked, means.tolist(), stds, skip_after)
     # The step's prompts: all; or of several batches those that differ first. Their N sequences, s = 0 to
     # N - 1, are those of all ranks from here on. The counted ones are in the loss and in its denominator.
     alike = [p for p in range(len(picked)) if stds[p] == 0]
@@ -410,8 +416,8 @@ for step in range(first_step, max_steps + 1):
     greedy = torch.tensor([greedy_scores[p] for p in kept] if greedy_scores else [], device=device)  # [N / G]
     counted = [s for s, r in enumerate(rollouts) if not (filter_groups and stds[kept[s // G]] == 0)
                and not (mask_truncated and r.finish_reason == "length")]
-    if os.path.isdir(checkpoint := os.path.join(out_dir, f"checkpoint-{step}")):        # it sampled them
-        log.rollouts(checkpoint, settings, rollouts, score.tolist(), greedy.tolist())   # for replay.py
+    if os.path.isdir(checkpoint := os.path.join(out_dir, f"checkpoint-{step}")):        # for replay.py
+        log.rollouts(checkpoint, settings | {"step": step}, rollouts, score.tolist(), greedy.tolist())
 
     # ------------------------------------------------------------ 3 advantage
     lengths = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)    # [N]
@@ -453,9 +459,10 @@ for step in range(first_step, max_steps + 1):
             ref_logps = per_token(reference, rollouts, dealt)
     marked = {}                                                 # {s: [len]}, on every rank alike
     if loss_type in ("clip_cov", "kl_cov"):
-        marked = dict(zip(counted, losses.covariance_marks(
-            [torch.tensor(rollouts[s].logprobs, device=device) for s in counted], adv[counted], loss_type,
-            cov_share, torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode())))))
+        marks = losses.covariance_marks(
+            [torch.tensor(rollouts[s].logprobs) for s in counted], adv[counted].cpu(), loss_type, cov_share,
+            torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode())))
+        marked = {s: mark.to(device) for s, mark in zip(counted, marks)}
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
@@ -498,7 +505,7 @@ for step in range(first_step, max_steps + 1):
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
             grad_norms.append(norm.full_tensor().item())
             finite = math.isfinite(grad_norms[-1])
-            if finite:
+            if finite and update:                               # none counted: momentum alone would move it
                 optimizer.step()
             optimizer.zero_grad()
             state["skipped_updates"] = 0 if finite else state["skipped_updates"] + 1        # in a row
@@ -521,12 +528,14 @@ for step in range(first_step, max_steps + 1):
     metrics |= {
         "reward": ranks.mean(scores),                           # of all that was sampled, as the next ones
         "reward_std": ranks.mean(stds), "frac_reward_zero_std": 1 - len(differ) / len(picked),
+        "rewards/shaped/mean": ranks.mean(shaped),              # penalty and KL taken off
         **part_means("rewards", parts), "rewards/timeouts": ranks.total([timeouts])[0],
         "rewards/unscored": sum(map(math.isnan, scores)),
         "completions/mean_length": ranks.mean(sampled_lengths),
         "completions/min_length": min(sampled_lengths), "completions/max_length": max(sampled_lengths),
         "completions/clipped_ratio": ranks.mean([r.finish_reason == "length" for r in sampled]),
-        "train/num_gen_batches": gen_batch + 1, "train/skipped_prompts": len(skipped),
+        "train/num_gen_batches": gen_batch + 1,
+        "train/resting_prompts": sum(visits["rest"] > 0 for visits in state["history"].values()),
         "train/frac_counted": len(counted) / N,                 # in the loss and its denominator
         "loss": sum_loss / updates_per_step,
         "entropy": sum_entropy / trained_tokens,

@@ -367,7 +367,7 @@ for step in range(first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
-        picked, _ = data.next_rows(len(train_set), step * prompts_per_step, prompts_per_step, seed)
+        picked, _ = data.next_rows(len(train_set), step * prompts_per_step, prompts_per_step, seed, {})
         places = range(rank * B, (rank + 1) * B)                # disjoint prompts on every rank
         own_rollouts, row_of, texts = generate([train_set[picked[i]] for i in places], G,
                                                [f"{step} {i}" for i in places])

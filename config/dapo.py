@@ -3,14 +3,14 @@ answers are all right or all wrong replaced by others (3.2), every token alike (
 completions that are nearly cut off (3.4). mask_truncated=True is 3.4's other way.
 
 TRL:  epsilon_high=0.28, loss_type=dapo, a reward get_soft_overlong_punishment; no dynamic sampling
-verl: clip_ratio_high=0.28, filter_groups.enable=True, filter_groups.max_num_gen_batches=10,
-      loss_agg_mode=token-mean, overlong_buffer.enable=True, overlong_buffer.len,
-      overlong_buffer.penalty_factor=1
+verl: its dapo recipe: clip_ratio_high=0.28, algorithm.filter_groups.enable=True, .max_num_gen_batches=10,
+      loss_agg_mode=token-mean, reward_model.overlong_buffer.enable=True, .len, .penalty_factor=1.0
 
 Not measured yet.
 """
 epsilon_high = 0.28
 filter_groups = True
 max_num_gen_batches = 10
-overlong_buffer = 12            # a fifth of the longest length, as in the paper
+loss_aggregation = "token_mean"
+overlong_buffer = 12            # a fifth of max_completion_length, as in the paper: goes with that
 updates_per_step = 4

@@ -2,7 +2,7 @@
 mean, no ratio, no KL; groups without a spread do not count in the mean, which is the paper's factor alpha.
 
 TRL:  -
-verl: adv_estimator=gpg, policy_loss.loss_mode=gpg
+verl: adv_estimator=gpg, policy_loss.loss_mode=gpg (its factor counts rewards that are not 0)
 
 Not measured yet.
 """

@@ -2,7 +2,8 @@
 / engine's, and 0 where that ratio is outside [0.5, 5].
 
 TRL:  vllm_importance_sampling_mode=token_mask, vllm_importance_sampling_clip_min=0.5, ..._clip_max=5.0
-verl: rollout_correction.rollout_is=token with rollout_rs (0 outside of its thresholds)
+verl: rollout_correction.rollout_is=token, rollout_is_threshold=5.0, rollout_rs=token_k1,
+      rollout_rs_threshold=0.5_5.0
 
 Not measured yet.
 """

@@ -1,12 +1,12 @@
 """Masked importance sampling (Liu et al. 2025, https://richardli.xyz/rl-collapse): a sequence's loss times
-its probability by the trainer / by the engine, and 0 where that is above 2 (or below a bound, here as good
-as none).
+its probability by the trainer / by the engine, and 0 where that is above 2.
 
 TRL:  vllm_importance_sampling_mode=sequence_mask, vllm_importance_sampling_clip_max=2.0
-verl: rollout_correction.rollout_is=sequence, rollout_rs with rollout_rs_threshold=2.0
+verl: rollout_correction.rollout_is=sequence, rollout_rs=seq_sum_k1, rollout_rs_threshold=0.0001_2.0 (it
+      wants a lower bound, too)
 
 Not measured yet.
 """
 engine_correction = "sequence_mask"
-correction_low = 1e-4
+correction_low = 0.0
 correction_high = 2.0

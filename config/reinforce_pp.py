@@ -2,7 +2,7 @@
 but the mean of the batch: A = r - KL, whitened over all tokens of the batch, with PPO's clipping. In the
 paper a token has the KL of itself and later tokens taken off, here that of the whole completion.
 
-TRL:  -
+TRL:  RLOOTrainer, normalize_advantages=True is close
 verl: adv_estimator=reinforce_plus_plus, rollout.n=1, use_kl_in_reward=True, kl_penalty=kl
 
 Not measured yet.

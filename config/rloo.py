@@ -4,7 +4,7 @@ tokens'.
 
 TRL:  RLOOTrainer, beta=0.03
 verl: adv_estimator=rloo, loss_agg_mode=seq-mean-token-sum, use_kl_in_reward=True, kl_penalty=kl,
-      kl_coef=0.03
+      kl_ctrl.kl_coef=0.03
 
 Not measured yet.
 """

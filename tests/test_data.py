@@ -359,10 +359,10 @@ def test_parquet_errors_name_the_row(tmp_path):
 # ------------------------------------------------------------------------------------------ prompt stream
 
 
-def stream(num_rows, count, steps, skipped=()):
+def stream(num_rows, count, steps, history):
     position, rows = 0, []
     for _ in range(steps):
-        drawn, position = data.next_rows(num_rows, position, count, 5, skipped)
+        drawn, position = data.next_rows(num_rows, position, count, 5, history)
         assert len(drawn) == count
         rows += drawn
     return rows
@@ -370,39 +370,42 @@ def stream(num_rows, count, steps, skipped=()):
 
 @pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
 def test_every_epoch_has_every_row_once(num_rows, count):
-    rows = stream(num_rows, count, 3 * num_rows)
+    rows = stream(num_rows, count, 3 * num_rows, {})
     epochs = [rows[i:i + num_rows] for i in range(0, len(rows), num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert num_rows < 7 or epochs[0] != epochs[1]
 
 
-def test_skipped_rows_are_passed_over_and_move_no_other():
-    assert stream(50, 9, 20, {3, 17}) == [row for row in stream(50, 10, 40) if row not in (3, 17)][:180]
-    with pytest.raises(ValueError, match="prompts_per_step=9 is more than the 8 training rows"):
-        data.next_rows(10, 0, 9, 5, {0, 1})
-
-
 def test_rows_are_a_function_of_seed_and_position():
-    steps = [data.next_rows(50, 10 * step, 10, 1) for step in range(9)]
+    steps = [data.next_rows(50, 10 * step, 10, 1, {}) for step in range(9)]
     data.epoch_order.cache_clear()
-    assert steps[::-1] == [data.next_rows(50, 10 * step, 10, 1) for step in reversed(range(9))]
-    assert steps[0] != data.next_rows(50, 0, 10, 2) and steps[0] != steps[1] and steps[8][1] == 90
+    assert steps[::-1] == [data.next_rows(50, 10 * step, 10, 1, {}) for step in reversed(range(9))]
+    assert steps[0] != data.next_rows(50, 0, 10, 2, {}) and steps[0] != steps[1] and steps[8][1] == 90
+    with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training rows"):
+        data.next_rows(10, 0, 11, 1, {})
 
 
-def test_prompts_that_are_always_right_or_always_wrong_are_skipped():
+def test_a_visit_is_recorded():
     history = {}
-    data.record_visits(history, [4, 7, 9], [1.0, 0.0, 0.5], [0.0, 0.0, 0.5])
-    assert data.skipped_rows(history, 1, 20, 5) == {4, 7} and data.skipped_rows(history, 2, 20, 5) == set()
-    assert data.skipped_rows(history, 0, 20, 5) == set()                    # 0: never
+    data.record_visits(history, [4, 7, 9], [1.0, 0.0, 0.5], [0.0, 0.0, 0.5], skip_after=2)
     history = json.loads(json.dumps(history))                               # as a checkpoint keeps it
-    data.record_visits(history, [7, 4], [0.0, 0.75], [0.0, 0.4])            # one is not right this time
-    assert data.skipped_rows(history, 2, 20, 5) == data.skipped_rows(history, 1, 20, 5) == {7}
-    data.record_visits(history, [4], [1.0], [0.0])
-    assert data.skipped_rows(history, 1, 20, 5) == {4, 7} and data.skipped_rows(history, 2, 20, 5) == {7}
-    assert json.loads(json.dumps(history)) == {
-        "4": [[1.0, 0.75, 1.0], 1], "7": [[0.0, 0.0], 2], "9": [[0.5], 0]}
-    assert data.skipped_rows(history, 1, 20, 18) == {4, 7}                  # just enough are left
-    assert data.skipped_rows(history, 1, 20, 19) == set()                   # too few: all are tried again
+    data.record_visits(history, [7, 4], [0.0, 0.75], [0.0, 0.4], skip_after=2)
+    assert history == {"4": {"means": [1.0, 0.75], "alike": 0, "rest": 0},
+                       "7": {"means": [0.0, 0.0], "alike": 2, "rest": 1},
+                       "9": {"means": [0.5], "alike": 0, "rest": 0}}
+
+
+def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
+    for skip_after, visited in (0, range(10)), (1, [0, 2, 5, 9]), (2, [0, 1, 3, 6]):    # in which epochs
+        history, epochs, position = {}, [[] for _ in range(10)], 0
+        while position < 200:
+            rows, position = data.next_rows(20, position, 1, 5, history)
+            epochs[(position - 1) // 20] += rows if position <= 200 else []
+            data.record_visits(history, rows, [1.0], [0.0 if rows[0] < 6 else 0.5], skip_after)
+        for row in range(20):
+            assert [e for e in range(10) if row in epochs[e]] == list(visited if row < 6 else range(10))
+    history = {str(row): {"means": [], "alike": 3, "rest": 2} for row in range(20)}
+    assert sorted(stream(20, 20, 1, history)) == list(range(20))            # all rest: the next epoch but one
 
 
 # ------------------------------------------------------------------------------------------------ prompts

@@ -1,0 +1,103 @@
+"""What a step of train_grpo.py computes, against a slow reading of the rollouts that it kept."""
+import json
+import math
+import random
+import statistics
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import rollout
+from test_train_grpo import REAL, train
+
+# Without learning to speak of: all ratios are 1, and the policy is the reference.
+STILL = [*REAL[:-1], "--learning_rate=1e-9", "--max_steps=2"]
+SHIFTED = """
+import runpy, sys, rollout
+generate = rollout.HFEngine.generate
+def shifted(self, *arguments):                  # an engine that reports other logprobs than it samples from
+    rollouts = generate(self, *arguments)
+    for r in rollouts:
+        r.logprobs = [logp + 0.05 for logp in r.logprobs]
+    return rollouts
+rollout.HFEngine.generate = shifted
+del sys.argv[0]
+runpy.run_path("train_grpo.py", run_name="__main__")
+"""
+
+
+def kept_rollouts(out_dir, step):
+    with open(f"{out_dir}/checkpoint-{step}/rollouts.jsonl") as file:
+        return [json.loads(line) for line in file][1:]
+
+
+def groups_of(rows, G=6):
+    return [rows[i:i + G] for i in range(0, len(rows), G)]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_loss_of_what_is_counted(tmp_path, aggregation):
+    """Filtered groups in no statistics, truncated completions in no denominator, the penalty in the score."""
+    metrics, _ = train(None, tmp_path, *STILL, "--advantage=grpo_batch", "--filter_groups=true",
+                       "--mask_truncated=true", "--overlong_buffer=8", "--overlong_penalty=0.5",
+                       "--updates_per_step=2", f"--loss_aggregation={aggregation}")
+    rows = kept_rollouts(tmp_path, 1)
+    for row in rows:
+        row["length"] = len(row["completion_ids"])
+        row["shaped"] = row["score"] + 0.5 * min(0, max(-1, (24 - 8 - row["length"]) / 8))
+    mixed = [group for group in groups_of(rows) if len({row["score"] for row in group}) > 1]
+    assert 0 < len(mixed) < 4                                     # some are left out
+    std = statistics.stdev(row["shaped"] for group in mixed for row in group)
+    for group in mixed:
+        for row in group:
+            row["adv"] = (row["shaped"] - statistics.mean(other["shaped"] for other in group)) / (std + 1e-4)
+    counted = [row for row in rows if "adv" in row and row["finish_reason"] == "stop"]
+    assert 0 < len(counted) < 6 * len(mixed)
+    order = random.Random("0 1").sample(counted, len(counted))
+    expected = []
+    for update in (order[0::2], order[1::2]):
+        tokens = sum(row["length"] for row in update)
+        weight = lambda row: row["length"] / tokens if aggregation == "token_mean" else 1 / len(update)
+        expected.append(sum(-row["adv"] * weight(row) for row in update))
+    assert metrics[1]["loss"] == pytest.approx(statistics.mean(expected), rel=1e-4)
+    assert metrics[1]["reward"] == pytest.approx(statistics.mean(row["score"] for row in rows))
+    assert metrics[1]["train/frac_counted"] == pytest.approx(len(counted) / 24)
+
+
+def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
+    metrics, _ = train(None, tmp_path, *STILL, "--advantage=dr_grpo", "--kl_coef=0.5", "--kl_in=reward",
+                       "--kl_estimator=k1", "--entropy_coef=0.1", "--entropy_decay=linear",
+                       "--engine_correction=token_truncate", "--logprob_gap=1.0",
+                       launcher=(sys.executable, "-c", SHIFTED))
+    rows = kept_rollouts(tmp_path, 1)
+    lengths = [len(row["completion_ids"]) for row in rows]
+    shaped = [row["score"] - 0.5 * 0.05 * n for row, n in zip(rows, lengths)]   # each token's k1 is the shift
+    adv = [r - statistics.mean(group) for group in groups_of(shaped) for r in group]
+    policy = sum(-a * n for a, n in zip(adv, lengths)) / sum(lengths)
+    expected = math.exp(-0.05) * policy - 0.1 * (1 - 1 / 2) * metrics[1]["entropy"]
+    assert metrics[1]["loss"] == pytest.approx(expected, rel=1e-3) and abs(policy) > 0.01
+    assert metrics[1]["kl"] == pytest.approx(0.05, rel=1e-3)
+    assert metrics[1]["sampling/correction_mean"] == pytest.approx(math.exp(-0.05), rel=1e-4)
+    assert metrics[1]["sampling/sampling_logp_difference/mean"] == pytest.approx(0.05, rel=1e-3)
+
+
+def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp_path):
+    ratios = {}
+    for updates in (1, 2):
+        metrics, _ = train(folder, tmp_path / str(updates), reward_file, "--engine=hf", "--epsilon=1e-6",
+                           "--epsilon_high=1e-6", f"--updates_per_step={updates}", "--max_steps=1")
+        ratios[updates] = metrics[0]["clip_ratio/region_mean"]
+    assert ratios[1] == 0 and 0.1 < ratios[2] < 0.5               # half of the tokens, pushed either way
+
+
+def test_the_baseline_of_remax_is_the_score_of_the_greedy_completion(folder, reward_file, tmp_path):
+    train(folder, tmp_path, reward_file, "--engine=hf", "--advantage=remax", "--num_generations=2")
+    firsts = kept_rollouts(tmp_path, 1)[::2]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = rollout.HFEngine(f"{tmp_path}/checkpoint-1", torch.float32, 76, [tokenizer.eos_token_id], 0.4)
+    greedy = engine.generate([row["prompt_ids"] for row in firsts], 1, [0] * 4, 12, 0)
+    texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in greedy]
+    scores = [sum(ord(c) % 2 == 0 for c in text) / 12 for text in texts]
+    assert [row["greedy"] for row in firsts] == pytest.approx(scores) and len(set(scores)) > 1

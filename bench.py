@@ -11,7 +11,6 @@ medians of `repeats`, after one that is left out. --work=folder keeps model and 
 import json as json_module
 import os
 import random
-import resource
 import shutil
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ import rollout
 import weights
 from configurator import configure
 from model import load_policy, micro_batches
+from runlog import peak_memory
 # ------------------------------------------------------------------------------------------------------------
 # model
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
@@ -130,13 +130,11 @@ flops = (6 * matrices * sum(sizes) + 6 * head * lens.sum().item()
 side = 8192 if cuda else 2048
 square = torch.randn(side, side, device=device, dtype=compute_dtype)
 peak = 2 * side ** 3 / seconds(lambda: square @ square)
-memory = (torch.cuda.max_memory_allocated() if cuda
-          else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 figures = {
     "parameters (M)": sum(p.numel() for p in policy.parameters()) / 1e6, "tokens a step": sum(sizes),
     "update (s)": train_seconds, "training tokens/s": sum(sizes) / train_seconds,
     "matrix-product peak (TFLOP/s)": peak / 1e12, "share of the peak (MFU)": flops / train_seconds / peak,
-    "peak memory (GB)": memory / 1e9, "launch to the first update (s)": first_update}
+    "peak memory (GB)": peak_memory() / 1e9, "launch to the first update (s)": first_update}
 
 # ---------------------------------------------------------------- weight sync, rollouts
 if engine:

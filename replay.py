@@ -29,6 +29,7 @@ import losses
 import ranks
 import rollout
 import tiny
+from checks import check_grpo, check_values
 from configurator import check, configure, input_errors
 from model import check_model, load_policy, pack
 # ------------------------------------------------------------------------------------------------------------
@@ -68,36 +69,22 @@ if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
     with open(f"{checkpoint}/rollouts.jsonl") as file, input_errors():
         run, *rows = map(json.loads, file)
     globals().update({key: value for key, value in run.items() if key in globals()})
-configure(globals(), others=run)
+settings = configure(globals(), others=run)
 check(checkpoint, "name a checkpoint first: python replay.py out/grpo-algebra-.../checkpoint-40")
 check("RANK" not in os.environ, "one process is enough: python replay.py, without torchrun")
-for key in ("temperature", "pass_k", "max_completion_length", "token_budget", "cov_share"):
-    check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
-for key in ("overlong_buffer", "overlong_penalty", "epsilon", "epsilon_high", "dual_clip", "kl_coef",
-            "entropy_coef", "correction_low", "correction_high"):
-    check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
-for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "old_logprobs": ("trainer", "engine"),
-                     "kl_in": ("loss", "reward")}.items():
-    check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
-check(epsilon < 1, f"epsilon={epsilon}: must be below 1")
+check_values(settings)
+check_grpo(run | settings)
 
 _, _, device, mesh = ranks.set_up()
-cuda = device.type == "cuda"
-compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
+compute_dtype = getattr(torch, dtype if dtype != "auto" else
+                        "bfloat16" if device.type == "cuda" else "float32")
 step, G, N = run["step"], run["num_generations"], len(rows)
 rollouts = [rollout.Rollout(row["prompt_ids"], row["completion_ids"], row["logprobs"], row["finish_reason"])
             for row in rows]
 score = torch.tensor([row["score"] for row in rows], device=device)                     # [N], NaN: not scored
 greedy = torch.tensor([row["greedy"] for row in rows if "greedy" in row], device=device)    # [N / G], or none
 check(advantage != "remax" or len(greedy), "advantage=remax: the run made no greedy completions")
-check(advantage != "pass_at_k" or pass_k <= G, f"pass_k={pass_k}: more than the {G} completions of a prompt")
 with input_errors():
-    one = torch.ones(G)                                         # dummies: each refuses what it does not know
-    losses.group_advantages(one, G, advantage, one, one[:1])
-    losses.policy_loss(one, one, one, lambda x: x, epsilon, epsilon_high, loss_type, dual_clip, one > 0)
-    losses.correction_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
-    losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
-    losses.kl_penalty(one, one, kl_estimator, one)
     check_model(new_policy or checkpoint, "new_policy")
     reference = reference or run["model"]
     reference = tiny.ensure() if reference == "tiny" else reference

@@ -3,10 +3,12 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import shutil
 import time
 from collections import defaultdict
 
+import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -121,6 +123,13 @@ class RunLog:
             self.waiting[name].clear()
         except OSError as error:
             self.say(f"{name} could not be written, its lines wait: {error}")
+
+
+def peak_memory():
+    """Bytes: the most that tensors have taken on this rank's GPU; on a CPU the process's peak."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def rewind(path, step):

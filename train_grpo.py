@@ -21,7 +21,6 @@ import datetime
 import math
 import os
 import random
-import resource
 import signal
 import time
 import zlib
@@ -38,10 +37,11 @@ import rewards
 import rollout
 import tiny
 import weights
+from checks import check_grpo, check_run, check_values
 from configurator import check, configure, input_errors
 from model import check_model, deal, load_policy, micro_batches, offload
 from reward_model import RewardModel
-from runlog import RunLog
+from runlog import RunLog, peak_memory
 # ------------------------------------------------------------------------------------------------------------
 # model and task
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
@@ -133,74 +133,16 @@ settings = configure(globals())
 rank, world_size, device, mesh = ranks.set_up()  # one process a device, under torchrun or alone
 
 # ---------------------------------------------------------------- checks: all before a model is loaded
-DECAYS = ("constant", "linear", "cosine")
-for key in ("prompts_per_step", "max_prompt_length", "max_completion_length", "updates_per_step", "max_steps",
-            "temperature", "num_generations", "pass_k", "eval_samples", "eval_interval", "save_interval",
-            "sample_interval",
-            "keep_checkpoints", "vllm_tensor_parallel_size", "max_skipped_updates", "max_num_gen_batches"):
-    check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
-for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
-            "kl_coef", "entropy_coef", "dual_clip", "correction_low", "correction_high", "logprob_gap",
-            "reward_timeout", "sync_timeout", "train_prompts", "eval_prompts", "skip_after",
-            "overlong_buffer", "overlong_penalty"):
-    check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
-for key, choices in {"dtype": ("auto", "float32", "bfloat16"), "old_logprobs": ("trainer", "engine"),
-                     "lr_decay": DECAYS, "entropy_decay": DECAYS, "kl_in": ("loss", "reward")}.items():
-    check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
-check(num_generations > 1 or advantage in ("remax", "reinforce++"),
-      f"num_generations={num_generations}: advantage={advantage} compares the completions of a prompt "
-      "with each other and needs at least 2")
-check(epsilon < 1, f"epsilon={epsilon}: must be below 1")
-check(dual_clip == 0 or dual_clip > 1, f"dual_clip={dual_clip}: above 1, or 0 for none")
-check(dual_clip == 0 or loss_type in ("clip", "gspo", "clip_cov"),
-      f"dual_clip={dual_clip} would do nothing with loss_type={loss_type}")
-check(correction_low < correction_high,
-      f"correction_low={correction_low} is not below correction_high={correction_high}")
-check(old_logprobs == "trainer" or engine_correction == "none",
-      f"engine_correction={engine_correction} would do nothing: with old_logprobs=engine the ratio itself "
-      "corrects for the engine")
-check(kl_coef == 0 or kl_in == "reward" or kl_estimator != "k1",
-      "kl_estimator=k1: its gradient in the loss is 0 in expectation; --kl_in=reward is its place")
-check(kl_in == "loss" or kl_estimator in ("k1", "k2", "k3"),
-      f"kl_estimator={kl_estimator} is made for its gradient; with kl_in=reward take k1 (or k2, k3)")
-check(max_num_gen_batches == 1 or filter_groups, "max_num_gen_batches above 1 needs --filter_groups=true")
-check(0 < cov_share <= 1, f"cov_share={cov_share}: a share, above 0 and at most 1")
-check(not (filter_groups or skip_after) or advantage not in ("remax", "reinforce++"), "filter_groups and "
-      f"skip_after leave out prompts whose completions score alike, which teach something by {advantage}")
-check(advantage != "remax" or not overlong_buffer, "advantage=remax: its baseline knows no overlong_buffer")
-check(advantage != "pass_at_k" or not (overlong_buffer or reward_model or kl_coef and kl_in == "reward"),
-      "advantage=pass_at_k is for scores of 0 and 1: without overlong_buffer, reward_model and kl_in=reward")
-check(old_logprobs == "trainer" or loss_type != "gpg", "old_logprobs=engine does nothing: gpg has no ratio")
-check(overlong_buffer <= max_completion_length,
-      f"overlong_buffer={overlong_buffer}: more than max_completion_length={max_completion_length}")
-check(advantage != "pass_at_k" or pass_k <= num_generations,
-      f"pass_k={pass_k}: more than num_generations={num_generations}")
-check(prompts_per_step % world_size == 0,
-      f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
-check(world_size % vllm_tensor_parallel_size == 0,
-      f"vllm_tensor_parallel_size={vllm_tensor_parallel_size} does not divide {world_size} ranks")
+check_values(settings)
+check_run(settings, world_size)
+check_grpo(settings)
 B, G = prompts_per_step // world_size, num_generations          # prompts of a rank, completions of each
 N = prompts_per_step * G                                        # sequences of a step, on all ranks
-check(N % updates_per_step == 0,
-      f"updates_per_step={updates_per_step} does not divide the {N} completions of a step")
-check(max_prompt_length + max_completion_length <= token_budget,
-      f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
-check(reward != "none" or reward_model, "reward=none needs a reward_model")
-check(reward_model or reward_weight == reward_model_weight == 1, "reward weights need a reward_model")
-check(top_p == 1.0 and top_k == 0,
-      f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
-      "that the trainer computes; keep top_p=1.0 and top_k=0")
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-cuda = device.type == "cuda"
-compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
+compute_dtype = getattr(torch, dtype if dtype != "auto" else
+                        "bfloat16" if device.type == "cuda" else "float32")
 gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
-    one = torch.ones(G)
-    losses.group_advantages(one, G, advantage, one, one[:1])    # dummies: each refuses what it does not know
-    losses.policy_loss(one, one, one, lambda x: x, epsilon, epsilon_high, loss_type, dual_clip, one > 0)
-    losses.correction_weights(one, one, lambda x: x, one, engine_correction, correction_low, correction_high)
-    losses.sequence_weights(one, loss_aggregation, 1, 1, 1)
-    losses.kl_penalty(one, one, kl_estimator, one)
     Engine = rollout.engine_class(engine)
     located = None
     if rank == 0:                                               # one clock, and one reader of checkpoints
@@ -546,9 +488,7 @@ for step in range(first_step, max_steps + 1):
         "grad_norm": sum(finite_norms) / max(len(finite_norms), 1),
         "actor/skipped_updates": len(grad_norms) - len(finite_norms), "learning_rate": learning_rate_at(step),
         "num_tokens": state["num_tokens"], "perf/throughput": tokens / log.timing["timing_s/step"],
-        "perf/max_memory_allocated_gb": (
-            torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9} | log.timing
+        "perf/max_memory_allocated_gb": peak_memory() / 1e9} | log.timing
     log.metrics(metrics)
     samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": own_scores[i],
                 "finish_reason": own_rollouts[i].finish_reason, "truth": row_of[i].get("answer")}

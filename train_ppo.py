@@ -23,7 +23,6 @@ import datetime
 import math
 import os
 import random
-import resource
 import signal
 import time
 import zlib
@@ -39,10 +38,11 @@ import rewards
 import rollout
 import tiny
 import weights
+from checks import check_run, check_values
 from configurator import check, configure, input_errors
 from model import check_model, deal, load_critic, load_policy, micro_batches, offload
 from reward_model import RewardModel
-from runlog import RunLog
+from runlog import RunLog, peak_memory
 # ------------------------------------------------------------------------------------------------------------
 # model and task
 model = "tiny"                  # a folder, a hub id, or tiny: the small base model that tiny.py makes
@@ -120,42 +120,18 @@ settings = configure(globals())
 rank, world_size, device, mesh = ranks.set_up()  # one process a device, under torchrun or alone
 
 # ---------------------------------------------------------------- checks: all before a model is loaded
-for key in ("prompts_per_step", "num_generations", "max_prompt_length", "max_completion_length",
-            "num_epochs", "updates_per_epoch", "max_steps", "temperature", "kl_horizon", "eval_samples",
-            "eval_interval", "save_interval", "sample_interval", "keep_checkpoints",
-            "vllm_tensor_parallel_size", "max_skipped_updates"):
-    check(globals()[key] > 0, f"{key}={globals()[key]}: must be above 0")
-for key in ("warmup_steps", "learning_rate", "weight_decay", "grad_clip", "epsilon", "epsilon_high",
-            "dual_clip", "kl_coef", "kl_target", "value_clip", "max_kl", "critic_learning_rate",
-            "critic_warmup_steps", "logprob_gap", "reward_timeout", "sync_timeout", "train_prompts",
-            "eval_prompts"):
-    check(globals()[key] >= 0, f"{key}={globals()[key]}: must not be negative")
-for key, choices in {"dtype": ("auto", "float32", "bfloat16"),
-                     "lr_decay": ("linear", "cosine", "constant")}.items():
-    check(globals()[key] in choices, f"{key}={globals()[key]}: choose {', '.join(choices)}")
-for key in ("gamma", "lam"):
-    check(0 <= globals()[key] <= 1, f"{key}={globals()[key]}: must be from 0 to 1")
+check_values(settings)
+check_run(settings, world_size)
 check(dual_clip == 0 or dual_clip > 1 + epsilon_high, f"dual_clip={dual_clip}: not over 1 + epsilon_high")
 check(critic_warmup_steps < max_steps, f"critic_warmup_steps={critic_warmup_steps} leaves the policy no step")
 check(kl_horizon >= prompts_per_step * num_generations, f"kl_horizon={kl_horizon}: less than a step")
 check(kl_coef > 0 or kl_target == 0, f"kl_target={kl_target} needs a kl_coef above 0 to start from")
-check(prompts_per_step % world_size == 0,
-      f"prompts_per_step={prompts_per_step} does not divide by {world_size} ranks")
-check(world_size % vllm_tensor_parallel_size == 0,
-      f"vllm_tensor_parallel_size={vllm_tensor_parallel_size} does not divide {world_size} ranks")
 B, G = prompts_per_step // world_size, num_generations          # prompts of a rank, completions of each
 N = prompts_per_step * G                                        # sequences of a step, on all ranks
 check(N % updates_per_epoch == 0,
       f"updates_per_epoch={updates_per_epoch} does not divide the {N} completions of a step")
-check(max_prompt_length + max_completion_length <= token_budget,
-      f"token_budget={token_budget}: less than max_prompt_length + max_completion_length")
-check(reward != "none" or reward_model, "reward=none needs a reward_model")
-check(reward_model or reward_weight == reward_model_weight == 1, "reward weights need a reward_model")
-check(top_p == 1.0 and top_k == 0,
-      f"top_p={top_p}, top_k={top_k}: the logprobs of a truncated distribution are not those "
-      "that the trainer computes; keep top_p=1.0 and top_k=0")
-cuda = device.type == "cuda"
-compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
+compute_dtype = getattr(torch, dtype if dtype != "auto" else
+                        "bfloat16" if device.type == "cuda" else "float32")
 gap_bound = logprob_gap or {torch.float32: 1e-3, torch.bfloat16: 0.05}[compute_dtype]
 with input_errors():
     losses.sequence_weights(torch.ones(1), loss_aggregation, 1, 1, 1)   # refuses what it does not know
@@ -499,9 +475,7 @@ for step in range(first_step, max_steps + 1):
     log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= log.timing | {
         "perf/throughput": tokens / log.timing["timing_s/step"],
-        "perf/max_memory_allocated_gb": (
-            torch.cuda.max_memory_allocated() if cuda else  # on a CPU: peak of the process
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9}
+        "perf/max_memory_allocated_gb": peak_memory() / 1e9}
     log.metrics(metrics)
     samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": own_scores[i],
                 "finish_reason": own_rollouts[i].finish_reason, "truth": row_of[i].get("answer")}

@@ -374,3 +374,11 @@ def test_an_incomplete_model_folder_is_named(folder, tmp_path, missing, message)
 def test_a_missing_model_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match="no such folder"):
         check_model(str(tmp_path / "nothing"))
+
+
+def test_a_name_that_the_hub_does_not_know_is_named(monkeypatch):
+    def refuse(path):
+        raise OSError(f"{path} is not a valid model identifier\nand much more")
+    monkeypatch.setattr("model.AutoConfig.from_pretrained", refuse)
+    with pytest.raises(ValueError, match="critic_model=nonsuch: no such .* not a valid model identifier$"):
+        check_model("nonsuch", "critic_model")

@@ -340,7 +340,7 @@ def bad(tmp_path_factory, folder):
     (["--kl_in=score"], "kl_in=score"),
     (["--entropy_decay=step"], "entropy_decay=step"),
     (["--max_num_gen_batches=2"], "needs --filter_groups=true"),
-    (["--advantage=remax", "--num_generations=1", "--skip_after=1"], "teach something by remax"),
+    (["--advantage=remax", "--num_generations=1", "--skip_after=1"], "teach something by advantage=remax"),
     (["--advantage=pass_at_k", "--overlong_buffer=8"], "for scores of 0 and 1"),
     (["--loss_type=gpg", "--old_logprobs=engine"], "gpg has no ratio"),
     (["--loss_type=sapo", "--dual_clip=3.0"], "dual_clip=3.0 would do nothing"),

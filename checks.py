@@ -1,0 +1,96 @@
+"""What the training scripts and replay.py refuse before a model is loaded: each message names the setting.
+
+A script of your own may call these, or not: they are for who mistypes, and nothing depends on them.
+"""
+from types import SimpleNamespace
+
+import torch
+
+import losses
+from configurator import check, input_errors
+
+POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
+    token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
+    kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
+    vllm_tensor_parallel_size""".split()
+NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
+    epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
+    correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout sync_timeout
+    train_prompts eval_prompts""".split()
+SHARES = ("gamma", "lam", "cov_share")
+DECAYS = ("constant", "linear", "cosine")
+CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS, "entropy_decay": DECAYS,
+           "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward")}
+
+
+def check_values(settings):
+    """Each of a script's settings by itself."""
+    for key, value in settings.items():
+        check(key not in POSITIVE or value > 0, f"{key}={value}: must be above 0")
+        check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
+        check(key not in SHARES or 0 <= value <= 1, f"{key}={value}: must be from 0 to 1")
+        check(key not in CHOICES or value in CHOICES[key],
+              f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
+
+
+def check_run(settings, world_size):
+    """What GRPO and PPO have in common."""
+    s = SimpleNamespace(**settings)
+    check(s.prompts_per_step % world_size == 0,
+          f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")
+    check(world_size % s.vllm_tensor_parallel_size == 0,
+          f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size} does not divide {world_size} ranks")
+    check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
+          f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
+    check(s.reward != "none" or s.reward_model, "reward=none needs a reward_model")
+    check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
+          "reward weights need a reward_model")
+    check(s.top_p == 1.0 and s.top_k == 0,
+          f"top_p={s.top_p}, top_k={s.top_k}: the logprobs of a truncated distribution are not those "
+          "that the trainer computes; keep top_p=1.0 and top_k=0")
+
+
+def check_grpo(settings):
+    """The algorithm: names that losses.py does not know, and combinations that would do nothing, or wrong."""
+    s, one = SimpleNamespace(**settings), torch.ones(settings["num_generations"])
+    sequences = s.prompts_per_step * s.num_generations
+    check(s.epsilon < 1, f"epsilon={s.epsilon}: must be below 1")
+    with input_errors():                                        # dummies: each refuses what it does not know
+        losses.group_advantages(one, len(one), s.advantage, one, one[:1])
+        losses.policy_loss(one, one, one, lambda x: x, s.epsilon, s.epsilon_high, s.loss_type, 0.0, one > 0)
+        losses.correction_weights(one, one, lambda x: x, one, s.engine_correction, 0.0, 1.0)
+        losses.sequence_weights(one, s.loss_aggregation, 1, 1, 1)
+        losses.kl_penalty(one, one, s.kl_estimator, one)
+    check(sequences % s.updates_per_step == 0,
+          f"updates_per_step={s.updates_per_step} does not divide the {sequences} completions of a step")
+    grouped = s.advantage not in ("remax", "reinforce++")       # compares the completions of a prompt
+    check(s.num_generations > 1 or not grouped,
+          f"num_generations={s.num_generations}: advantage={s.advantage} compares the completions of a "
+          "prompt with each other and needs at least 2")
+    check(grouped or not (s.filter_groups or s.skip_after), "filter_groups and skip_after leave out prompts "
+          f"whose completions score alike, which teach something by advantage={s.advantage}")
+    check(s.filter_groups or s.max_num_gen_batches == 1,
+          "max_num_gen_batches above 1 needs --filter_groups=true")
+    check(s.overlong_buffer <= s.max_completion_length,
+          f"overlong_buffer={s.overlong_buffer}: more than max_completion_length={s.max_completion_length}")
+    check(s.advantage != "remax" or not s.overlong_buffer,
+          "advantage=remax: its baseline knows no overlong_buffer")
+    check(s.advantage != "pass_at_k" or s.pass_k <= s.num_generations,
+          f"pass_k={s.pass_k}: more than num_generations={s.num_generations}")
+    check(s.advantage != "pass_at_k" or not (s.overlong_buffer or s.reward_model
+                                             or s.kl_coef and s.kl_in == "reward"),
+          "advantage=pass_at_k is for scores of 0 and 1: without overlong_buffer, reward_model, kl_in=reward")
+    check(s.dual_clip == 0 or s.dual_clip > 1, f"dual_clip={s.dual_clip}: above 1, or 0 for none")
+    check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo", "clip_cov"),
+          f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
+    check(s.kl_coef == 0 or s.kl_in == "reward" or s.kl_estimator != "k1",
+          "kl_estimator=k1: its gradient in the loss is 0 in expectation; --kl_in=reward is its place")
+    check(s.kl_in == "loss" or s.kl_estimator in ("k1", "k2", "k3"),
+          f"kl_estimator={s.kl_estimator} is made for its gradient; with kl_in=reward take k1 (or k2, k3)")
+    check(s.old_logprobs == "trainer" or s.loss_type != "gpg",
+          "old_logprobs=engine would do nothing: gpg has no ratio")
+    check(s.old_logprobs == "trainer" or s.engine_correction == "none",
+          f"engine_correction={s.engine_correction} would do nothing: with old_logprobs=engine the ratio "
+          "itself corrects for the engine")
+    check(s.correction_low < s.correction_high,
+          f"correction_low={s.correction_low} is not below correction_high={s.correction_high}")

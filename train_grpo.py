@@ -3,7 +3,7 @@ GRPO, the whole run in one file: rollout, reward, advantage, loss, step, weight 
 
     torchrun train_grpo.py                                   # one process, laptop or GPU
     torchrun --nproc_per_node=8 train_grpo.py config/gsm8k.py --model=Qwen/Qwen3-1.7B
-    python train_grpo.py config/harder.py --kl_coef=0.01     # a recipe, and an override
+    python train_grpo.py config/dapo.py --seed=1             # a recipe, and an override
     python train_grpo.py --help                              # every setting
 
 Without arguments it trains the small model that tiny.py makes, on algebra problems, on a CPU without network.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from checks import check_grpo, check_run, check_values
 from configurator import configure, read_layout
 
 SCRIPT = '''"""
@@ -200,6 +201,17 @@ def test_value_after_a_space(refusal):
     assert "write --max_steps=value" in refusal("--max_steps", "5")
 
 
+def test_settings_of_another_script_pass_in_a_config_file_alone(run, tmp_path, capsys):
+    run(recipe="max_steps = 7\nnum_generations = 4\n")
+    call = lambda *argv: configure({"__file__": "train.py", "max_steps": 1}, argv, others=["num_generations"])
+    assert call("config/recipe.py")["max_steps"] == 7
+    for argv in (["--num_generations=4"], ["config/typo.py"]):
+        (tmp_path / "config" / "typo.py").write_text("num_generation = 4\n")
+        with pytest.raises(SystemExit):
+            call(*argv)
+        assert "unknown setting" in capsys.readouterr().err
+
+
 def test_the_later_wins_across_files_and_command_line(run):
     configs = {"x": "max_steps = 1\nkl_coef = 0.1", "y": "max_steps = 2"}
     assert run("config/x.py", "--max_steps=3", **configs)["max_steps"] == 3
@@ -274,3 +286,7 @@ def test_every_recipe_fits_the_script_that_it_names(recipe):
         defaults = dict(script)
         settings = configure(script, [str(recipe)])
         assert any(settings[key] != defaults[key] for key in settings)
+        check_values(settings)
+        check_run(settings, 1)
+        if name == "train_grpo.py":
+            check_grpo(settings)

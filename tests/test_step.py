@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 from test_train_grpo import REAL, train
@@ -90,6 +90,15 @@ def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp
                            "--epsilon_high=1e-6", f"--updates_per_step={updates}", "--max_steps=1")
         ratios[updates] = metrics[0]["clip_ratio/region_mean"]
     assert ratios[1] == 0 and 0.1 < ratios[2] < 0.5               # half of the tokens, pushed either way
+
+
+def test_where_nothing_is_counted_nothing_moves(folder, reward_file, tmp_path):
+    metrics, _ = train(folder, tmp_path, reward_file, "--engine=hf", "--mask_truncated=true",
+                       "--max_completion_length=1", "--loss_type=kl_cov", "--max_steps=2")
+    assert all(line["train/frac_counted"] == line["loss"] == line["grad_norm"] == 0 for line in metrics[:2])
+    before, after = (AutoModelForCausalLM.from_pretrained(path)
+                     for path in (folder, f"{tmp_path}/checkpoint-2"))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters()))
 
 
 def test_the_baseline_of_remax_is_the_score_of_the_greedy_completion(folder, reward_file, tmp_path):

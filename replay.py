@@ -174,7 +174,7 @@ logged = {}
 if os.path.isfile(path := os.path.join(os.path.dirname(checkpoint), "metrics.jsonl")):
     with open(path) as file:
         logged = next((line for line in map(json.loads, file) if line["step"] == step), {})
-print(f"{checkpoint}: {N} completions of {lengths.sum()} tokens; {len(moving)} of {tokens} have a gradient\n"
+print(f"{checkpoint}: {N} completions of {lengths.sum()} tokens, {len(moving)} of {tokens} with a gradient\n"
       f"{'':44}{'the run':>12}{'replay':>12}")
 for name, value in result.items():
     print(f"{name:44}{logged.get(name, math.nan):12.5g}{value:12.5g}")

@@ -5,7 +5,8 @@ names no bound; 5 is that of TRL's ScaleRL (https://arxiv.org/abs/2510.13786).
 TRL:  loss_type=cispo, epsilon_high=5.0 (there the bound itself)
 verl: policy_loss.loss_mode=cispo, clip_ratio_high=4.0, clip_ratio_low=1.0 (it has a lower bound, too)
 
-Not measured yet.
+Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.979, 0.980, 0.979; pass@4 0.672, 0.672, 0.664 ->
+0.992, 1.000, 1.000. README, Recipes, says how.
 """
 loss_type = "cispo"
 epsilon_high = 4.0

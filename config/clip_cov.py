@@ -5,7 +5,8 @@ The paper's share is 2e-4; a step has some 5,000 tokens here, which is why this 
 TRL:  -
 verl: policy_loss.loss_mode=clip_cov, clip_cov_ratio=2e-4, clip_cov_lb=1, clip_cov_ub=5
 
-Not measured yet.
+Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.982, 0.980, 0.980; pass@4 0.672, 0.672, 0.664 ->
+0.992, 1.000, 1.000. README, Recipes, says how.
 """
 loss_type = "clip_cov"
 cov_share = 2e-3

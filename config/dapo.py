@@ -6,7 +6,8 @@ TRL:  epsilon_high=0.28, loss_type=dapo, a reward get_soft_overlong_punishment; 
 verl: its dapo recipe: clip_ratio_high=0.28, algorithm.filter_groups.enable=True, .max_num_gen_batches=10,
       loss_agg_mode=token-mean, reward_model.overlong_buffer.enable=True, .len, .penalty_factor=1.0
 
-Not measured yet.
+Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.971, 0.971, 0.961; pass@4 0.672, 0.672, 0.664 ->
+0.992, 0.992, 1.000, in the 15 steps whose samples equal the other recipes'. README, Recipes, says how.
 """
 epsilon_high = 0.28
 filter_groups = True

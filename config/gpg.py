@@ -4,7 +4,8 @@ mean, no ratio, no KL; groups without a spread do not count in the mean, which i
 TRL:  -
 verl: adv_estimator=gpg, policy_loss.loss_mode=gpg (its factor counts rewards that are not 0)
 
-Not measured yet.
+Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.973, 0.975, 0.961; pass@4 0.672, 0.672, 0.664 ->
+1.000, 1.000, 1.000. README, Recipes, says how.
 """
 loss_type = "gpg"
 advantage = "dr_grpo"

@@ -5,7 +5,8 @@ TRL:  -
 verl: adv_estimator=remax, rollout.n=1, loss_agg_mode=seq-mean-token-sum, use_kl_in_reward=True,
       kl_penalty=kl
 
-Not measured yet.
+Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.980, 0.975, 0.967; pass@4 0.672, 0.672, 0.664 ->
+0.992, 0.992, 1.000. README, Recipes, says how.
 """
 advantage = "remax"
 num_generations = 1

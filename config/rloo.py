@@ -6,7 +6,8 @@ TRL:  RLOOTrainer, beta=0.03
 verl: adv_estimator=rloo, loss_agg_mode=seq-mean-token-sum, use_kl_in_reward=True, kl_penalty=kl,
       kl_ctrl.kl_coef=0.03
 
-Not measured yet.
+Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.973, 0.975, 0.965; pass@4 0.672, 0.672, 0.664 ->
+1.000, 1.000, 1.000. README, Recipes, says how.
 """
 advantage = "rloo"
 loss_aggregation = "sequence_sum"

@@ -44,14 +44,15 @@ def check_run(settings, world_size):
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
     check(s.reward != "none" or s.reward_model, "reward=none needs a reward_model")
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
-          "reward weights need a reward_model")
+          f"reward_weight={s.reward_weight} and reward_model_weight={s.reward_model_weight} need a "
+          "reward_model")
     check(s.top_p == 1.0 and s.top_k == 0,
           f"top_p={s.top_p}, top_k={s.top_k}: the logprobs of a truncated distribution are not those "
           "that the trainer computes; keep top_p=1.0 and top_k=0")
 
 
 def check_grpo(settings):
-    """The algorithm: names that losses.py does not know, and combinations that would do nothing, or wrong."""
+    """The algorithm: names that losses.py does not know, and some combinations that do nothing, or wrong."""
     s, one = SimpleNamespace(**settings), torch.ones(settings["num_generations"])
     sequences = s.prompts_per_step * s.num_generations
     check(s.epsilon < 1, f"epsilon={s.epsilon}: must be below 1")
@@ -67,10 +68,11 @@ def check_grpo(settings):
     check(s.num_generations > 1 or not grouped,
           f"num_generations={s.num_generations}: advantage={s.advantage} compares the completions of a "
           "prompt with each other and needs at least 2")
-    check(grouped or not (s.filter_groups or s.skip_after), "filter_groups and skip_after leave out prompts "
-          f"whose completions score alike, which teach something by advantage={s.advantage}")
+    check(grouped or not (s.filter_groups or s.skip_after),
+          f"filter_groups={s.filter_groups}, skip_after={s.skip_after}: they leave out prompts whose "
+          f"completions score alike, which teach something by advantage={s.advantage}")
     check(s.filter_groups or s.max_num_gen_batches == 1,
-          "max_num_gen_batches above 1 needs --filter_groups=true")
+          f"max_num_gen_batches={s.max_num_gen_batches}: above 1 it needs --filter_groups=true")
     check(s.overlong_buffer <= s.max_completion_length,
           f"overlong_buffer={s.overlong_buffer}: more than max_completion_length={s.max_completion_length}")
     check(s.advantage != "remax" or not s.overlong_buffer,
@@ -85,7 +87,7 @@ def check_grpo(settings):
           f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
     check(s.kl_coef == 0 or s.kl_in == "reward" or s.kl_estimator != "k1",
           "kl_estimator=k1: its gradient in the loss is 0 in expectation; --kl_in=reward is its place")
-    check(s.kl_in == "loss" or s.kl_estimator in ("k1", "k2", "k3"),
+    check(s.kl_coef == 0 or s.kl_in == "loss" or s.kl_estimator in ("k1", "k2", "k3"),
           f"kl_estimator={s.kl_estimator} is made for its gradient; with kl_in=reward take k1 (or k2, k3)")
     check(s.old_logprobs == "trainer" or s.loss_type != "gpg",
           "old_logprobs=engine would do nothing: gpg has no ratio")

@@ -316,8 +316,9 @@ def epoch_order(num_rows, epoch, seed):
 def next_rows(num_rows, position, count, seed, history):
     """The next `count` rows of an endless sequence of epochs, each its own permutation, and the new position.
 
-    Rows that rest by their history (record_visits; {} for none) are passed over, which shortens their rest.
-    Position and history are all that resuming needs. Raises ValueError for count > num_rows.
+    Rows that rest by their history (record_visits; {} for none) are passed over, which shortens their rest,
+    in `history` itself. A row may come twice, where an epoch ends or many others rest. Position and history
+    are all that resuming needs. Raises ValueError for count > num_rows.
     """
     if count > num_rows:
         raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
@@ -334,11 +335,12 @@ def next_rows(num_rows, position, count, seed, history):
 
 
 def record_visits(history, rows, means, stds, skip_after):
-    """Add a visit to each row's history: {str(row): {means, alike, rest}}, the mean scores of all its visits.
+    """Add a visit to each row's history: {str(row): {means, alike, rest}}.
 
-    alike: in how many visits, up to the last, all completions scored alike (std 0): a prompt that is always
-    right or always wrong teaches nothing. From skip_after of those on (0: never) it rests after each visit,
-    for one epoch more than after the one before: it is never lost, and costs less and less.
+    means: the mean scores of all its visits, for who reads a checkpoint's state.json. alike: in how many
+    visits, up to the last, all completions scored alike (std 0): a prompt that is always right or always
+    wrong teaches nothing. From skip_after of those on (0: never) it rests after each visit, for one epoch
+    more than after the one before: it is never lost, and costs less and less.
     """
     for row, mean, std in zip(rows, means, stds):
         visits = history.setdefault(str(row), {"means": [], "alike": 0, "rest": 0})

@@ -42,7 +42,7 @@ def group_advantages(rewards, num_generations, kind, lengths=None, greedy=None, 
           pass_at_k   of the reward of the best of pass_k among the G: see below   Chen et al. 2025
           reinforce++           r, whitened over the tokens of the batch           Hu et al. 2025
           reinforce++_baseline  r - mean, whitened likewise                        Hu et al. 2025
-          remax       r - reward of the greedy completion                          Li et al. 2024
+          remax       r - reward of the greedy completion                          Li et al. 2023
     Example: rewards [1, 0, 0, 0], G = 4 -> std 0.5; grpo [1.5, -0.5, -0.5, -0.5], dr_grpo [.75, -.25, -.25,
     -.25], rloo [1, -1/3, -1/3, -1/3].
     """
@@ -151,9 +151,9 @@ def policy_loss(logp, old_logp, adv, mean, epsilon, epsilon_high, loss_type, dua
                sapo   -4 / t * sigmoid(t * (ratio - 1)) * adv: a soft bound on both sides, t = 1 where
                       adv > 0, else 1.05: Gao et al. 2025, https://arxiv.org/abs/2511.20347
                gpg    -adv * logp: no ratio at all. Chu et al. 2025, https://arxiv.org/abs/2504.02546
-               clip_cov, kl_cov: clip, and 0 for the marked tokens; -ratio * adv, and |logp - old_logp| on top
-                      for the marked ones, which is nothing while the ratio is 1. Against the collapse of
-                      entropy: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4
+               clip_cov  clip, but 0 for the marked tokens: against the collapse of entropy
+                      Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4, as the next one
+               kl_cov -ratio * adv, plus |logp - old_logp| for the marked tokens, nothing while ratio is 1
     At ratio 1 all have the gradient -adv * grad(logp), but for what clip_cov has marked.
     """
     log_ratio = (logp - old_logp).clamp(-20, 20)                  # infinity times a gradient of 0 is NaN

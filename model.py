@@ -285,7 +285,8 @@ def check_model(path, key="model", tokenizer=True):
         if path.startswith((".", "/", "~", "out/")):
             raise ValueError(f"{key}={path}: no such folder")
         try:
-            return AutoConfig.from_pretrained(path)             # a hub id
+            AutoConfig.from_pretrained(path)                    # a hub id
+            return
         except OSError as error:
             raise ValueError(f"{key}={path}: no such folder, and the hub does not give it: "
                              f"{str(error).splitlines()[0]}") from None

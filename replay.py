@@ -9,9 +9,9 @@ Every checkpoint of train_grpo.py but a run's last holds the rollouts that its p
 3 to 5 of that script are made with them again, all in one update, on a CPU as well; no parameter changes and
 nothing is written. What you have changed inline in a script of your own, change here, too; what a recipe says
 of sampling and of the optimizer has no effect. Beside the result stands what the run itself has logged for
-that step: the same figures, as long as no setting differs and the run made one update of it (with
-filter_groups, reward, reward_std and frac_reward_zero_std are here of the prompts that were kept; an entropy
-bonus does not decay).
+that step: the same figures, as long as no setting differs, dtype=auto means the same here, and the run made
+one update of it (with filter_groups, reward, reward_std and frac_reward_zero_std are here of the prompts that
+were kept; an entropy bonus does not decay).
 
 On the policy that sampled all ratios are 1, and most losses alike. --new_policy takes another checkpoint's
 policy with the old rollouts: that is where clipping, corrections and bounds act.
@@ -73,7 +73,7 @@ settings = configure(globals(), others=run)
 check(checkpoint, "name a checkpoint first: python replay.py out/grpo-algebra-.../checkpoint-40")
 check("RANK" not in os.environ, "one process is enough: python replay.py, without torchrun")
 check_values(settings)
-check_grpo(run | settings)
+check_grpo(run | {"max_num_gen_batches": 1, "skip_after": 0} | settings)     # of the run's: they act no more
 
 _, _, device, mesh = ranks.set_up()
 compute_dtype = getattr(torch, dtype if dtype != "auto" else
@@ -83,12 +83,15 @@ rollouts = [rollout.Rollout(row["prompt_ids"], row["completion_ids"], row["logpr
             for row in rows]
 score = torch.tensor([row["score"] for row in rows], device=device)                     # [N], NaN: not scored
 greedy = torch.tensor([row["greedy"] for row in rows if "greedy" in row], device=device)    # [N / G], or none
+longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
+check(longest <= token_budget, f"token_budget={token_budget}: a sequence has {longest} tokens")
 check(advantage != "remax" or len(greedy), "advantage=remax: the run made no greedy completions")
 with input_errors():
     check_model(new_policy or checkpoint, "new_policy")
-    reference = reference or run["model"]
-    reference = tiny.ensure() if reference == "tiny" else reference
-    check_model(reference, "reference", tokenizer=False)
+    if kl_coef > 0:
+        reference = reference or run["model"]
+        reference = tiny.ensure() if reference == "tiny" else reference
+        check_model(reference, "reference", tokenizer=False)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 

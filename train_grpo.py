@@ -61,7 +61,7 @@ system_prompt = ""              # put before every message prompt, e.g. to ask f
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
 prompts_per_step = 32           # over all ranks
 num_generations = 8             # completions of each prompt (G), at least 2 but for remax and reinforce++
-filter_groups = False           # leave out prompts whose completions all score alike: they count nowhere
+filter_groups = False           # leave out prompts whose completions all score alike, of statistics and loss
 max_num_gen_batches = 1         # rollouts a step, at most, until filter_groups has enough prompts; DAPO: 10
 skip_after = 0                  # times in a row that a prompt's completions all score alike, after which it
                                 # rests for an epoch, then two, …; 0: never
@@ -327,7 +327,7 @@ for step in range(first_step, max_steps + 1):
         with log.timed("gen"):
             rows, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step,
                                                      seed, state["history"])
-            places = range(rank * B, (rank + 1) * B)            # disjoint prompts on every rank
+            places = range(rank * B, (rank + 1) * B)            # other ones on every rank
             prompts = [train_set[rows[i]] for i in places]
             names = [f"{step} {gen_batch * prompts_per_step + i}" for i in places]  # on any number of ranks
             own_rollouts, row_of, texts = generate(prompts, G, names)
@@ -447,7 +447,7 @@ for step in range(first_step, max_steps + 1):
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf)
             grad_norms.append(norm.full_tensor().item())
             finite = math.isfinite(grad_norms[-1])
-            if finite and update:                               # none counted: momentum alone would move it
+            if finite and update:                               # if none is counted, momentum would move it
                 optimizer.step()
             optimizer.zero_grad()
             state["skipped_updates"] = 0 if finite else state["skipped_updates"] + 1        # in a row

@@ -400,7 +400,8 @@ def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
         history, epochs, position = {}, [[] for _ in range(10)], 0
         while position < 200:
             rows, position = data.next_rows(20, position, 1, 5, history)
-            epochs[(position - 1) // 20] += rows if position <= 200 else []
+            if position <= 200:
+                epochs[(position - 1) // 20] += rows
             data.record_visits(history, rows, [1.0], [0.0 if rows[0] < 6 else 0.5], skip_after)
         for row in range(20):
             assert [e for e in range(10) if row in epochs[e]] == list(visited if row < 6 else range(10))

@@ -213,6 +213,12 @@ def test_a_replayed_step_has_the_figures_of_the_run(tmp_path, settings):
         assert logged == pytest.approx(metrics[1][name], rel=1e-4) == pytest.approx(again, rel=1e-3, abs=1e-6)
 
 
+def test_replay_may_count_what_the_run_has_filtered(dapo_run):
+    path, _, metrics = dapo_run
+    figures = replay(path / "run" / "checkpoint-1", "--filter_groups=false", "--mask_truncated=false")
+    assert figures["train/frac_counted"] == pytest.approx((metrics[1]["train/frac_counted"], 1), rel=1e-4)
+
+
 def test_replay_with_another_loss_and_another_policy(plain_run, tmp_path):
     out_dir, metrics, _ = plain_run
     (tmp_path / "recipe.py").write_text("epsilon = 1e-3\nlearning_rate = 1e-4\n")

@@ -123,7 +123,7 @@ if filter_groups:
 adv = losses.group_advantages(shaped, G, advantage, lengths, greedy, pass_k)            # [N]
 
 # ---------------------------------------------------------------- 4 old logprobs
-old_logps = engine_logps if old_logprobs == "engine" else logprobs_by(checkpoint)
+old_logps = engine_logps if old_logprobs == "engine" else logprobs_by(checkpoint) if new_policy else {}
 marked = {}
 if loss_type in ("clip_cov", "kl_cov"):
     marks = losses.covariance_marks(
@@ -141,7 +141,7 @@ sums, logps = torch.zeros(6, device=device), {}
 for batch in pack(rollouts, moving, token_budget, device):
     logp, entropy = policy(batch, temperature)                                          # [C], [C]
     logps |= batch.split(logp.detach())
-    old_logp = batch.flat(old_logps)
+    old_logp = batch.flat(old_logps) if old_logps else logp.detach()    # the policy is the one that sampled
     token_loss, low, high = losses.policy_loss(
         logp, old_logp, batch.spread(adv), batch.mean, epsilon, epsilon_high, loss_type, dual_clip,
         batch.flat(marked) if marked else None)                                         # [C] each

@@ -171,6 +171,26 @@ AttentionInterface.register("packed", packed_attention)     # and no mask functi
 
 # ---------------------------------------------------------------- logprobs without logits
 
+def product(a, b):
+    """a @ b in float32, not rounded to the factors' dtype. A GPU sums in float32 anyway: no copies of a and b."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def head_logits(hidden, weight, bias, float32_head=True):
+    """Logits of a linear head, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or None.
+
+    float32_head False: rounded to the weight's dtype first, as models in bfloat16 have them. That is three
+    digits, a sixteenth at a logit of 20, and most of the gap between an engine and a trainer in bfloat16
+    (MiniMax-M1, https://arxiv.org/abs/2506.13585).
+    """
+    if not float32_head or weight.dtype == torch.float32:
+        return F.linear(hidden, weight, bias).float()
+    logits = product(hidden, weight.T)
+    return logits if bias is None else logits.add_(bias.float())
+
+
 class LogprobsFromHidden(torch.autograd.Function):
     """Logprob of each target and entropy of its distribution, logits living one chunk of tokens at a time.
 
@@ -181,11 +201,11 @@ class LogprobsFromHidden(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature):
+    def forward(ctx, hidden, weight, bias, targets, temperature, float32_head=True):
         logp = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy, lse = torch.empty_like(logp), torch.empty_like(logp)
         for part in chunks(targets, weight):
-            logits = F.linear(hidden[part], weight, bias).float().div_(temperature)         # [chunk, V]
+            logits = head_logits(hidden[part], weight, bias, float32_head).div_(temperature)    # [chunk, V]
             p = logits.softmax(-1)
             # log p = z - lse, at the likeliest token: a third less time than logits.logsumexp(-1).
             lse[part] = logits.amax(-1) - p.amax(-1).log()
@@ -194,7 +214,7 @@ class LogprobsFromHidden(torch.autograd.Function):
             entropy[part] = -torch.linalg.vecdot(p, log_p)
             del logits, p, log_p                                # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.float32_head = temperature, float32_head
         ctx.set_materialize_grads(False)  # an entropy that is only logged then costs nothing below
         return logp, entropy
 
@@ -206,7 +226,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for part in chunks(targets, weight):
-            log_p = F.linear(hidden[part], weight, bias).float().div_(ctx.temperature)      # [chunk, V]
+            log_p = head_logits(hidden[part], weight, bias, ctx.float32_head).div_(ctx.temperature)
             log_p -= lse[part, None]
             if d_entropy is None:                               # in place: the chunk exists once
                 d_logits = log_p.exp_().mul_(-d_logp[part, None])
@@ -222,10 +242,10 @@ class LogprobsFromHidden(torch.autograd.Function):
             if weight.dtype == torch.float32:
                 d_weight.addmm_(d_logits.T, hidden[part])       # no second V x H
             else:
-                d_weight += d_logits.T @ hidden[part]
+                d_weight += product(d_logits.T, hidden[part])
             del log_p, d_logits
         return (d_hidden, d_weight.to(weight.dtype), None if bias is None else d_bias.to(bias.dtype),
-                None, None)
+                None, None, None)
 
 
 def chunks(targets, weight):
@@ -247,15 +267,15 @@ class Policy(nn.Module):
     The head is applied here, in the FSDP root's forward: the one place where its weight is whole.
     """
 
-    def __init__(self, hf):
+    def __init__(self, hf, float32_head=True):
         super().__init__()
-        self.hf = hf
+        self.hf, self.float32_head = hf, float32_head
 
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
         head = self.hf.get_output_embeddings()
         return LogprobsFromHidden.apply(hidden_states(self.hf, batch), head.weight, head.bias, batch.targets,
-                                        temperature)
+                                        temperature, self.float32_head)
 
 
 class Critic(nn.Module):
@@ -300,12 +320,13 @@ def check_model(path, key="model", tokenizer=True):
             raise ValueError(f"{key}={path}: no {what} in this folder")
 
 
-def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True):
+def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, float32_head=True):
     """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
     trained: False for a reference, which needs no gradient and no more digits than it computes with: weights
-    in dtype, so in bfloat16 half the memory and the same logprobs. Every rank must call it. Raises ValueError
-    for models whose logits are more than hidden @ head (softcapped or scaled heads): they would be wrong.
+    in dtype, so in bfloat16 half the memory and the same logprobs. float32_head: see head_logits; the engine's
+    has to be the same. Every rank must call it. Raises ValueError for models whose logits are more than hidden @ head (softcapped
+    or scaled heads): they would be wrong.
     """
     config = AutoConfig.from_pretrained(path)
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -319,7 +340,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True):
         raise ValueError(f"model={path}: no {', '.join(sorted(loading['missing_keys']))} in its weights")
     if hf.generation_config:
         hf.generation_config.do_sample = True   # it may name a temperature, and could not be saved without
-    return shard(Policy(hf).requires_grad_(trained), mesh, dtype, gradient_checkpointing)
+    return shard(Policy(hf, float32_head).requires_grad_(trained), mesh, dtype, gradient_checkpointing)
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False):

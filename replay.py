@@ -59,6 +59,7 @@ engine_correction = "none"
 correction_low = 0.5
 correction_high = 2.0
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
+float32_head = True
 token_budget = 8192
 # ------------------------------------------------------------------------------------------------------------
 checkpoint, run, rows = "", {}, []
@@ -98,7 +99,7 @@ with input_errors():
 @torch.no_grad()
 def logprobs_by(path):
     """The logprobs of all completions by the model in `path`: {s: [len]}."""
-    network, results = load_policy(path, mesh, compute_dtype, trained=False), {}
+    network, results = load_policy(path, mesh, compute_dtype, False, False, float32_head), {}
     for batch in pack(rollouts, range(N), token_budget, device):
         results |= batch.split(network(batch, temperature)[0])
     return results
@@ -132,7 +133,7 @@ if loss_type in ("clip_cov", "kl_cov"):
     marked = {s: mark.to(device) for s, mark in zip(counted, marks)}
 
 # ---------------------------------------------------------------- 5 the update, but for the optimizer's step
-policy = load_policy(new_policy or checkpoint, mesh, compute_dtype)
+policy = load_policy(new_policy or checkpoint, mesh, compute_dtype, float32_head=float32_head)
 weight = losses.sequence_weights(lengths, loss_aggregation, lengths[counted].sum().clamp(min=1),
                                  max(1, len(counted)), max_completion_length)           # [N]
 everyone = kl_coef > 0 and kl_in == "loss" or entropy_coef > 0 or loss_type == "kl_cov"

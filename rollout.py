@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import ranks
+from model import head_logits
 
 
 @dataclass
@@ -58,14 +59,15 @@ def end_tokens(model, tokenizer):
     return ids if isinstance(ids, list) else [ids]
 
 
-METRICS = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
-           "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
+METRICS = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/p99",
+           "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
            "sampling/importance_sampling_ratio/max", "sampling/effective_sample_size", "sampling/kl")
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer):
     """Metrics of the trainer's logprobs, {s: [len]}, against those of rollouts[s] for the same tokens.
 
+    p99: the 99th percentile, of the rank where it is largest.
     effective_sample_size: (sum w)^2 / (n sum w^2) of the ratios w, as a share of the tokens. No ratio is
     truncated for any of them.
     Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken
@@ -80,13 +82,14 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
     k3 = ratio - 1 - (ours - theirs)                            # of KL(engine || trainer)
     sums = torch.stack([torch.tensor(float(len(gap)), device=device),
                         *(x.sum() for x in (gap, ratio, ratio.square(), k3))])
-    peaks = torch.full((3,), -math.inf, device=device)
+    peaks = torch.full((4,), -math.inf, device=device)
     if len(gap):
-        peaks = torch.stack([gap.max(), ratio.max(), -ratio.min()])
+        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
+        peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
     if sums[0] == 0:                                           # nothing to train on, nothing to go wrong
-        return dict(zip(METRICS, (0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0)))
+        return dict(zip(METRICS, (0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0)))
     gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
     if not gap_mean <= bound:
         tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]
@@ -98,20 +101,26 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
                 f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst)
             + ("\nA mixture-of-experts model on vLLM's CPU build comes out wrong after a weight sync: take "
                "--engine=hf for it" if device == "cpu" else ""))
-    gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, -1], device=peaks.device)).tolist()
-    return dict(zip(METRICS, (gap_mean, gap_max, ratio_min, ratio_mean, ratio_max,
+    gap_p99, gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, 1, -1], device=device)).tolist()
+    return dict(zip(METRICS, (gap_mean, gap_p99, gap_max, ratio_min, ratio_mean, ratio_max,
                               ratio_mean ** 2 / square_mean, kl)))
+
+
+def give_float32_head(model):
+    """Let a vLLM 0.25 model compute its logits in float32, as later ones do for head_dtype=float32."""
+    model.lm_head.quant_method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
 
 
 class VLLMEngine:
     """vLLM in this process, on this rank's device, asleep (its memory released) while the trainer works."""
     name, weight_names = "vllm", "checkpoint"
 
-    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1):
+    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
+                 float32_head=True):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine core in this process, no child
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        self.cuda = torch.cuda.is_available()
+        self.cuda, self.asleep = torch.cuda.is_available(), set()
         if not self.cuda:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
@@ -127,9 +136,12 @@ class VLLMEngine:
             skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
             enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size,
+            hf_overrides={"head_dtype": "float32" if float32_head else "model"},
             logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with vLLM 0.26: to go then
+            self.llm.apply_model(give_float32_head)
         # Ranks that share an engine, neighbours, all hand it the same requests: those of the whole group.
         first = dist.get_rank() // tensor_parallel_size * tensor_parallel_size if dist.is_initialized() else 0
         self.group = range(first, first + tensor_parallel_size)
@@ -162,8 +174,7 @@ class VLLMEngine:
 
     def load_weights(self, named_tensors):
         if self.cuda:
-            torch.cuda.empty_cache()                           # what the trainer has freed: vLLM maps its own
-            self.llm.wake_up(tags=["weights"])                 # the KV cache stays released until generate
+            self._wake(["weights"])                            # the KV cache stays released until generate
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))
         else:  # the CPU build repacks linear weights and drops the originals: only a reload can replace them
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
@@ -186,11 +197,13 @@ class VLLMEngine:
     def _sleep(self):
         if self.cuda:
             self.llm.sleep(level=1)                            # weights to host memory, KV cache dropped
+            self.asleep = {"weights", "kv_cache"}
 
-    def _wake(self):
-        if self.cuda:
-            torch.cuda.empty_cache()
-            self.llm.wake_up()
+    def _wake(self, parts=("weights", "kv_cache")):
+        if asleep := [part for part in parts if part in self.asleep]:   # vLLM 0.25 cannot wake a part twice
+            torch.cuda.empty_cache()                           # what the trainer has freed: vLLM maps its own
+            self.llm.wake_up(tags=asleep)
+            self.asleep -= set(asleep)
 
 
 class HFEngine:
@@ -198,10 +211,13 @@ class HFEngine:
     name, weight_names = "hf", "module"
     max_seqs = 256           # sequences generated at a time
 
-    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1):
+    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
+                 float32_head=True):
         self.device = (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available()
                        else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device).eval()
+        head = self.model.get_output_embeddings()
+        head.forward = lambda hidden: head_logits(hidden, head.weight, head.bias, float32_head)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))  # a tied head is in twice
         self.eos_ids = torch.tensor(eos_ids, device=self.device)
 

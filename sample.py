@@ -37,6 +37,7 @@ top_k = 0                       # 0: all tokens
 max_completion_length = 64      # tokens
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
+float32_head = True             # logits in float32 then, too
 vllm_gpu_memory_utilization = 0.8
 show = 4                        # problems whose first sample is printed
 output = ""                     # JSONL file for every sample; empty: none
@@ -58,7 +59,7 @@ with input_errors():
 compute_dtype = getattr(
     torch, dtype if dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32")
 sampler = Engine(model, compute_dtype, max(map(len, prompts)) + max_completion_length, eos_ids,
-                 vllm_gpu_memory_utilization)
+                 vllm_gpu_memory_utilization, float32_head=float32_head)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
 rollouts = sampler.generate(prompts, samples, seeds, max_completion_length, temperature, top_p, top_k)
 sampler.close()

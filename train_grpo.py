@@ -111,6 +111,7 @@ beta2 = 0.95                    # AdamW's, of its square
 grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 # system
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
+float32_head = True             # logits in float32 then, too, of trainer and engine; see model.head_logits
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 offload_optimizer = False       # Adam's moments in host memory between updates: 8 bytes a parameter less
@@ -187,8 +188,10 @@ check(len(train_set) >= prompts_per_step * max_num_gen_batches and len(eval_set)
       f"{prompts_per_step}" + f" times max_num_gen_batches={max_num_gen_batches}" * (max_num_gen_batches > 1))
 
 # ---------------------------------------------------------------- policy, reference, optimizer
-policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
-reference = load_policy(model, mesh, compute_dtype, trained=False) if kl_coef > 0 else None
+policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing,
+                     float32_head=float32_head)
+reference = (load_policy(model, mesh, compute_dtype, trained=False, float32_head=float32_head)
+             if kl_coef > 0 else None)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay,
                               fused=True)
 if offload_optimizer:
@@ -207,7 +210,7 @@ def learning_rate_at(step):
 
 # ---------------------------------------------------------------- engine
 sampler = Engine(start_from or model, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
-                 vllm_gpu_memory_utilization, vllm_tensor_parallel_size)
+                 vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
 
 # ---------------------------------------------------------------- resume
 if start_from:

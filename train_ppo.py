@@ -98,6 +98,7 @@ beta2 = 0.95                    # AdamW's, of its square
 grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 # system
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
+float32_head = True             # logits in float32 then, too, of trainer and engine; see model.head_logits
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 offload_optimizer = False       # Adam's moments in host memory between updates: 8 bytes a parameter less
@@ -187,10 +188,12 @@ check(len(train_set) >= prompts_per_step and len(eval_set) >= world_size,
       f"prompts fit it; a step needs {prompts_per_step}")
 
 # ---------------------------------------------------------------- policy, critic, reference, optimizers
-policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing)
+policy = load_policy(start_from or model, mesh, compute_dtype, gradient_checkpointing,
+                     float32_head=float32_head)
 critic_start = os.path.join(start_from, "critic") if start_from else critic_model or model
 critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing)
-reference = load_policy(model, mesh, compute_dtype, trained=False) if kl_coef > 0 else None
+reference = (load_policy(model, mesh, compute_dtype, trained=False, float32_head=float32_head)
+             if kl_coef > 0 else None)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2), weight_decay=weight_decay,
                               fused=True)
 critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, (beta1, beta2),
@@ -211,7 +214,7 @@ def learning_rate_at(step, peak, first=0):
 
 # ---------------------------------------------------------------- engine
 sampler = Engine(start_from or model, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
-                 vllm_gpu_memory_utilization, vllm_tensor_parallel_size)
+                 vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
 
 # ---------------------------------------------------------------- resume
 if start_from:

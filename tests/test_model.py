@@ -15,8 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 import losses
 import model as model_file
 from losses import value_loss
-from model import (LogprobsFromHidden, Policy, check_model, deal, load_critic, load_policy, offload, pack,
-                   packed_attention)
+from model import (LogprobsFromHidden, Policy, check_model, deal, head_logits, load_critic, load_policy, offload,
+                   pack, packed_attention)
 
 
 def rollout(prompt_ids, completion_ids):
@@ -152,6 +152,31 @@ def test_logprobs_from_hidden(monkeypatch, bias, chunk, through):
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(fast, slow):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_float32_head_does_not_round_logits(bias):
+    """Of bfloat16 factors: exact products against a float64 sum, or that sum in three digits."""
+    C, H, V = 10, 64, 300
+    inputs = [torch.randn(C, H).bfloat16(), torch.randn(V, H).bfloat16(), torch.randn(V).bfloat16()]
+    hidden, weight, shift = (x.double() for x in inputs)
+    exact = hidden @ weight.T + bias * shift
+    kept = head_logits(*inputs[:2], inputs[2] if bias else None)
+    rounded = head_logits(*inputs[:2], inputs[2] if bias else None, float32_head=False)
+    assert kept.dtype == rounded.dtype == torch.float32
+    torch.testing.assert_close(kept.double(), exact, atol=1e-4, rtol=1e-5)
+    assert torch.equal(rounded, rounded.bfloat16().float()) and (rounded - exact).abs().max() > 0.02
+
+    targets, slow = torch.randint(V, (C,)), [x.double().requires_grad_() for x in inputs]
+    (slow[0] @ slow[1].T + bias * slow[2]).log_softmax(1).gather(1, targets[:, None]).sum().backward()
+    for float32_head in (True, False):
+        fast = [x.clone().requires_grad_() for x in inputs[:2 + bias]]
+        logp, _ = LogprobsFromHidden.apply(*fast, *([] if bias else [None]), targets, 1.0, float32_head)
+        expected = (kept if float32_head else rounded).log_softmax(1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(logp.detach(), expected, atol=1e-5, rtol=1e-5)
+        logp.sum().backward()
+        for ours, theirs in zip(fast, slow):
+            assert (ours.grad - theirs.grad).norm() < 0.02 * theirs.grad.norm()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,14 +2,20 @@
 import importlib.util
 import math
 import os
+import random
 import shutil
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import data
 import rollout
+import tiny
+from model import load_policy, pack
 
 PROMPTS = [[72, 105], [50, 43, 50, 61], [65], list(range(97, 117))]
 ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
@@ -115,6 +121,69 @@ def test_greedy_takes_the_likeliest_token(engine, model):
         assert r.completion_ids == table[len(r.prompt_ids) - 1:-1].argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh):
+    base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}                # it is surer of its tokens than `folder`
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prompts = [data.encode_prompt(tokenizer, row["prompt"]) for row in data.load_rows("algebra", "eval", 8)]
+    policy = load_policy(base, mesh, torch.bfloat16, float32_head=True)
+    for float32_head in (True, False):
+        engine = rollout.engine_class(name)(base, torch.bfloat16, 128, [tokenizer.eos_token_id], 0.4,
+                                            float32_head=float32_head)
+        rollouts = generate(engine, prompts, n=16, max_tokens=64, temperature=1.0)
+        (batch,) = pack(rollouts, range(len(rollouts)), 20000, "cpu")
+        with torch.no_grad():
+            logp, _ = policy(batch, 1.0)
+        theirs = batch.flat([torch.tensor(r.logprobs) for r in rollouts])
+        gaps[float32_head] = (logp - theirs).abs().mean().item()
+        engine.close()
+        if not dist.is_initialized():                                   # closing vLLM has ended the group
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert gaps[True] < 2e-3 and gaps[True] < 0.8 * gaps[False], gaps
+
+
+class SleepyLLM:
+    """What vLLM does with its memory on a GPU: a part that is mapped cannot be mapped again, or be used asleep."""
+
+    def __init__(self, llm):
+        self.llm, self.mapped = llm, {"weights", "kv_cache"}
+
+    def sleep(self, level):
+        assert level == 1 and self.mapped == {"weights", "kv_cache"}
+        self.mapped = set()
+
+    def wake_up(self, tags):
+        assert tags and not self.mapped & set(tags)
+        self.mapped |= set(tags)
+
+    def apply_model(self, function):
+        assert self.mapped == {"weights"}                               # the KV cache has given its memory back
+        model = SimpleNamespace(load_weights=lambda weights: self.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": weights}))
+        function(model)
+
+    def generate(self, *args, **kwargs):
+        assert self.mapped == {"weights", "kv_cache"}
+        return self.llm.generate(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.llm, name)
+
+
+@pytest.mark.skipif("vllm" not in ENGINES, reason="needs vLLM")
+def test_vllm_sleeps_but_to_sample_and_to_take_weights(folder, model, mesh):
+    engine = rollout.VLLMEngine(folder, torch.float32, 64, [10, 20, 30], 0.4)
+    expected = generate(engine)
+    engine.llm, engine.cuda = SleepyLLM(engine.llm), True
+    engine._sleep()
+    for _ in range(2):
+        for _ in range(2):                                              # an evaluation, a rollout
+            assert generate(engine) == expected
+            assert not engine.llm.mapped                                # the memory is the trainer's
+        engine.load_weights(model.named_parameters(remove_duplicate=False))
+    engine.close()
+
+
 # ---------------------------------------------------------------- sample_tokens, without a model
 
 def slow_truncation(probs, top_p, top_k):
@@ -171,13 +240,18 @@ def test_compare_logprobs(mesh, folder):
     logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}        # in any order
     metrics = rollout.compare_logprobs(rollouts, logps, 0.2, tokenizer)
     assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
-        "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/max": 0.2,
+        "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/p99": 0.2,
+        "sampling/sampling_logp_difference/max": 0.2,
         "sampling/importance_sampling_ratio/min": math.exp(-0.2),
         "sampling/importance_sampling_ratio/mean": (1 + math.exp(0.1) + math.exp(-0.2)) / 3,
         "sampling/importance_sampling_ratio/max": math.exp(0.1),
         "sampling/effective_sample_size": (1 + math.exp(0.1) + math.exp(-0.2)) ** 2 / 3 / (
             1 + math.exp(0.2) + math.exp(-0.4)),
         "sampling/kl": (math.exp(0.1) - 1.1 + math.exp(-0.2) - 0.8) / 3}.items()}
+    many = [rollout.Rollout([65], [66] * 300, [-1.0] * 300, "stop")]
+    logps = {0: torch.tensor([-1.0 - 1e-3 * gap for gap in random.Random(0).sample(range(300), 300)])}
+    metrics = rollout.compare_logprobs(many, logps, 0.2, tokenizer)
+    assert metrics["sampling/sampling_logp_difference/p99"] == pytest.approx(0.296)  # 297 of 300: 0 to 0.296
     for bad in ([-1.0, -1.3], [-1.0, math.nan]):
         with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
             logps = {0: torch.tensor(bad), 1: torch.tensor([-0.5])}

@@ -59,9 +59,10 @@ def end_tokens(model, tokenizer):
     return ids if isinstance(ids, list) else [ids]
 
 
-METRICS = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/p99",
-           "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
-           "sampling/importance_sampling_ratio/max", "sampling/effective_sample_size", "sampling/kl")
+METRICS = [f"sampling/{name}" for name in (
+    "sampling_logp_difference/mean", "sampling_logp_difference/p99", "sampling_logp_difference/max",
+    "importance_sampling_ratio/min", "importance_sampling_ratio/mean", "importance_sampling_ratio/max",
+    "effective_sample_size", "kl")]
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer):

@@ -172,7 +172,7 @@ AttentionInterface.register("packed", packed_attention)     # and no mask functi
 # ---------------------------------------------------------------- logprobs without logits
 
 def product(a, b):
-    """a @ b in float32, not rounded to the factors' dtype. A GPU sums in float32 anyway: no copies of a and b."""
+    """a @ b in float32, not rounded to the factors' dtype. On a GPU, which sums in float32, without copies."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -324,9 +324,9 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
     """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
     trained: False for a reference, which needs no gradient and no more digits than it computes with: weights
-    in dtype, so in bfloat16 half the memory and the same logprobs. float32_head: see head_logits; the engine's
-    has to be the same. Every rank must call it. Raises ValueError for models whose logits are more than hidden @ head (softcapped
-    or scaled heads): they would be wrong.
+    in dtype, so in bfloat16 half the memory and the same logprobs. float32_head: see head_logits; give the
+    engine the same. Every rank must call it. Raises ValueError for models whose logits are more than
+    hidden @ head (softcapped or scaled heads): they would be wrong.
     """
     config = AutoConfig.from_pretrained(path)
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):

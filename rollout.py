@@ -108,7 +108,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
 
 
 def give_float32_head(model):
-    """Let a vLLM 0.25 model compute its logits in float32, as later ones do for head_dtype=float32."""
+    """Let a model of vLLM 0.25 compute logits in float32; to go with that version, the last that needs it."""
     model.lm_head.quant_method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
 
 
@@ -141,7 +141,7 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
-        if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with vLLM 0.26: to go then
+        if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with 0.26
             self.llm.apply_model(give_float32_head)
         # Ranks that share an engine, neighbours, all hand it the same requests: those of the whole group.
         first = dist.get_rank() // tensor_parallel_size * tensor_parallel_size if dist.is_initialized() else 0

@@ -15,8 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 import losses
 import model as model_file
 from losses import value_loss
-from model import (LogprobsFromHidden, Policy, check_model, deal, head_logits, load_critic, load_policy, offload,
-                   pack, packed_attention)
+from model import (LogprobsFromHidden, Policy, check_model, deal, head_logits, load_critic, load_policy,
+                   offload, pack, packed_attention)
 
 
 def rollout(prompt_ids, completion_ids):

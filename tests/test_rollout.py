@@ -123,7 +123,7 @@ def test_greedy_takes_the_likeliest_token(engine, model):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh):
-    base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}                # it is surer of its tokens than `folder`
+    base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}                # surer of its tokens than `folder`
     tokenizer = AutoTokenizer.from_pretrained(base)
     prompts = [data.encode_prompt(tokenizer, row["prompt"]) for row in data.load_rows("algebra", "eval", 8)]
     policy = load_policy(base, mesh, torch.bfloat16, float32_head=True)
@@ -143,7 +143,7 @@ def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh
 
 
 class SleepyLLM:
-    """What vLLM does with its memory on a GPU: a part that is mapped cannot be mapped again, or be used asleep."""
+    """vLLM's memory on a GPU: a part that is awake cannot be woken, one that is asleep cannot be used."""
 
     def __init__(self, llm):
         self.llm, self.mapped = llm, {"weights", "kv_cache"}
@@ -157,7 +157,7 @@ class SleepyLLM:
         self.mapped |= set(tags)
 
     def apply_model(self, function):
-        assert self.mapped == {"weights"}                               # the KV cache has given its memory back
+        assert self.mapped == {"weights"}                               # the KV cache's is still the trainer's
         model = SimpleNamespace(load_weights=lambda weights: self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": weights}))
         function(model)

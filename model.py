@@ -172,7 +172,7 @@ AttentionInterface.register("packed", packed_attention)     # and no mask functi
 # ---------------------------------------------------------------- logprobs without logits
 
 def product(a, b):
-    """a @ b in float32, not rounded to the factors' dtype. On a GPU, which sums in float32, without copies."""
+    """a @ b in float32, not rounded to the dtype of the factors; on a GPU without copies of them in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

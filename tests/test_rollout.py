@@ -157,7 +157,7 @@ class SleepyLLM:
         self.mapped |= set(tags)
 
     def apply_model(self, function):
-        assert self.mapped == {"weights"}                               # the KV cache's is still the trainer's
+        assert self.mapped == {"weights"}
         model = SimpleNamespace(load_weights=lambda weights: self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": weights}))
         function(model)

@@ -137,13 +137,19 @@ def micro_batches(rollouts, chosen, token_budget, device):
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
+def kernel_takes(query, value):
+    """Whether PyTorch's CUDA kernel for sequences of several lengths computes such attention."""
+    head = query.shape[-1]
+    return (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head % 8 == 0 and head <= 256
+            and value.shape[-1] == head and torch.cuda.get_device_capability(query.device) >= (8, 0))
+
+
 def packed_attention(module, query, key, value, attention_mask, scaling, bounds=None, offsets=None,
                      sliding_window=None, softcap=None, s_aux=None, **_):
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
-    Work grows with sum(len^2), not with T^2, and no T x T mask exists: on CUDA by PyTorch's kernel for
-    sequences of several lengths, where it takes dtype and head size, else by a loop of its fused kernel over
-    the sequences. Raises ValueError for what neither computes: a sequence beyond the model's sliding window,
+    Work grows with sum(len^2), not with T^2, and no T x T mask exists: by PyTorch's kernel for sequences of
+    several lengths, where kernel_takes says so, else by a loop of its fused kernel over them. Raises ValueError for what neither computes: a sequence beyond the model's sliding window,
     softcapped scores, attention sinks.
     """
     sizes = [end - start for start, end in zip(bounds, bounds[1:])]
@@ -152,9 +158,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, bounds=
                          f"{sliding_window}; lower max_prompt_length or max_completion_length")
     if softcap is not None or s_aux is not None:
         raise ValueError("the model's attention has softcapped scores or sinks; packed attention has neither")
-    head = query.shape[-1]
-    if (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head % 8 == 0 and head <= 256
-            and value.shape[-1] == head and torch.cuda.get_device_capability(query.device) >= (8, 0)):
+    if kernel_takes(query, value):
         rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                  # [T, heads, d]
         output = varlen.varlen_attn(*rows, offsets, offsets, max(sizes), max(sizes), scale=scaling,
                                     window_size=(-1, 0), **GROUPED)     # (-1, 0): all before, none behind
@@ -172,7 +176,7 @@ AttentionInterface.register("packed", packed_attention)     # and no mask functi
 # ---------------------------------------------------------------- logprobs without logits
 
 def product(a, b):
-    """a @ b in float32, not rounded to the dtype of the factors; on a GPU without copies of them in float32."""
+    """a @ b in float32, not rounded to the dtype of the factors; on a GPU without float32 copies of them."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

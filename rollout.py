@@ -161,14 +161,14 @@ class VLLMEngine:
         self._wake()
         copies, n = (n, 1) if temperature == 0 else (1, n)     # vLLM takes one greedy sample; all are equal
         params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature,
-                                      top_p=top_p, top_k=top_k, logprobs=0, detokenize=False,
-                                      ignore_eos=True, stop_token_ids=self.eos_ids)    # these alone end it
+                                      top_p=top_p, top_k=top_k, logprobs=0, flat_logprobs=True,
+                                      detokenize=False, ignore_eos=True,
+                                      stop_token_ids=self.eos_ids)             # these alone end it
                   for seed in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params,
                                     use_tqdm=False)
         self._sleep()
-        return [Rollout(list(request.prompt_token_ids), list(sample.token_ids),
-                        [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids)],
+        return [Rollout(list(request.prompt_token_ids), list(sample.token_ids), sample.logprobs.logprobs,
                         sample.finish_reason)
                 for request in outputs for sample in sorted(request.outputs, key=lambda sample: sample.index)
                 for _ in range(copies)]

@@ -2,12 +2,15 @@
 How fast and how large: training step, weight sync and rollouts, beside what the machine can do.
 
     python bench.py                                                     # 1 M parameters, 64 short sequences
-    python bench.py --hidden_size=512 --num_layers=8 --completion_length=256             # 25 M parameters
+    python bench.py --hidden_size=512 --num_heads=16 --num_layers=9 --completion_length=256       # 28 M
     torchrun bench.py --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 --token_budget=16384
+    python bench.py --engine=vllm --cycles=100           # and 100 times: sample, train, sync, as a run does
 
 The update is train_grpo.py's, on random tokens and without its metrics. Figures are those of one rank, and
 medians of `repeats`, after one that is left out. --work=folder keeps model and rollouts, as for bench_trl.py.
+"Bare" is vLLM awake from the beginning, without seeds of the prompts' own: what its users call it with.
 """
+import gc
 import json as json_module
 import os
 import random
@@ -20,6 +23,7 @@ import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 import losses
+import model as model_file
 import ranks
 import rollout
 import weights
@@ -31,6 +35,8 @@ from runlog import peak_memory
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
 hidden_size = 128
 num_layers = 4
+num_heads = 4                   # of queries; half as many of keys and values
+head_dim = 32
 vocab_size = 258
 # work
 sequences = 64                  # completions a step
@@ -39,8 +45,12 @@ completion_length = 64          # tokens, the longest
 lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (seven of 8 of a 16th)
 token_budget = 8192             # tokens in a micro-batch
 gradient_checkpointing = False  # recompute activations in the backward pass
+kernel = True                   # CUDA: attention by PyTorch's kernel for several lengths; False: by a loop
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
+float32_head = True             # logits in float32 then, too
 engine = ""                     # vllm, hf: rollouts, too; empty: none
+gpu_memory_utilization = 0.4    # vLLM's share of the GPU while awake
+cycles = 0                      # with an engine: of rollout, update and sync, to see whether memory grows
 repeats = 5
 work = ""                       # folder that keeps model and rollouts; empty: a temporary one
 json = False                    # one line of JSON instead of the table
@@ -51,16 +61,29 @@ cuda = device.type == "cuda"
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
 
 
+def timed(action):
+    """Seconds of one call, the GPU's work included."""
+    start = time.perf_counter()
+    action()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def seconds(action):
     """Median seconds of `repeats` calls, after one that is left out."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        action()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median([timed(action) for _ in range(repeats + 1)][1:])
+
+
+def in_use():
+    """Bytes in use now, what is kept for later left out: of the whole GPU, or of this process on a CPU."""
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def since_launch():
@@ -78,9 +101,10 @@ if not model:
     torch.manual_seed(0)
     if rank == 0:
         Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size, head_dim=32,
-            num_hidden_layers=num_layers, num_attention_heads=hidden_size // 32, tie_word_embeddings=True,
-            num_key_value_heads=hidden_size // 64, max_position_embeddings=prompt_length + completion_length,
+            vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size,
+            num_hidden_layers=num_layers, num_attention_heads=num_heads, num_key_value_heads=num_heads // 2,
+            head_dim=head_dim, tie_word_embeddings=True,
+            max_position_embeddings=prompt_length + completion_length,
         )).save_pretrained(model)
     ranks.gathered([])
 config = AutoConfig.from_pretrained(model)
@@ -95,7 +119,9 @@ if rank == 0:
         json_module.dump([vars(r) for r in rollouts], file)
 
 # ---------------------------------------------------------------- training
-policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing)
+if not kernel:
+    model_file.kernel_takes = lambda query, value: False
+policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
 lens = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)
@@ -138,19 +164,34 @@ figures = {
 
 # ---------------------------------------------------------------- weight sync, rollouts
 if engine:
-    sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [], 0.4)
-    figures["sync (s)"] = seconds(
-        lambda: sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names)))
-    prompts, made = [r.prompt_ids for r in rollouts], sequences * completion_length
-    ours = seconds(lambda: sampler.generate(prompts, 1, range(sequences), completion_length, 1.0))
-    figures["rollout tokens/s"] = made / ours
+    made, prompts = sequences * completion_length, [r.prompt_ids for r in rollouts]
+    sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
+                                           gpu_memory_utilization, float32_head=float32_head)
+    sample = lambda: sampler.generate(prompts, 1, range(sequences), completion_length, 1.0)
+    sync = lambda: sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
+    figures |= {"sync (s)": seconds(sync), "rollout tokens/s": made / seconds(sample)}
     if engine == "vllm":
-        params = [sampler.SamplingParams(seed=seed, max_tokens=completion_length, temperature=1.0, logprobs=0,
-                                         detokenize=False, ignore_eos=True) for seed in range(sequences)]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
+        params = sampler.SamplingParams(max_tokens=completion_length, temperature=1.0, logprobs=0,
+                                        detokenize=False, ignore_eos=True)
         sampler._wake()
-        bare = seconds(lambda: sampler.llm.generate(requests, params, use_tqdm=False))
-        figures["over bare LLM.generate"] = bare / ours
+        bare = made / seconds(lambda: sampler.llm.generate(requests, params, use_tqdm=False))
+        figures["over bare LLM.generate"] = figures["rollout tokens/s"] / bare
+        if cuda:
+            figures["memory awake (GB)"] = in_use() / 1e9
+            naps = [(timed(sampler._sleep), timed(sampler._wake)) for _ in range(repeats)]
+            sampler._sleep()
+            figures |= {"asleep (GB)": in_use() / 1e9, "sleep (s)": statistics.median(s for s, _ in naps),
+                        "wake (s)": statistics.median(w for _, w in naps)}
+    footprints = []
+    for _ in range(cycles):
+        sample()
+        update()
+        sync()
+        footprints.append(in_use() / 1e9)
+    if cycles:
+        figures |= {"memory after 10 cycles (GB)": footprints[min(9, cycles - 1)],
+                    f"after {cycles} (GB)": footprints[-1]}
     sampler.close()
 if rank == 0:
     if not kept:

@@ -149,8 +149,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling, bounds=
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
     Work grows with sum(len^2), not with T^2, and no T x T mask exists: by PyTorch's kernel for sequences of
-    several lengths, where kernel_takes says so, else by a loop of its fused kernel over them. Raises ValueError for what neither computes: a sequence beyond the model's sliding window,
-    softcapped scores, attention sinks.
+    several lengths, where kernel_takes says so, else by a loop of its fused kernel over them. Raises
+    ValueError for what neither computes: a sequence beyond the model's sliding window, softcapped scores,
+    attention sinks.
     """
     sizes = [end - start for start, end in zip(bounds, bounds[1:])]
     if sliding_window is not None and max(sizes) > sliding_window:

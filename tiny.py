@@ -4,7 +4,7 @@ weights are shipped in tiny.safetensors (bfloat16); ensure() makes a model folde
 second. This script is what trained them:
 
     python tiny.py --out=out/tiny2 --weights=tiny.safetensors         # 19 minutes of one busy core
-    python tiny.py --layers=8 --hidden_size=512 --intermediate_size=1536 --heads=8 --steps=20000  # on a GPU
+    python tiny.py config/larger_base.py --out=out/larger           # 27 M parameters; on a GPU
 
 It is trained from scratch on problems of the train split, none of which is among the held-out
 ones, and sees two styles of answer. At first all answers are worked: steps, then "Answer: ...".
@@ -14,6 +14,7 @@ more reliable. GRPO, rewarded for right answers alone, finds out that showing th
 completions get longer while the reward rises. The ability was put in by pretraining, on
 purpose, and so was the bad habit; what GRPO has to find is which of the two to follow.
 """
+import functools
 import os
 import random
 import shutil
@@ -100,15 +101,17 @@ def batches(rows, harder_rows, tokenizer, rng):
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
+    encode = functools.cache(lambda text: tokenizer(text).input_ids)        # texts come many times
+    encode_prompt = functools.cache(lambda text: tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))
     for step in range(steps):
         batch = []
         for _ in range(batch_size):
             row = rng.choice(harder_rows if rng.random() < harder else rows)
             is_quick = step >= steps * (1 - quick_steps) and rng.random() < quick
             text = quick_answer(row, answers, rng) if is_quick else row["solution"]
-            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True,
-                                                   return_dict=False)
-            batch.append((prompt, tokenizer(text).input_ids + [tokenizer.eos_token_id]))
+            prompt = encode_prompt(data.prompt_text(row["prompt"]))
+            batch.append((prompt, encode(text) + [tokenizer.eos_token_id]))
         yield batch
 
 

@@ -1,0 +1,123 @@
+"""
+What this code does on one GPU: every figure of the README's section about it, each under its command.
+
+    python bench_gpu.py                                      # all parts
+    python bench_gpu.py --parts=default,speed                # some
+
+    tests       tests/test_cuda.py
+    default     both training scripts as they come; GRPO with logits in bfloat16, for engine against trainer
+    colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
+    speed       training and sampling of Qwen3-0.6B's shape, its memory, the attention kernel
+    larger      a base made with tiny.py, GRPO, and the result sampled anew
+    trl         bench_trl.py's updates
+
+What fails is named at the end; the rest is run all the same.
+"""
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+from configurator import configure
+# ------------------------------------------------------------------------------------------------------------
+parts = "tests,default,colocation,speed,larger,trl"
+out_dir = "out/gpu"             # a new one, of runs and logs
+# of colocation and speed: bench.py's
+shape = "--hidden_size=1024 --num_layers=28 --num_heads=16 --head_dim=128 --vocab_size=151936"  # Qwen3-0.6B's
+token_budget = 16384
+completion_length = 1024
+sequences = 128                 # and four times as many for the memory
+cycles = 100
+# of larger
+base = "config/larger_base.py"  # settings for tiny.py
+run = "config/larger.py"        # settings for train_grpo.py
+# of trl
+trl = "out/trl/bin/python"      # the interpreter that has TRL
+# ------------------------------------------------------------------------------------------------------------
+configure(globals())
+os.makedirs(out_dir, exist_ok=True)
+failed = []
+
+
+def call(name, command):
+    """Run a command with its output in out_dir/name.log; (what it printed, seconds), or None if it failed."""
+    print(f"\n$ {command}", flush=True)
+    path, started = os.path.join(out_dir, f"{name}.log"), time.perf_counter()
+    with open(path, "w") as log:
+        code = subprocess.run(command, shell=True, stdout=log, stderr=subprocess.STDOUT).returncode
+    seconds = time.perf_counter() - started
+    with open(path) as log:
+        output = log.read()
+    if code:
+        failed.append(name)
+        print(f"  exit code {code} after {seconds:.0f} s:", *output.splitlines()[-15:], sep="\n  ")
+        return None
+    return output, seconds
+
+
+def train(name, command):
+    """A training run: its evaluations, its time, and the gap between trainer and engine."""
+    folder = os.path.join(out_dir, name)
+    if (done := call(name, f"{command} --out_dir={folder}")) is None:
+        return None
+    with open(os.path.join(folder, "metrics.jsonl")) as file:
+        lines = [json.loads(line) for line in file]
+    evaluations = [line for line in lines if any(key.startswith("eval/mean@") for key in line)]
+    for key in evaluations[0]:
+        if key.startswith("eval/") and key.count("/") == 1:
+            print(f"  {key}: " + ", ".join(f"{line[key]:.3f}" for line in evaluations))
+    steps = [line for line in lines if "loss" in line]
+    gap = lambda line: " ".join(f"{line[f'sampling/sampling_logp_difference/{part}']:.1e}"
+                                for part in ("mean", "p99", "max"))
+    worst = max(steps, key=lambda line: line["sampling/sampling_logp_difference/mean"])
+    median = lambda key: statistics.median(line[key] for line in steps)
+    print(f"  {done[1]:.0f} s in all; a step {median('timing_s/step'):.2f} s: "
+          f"gen {median('timing_s/gen'):.2f}, update {median('timing_s/update_actor'):.2f}, "
+          f"sync {median('timing_s/sync'):.3f}\n"
+          f"  logprob gap (mean, p99, max): step 0 {gap(steps[0])}; largest mean, at step {worst['step']}, "
+          f"{gap(worst)}; effective sample size at least "
+          f"{min(line['sampling/effective_sample_size'] for line in steps):.4f}", flush=True)
+    return folder
+
+
+def bench(name, arguments):
+    """bench.py's figures, on this shape."""
+    fixed = f"{shape} --token_budget={token_budget} --json=true"
+    if done := call(name, f"{sys.executable} bench.py {fixed} {arguments}"):
+        figures = next(json.loads(line) for line in done[0].splitlines() if line.startswith("{"))
+        print(*(f"  {key:34} {value:12.4g}" for key, value in figures.items()), sep="\n", flush=True)
+
+
+# ---------------------------------------------------------------- the parts
+chosen = parts.split(",")
+if "tests" in chosen and (done := call("tests", f"{sys.executable} -m pytest -q -rs tests/test_cuda.py")):
+    print(" ", done[0].splitlines()[-1])
+if "default" in chosen:
+    train("grpo", "torchrun train_grpo.py")
+    train("ppo", "torchrun train_ppo.py")
+    train("grpo_bfloat16_head", "torchrun train_grpo.py --float32_head=false")
+if "colocation" in chosen:
+    bench("colocation", f"--engine=vllm --sequences=32 --completion_length=128 --cycles={cycles}")
+if "speed" in chosen:
+    long = f"--completion_length={completion_length}"
+    bench("speed", f"--engine=vllm --sequences={sequences} {long}")
+    bench("loop", f"--kernel=false --sequences={sequences} {long}")
+    bench("four_times", f"--sequences={4 * sequences} {long} --repeats=2")
+    bench("checkpointing", f"--gradient_checkpointing=true --sequences={sequences} {long} --repeats=2")
+if "larger" in chosen:
+    folder = os.path.join(out_dir, "base")
+    if (call("base", f"{sys.executable} tiny.py {base} --out={folder}")
+            and (done := train("larger", f"torchrun train_grpo.py {run} --model={folder}"))):
+        with open(os.path.join(done, "config.json")) as file:
+            settings = json.load(file)
+        same = " ".join(f"--{key}={settings[key]}"
+                        for key in ("task", "difficulty", "eval_prompts", "max_completion_length"))
+        if scored := call("sample", f"{sys.executable} sample.py --samples={settings['eval_samples']} {same} "
+                                    f"--model={done}/checkpoint-{settings['max_steps']}"):
+            print(*("  " + line for line in scored[0].splitlines() if "@" in line), sep="\n")
+if "trl" in chosen:
+    if done := call("trl", f"{sys.executable} bench_trl.py --trl={trl} --only=update --pairs=3"):
+        print(done[0])
+sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

@@ -1,0 +1,14 @@
+"""The base of config/larger_base.py on the problems it was made for. Not measured yet.
+
+    python tiny.py config/larger_base.py --out=out/larger
+    torchrun train_grpo.py config/larger.py
+"""
+model = "out/larger"
+difficulty = 3
+max_prompt_length = 96
+max_completion_length = 256
+prompts_per_step = 64
+max_steps = 100
+token_budget = 32768
+eval_prompts = 256
+eval_samples = 8

@@ -1,0 +1,113 @@
+"""What only a GPU can show: the attention kernel, products kept in float32, a policy, vLLM's sleep."""
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import model as model_file
+import rollout
+import weights
+from model import load_policy, pack, packed_attention, product
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture()
+def mesh():
+    torch.cuda.set_device(0)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.init_device_mesh("cuda", (1,))
+
+
+def distance(x, expected):
+    return ((x.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("heads, kv_heads, size", [(16, 8, 128), (5, 5, 32), (8, 2, 64)])
+def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_heads, size):
+    """Values and gradients of both in bfloat16 against a float64 softmax, sequence by sequence."""
+    lengths = [1, 700, 3, 64, 65, 1300]
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    offsets = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    shapes = [(1, count, bounds[-1], size) for count in (heads, kv_heads, kv_heads)]
+    inputs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    upstream = torch.randn(1, bounds[-1], heads, size, device="cuda").bfloat16()
+
+    slow = [x.double().requires_grad_() for x in inputs]
+    rows = []
+    for start, end in zip(bounds, bounds[1:]):
+        q, k, v = (x[0, :, start:end] for x in slow)
+        k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+        hidden = torch.ones(end - start, end - start, dtype=torch.bool, device="cuda").triu(1)
+        rows.append((q @ k.transpose(1, 2) / 8).masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+    expected = torch.cat(rows, dim=1).transpose(0, 1)[None]
+    expected.backward(upstream.double())
+
+    distances = []
+    for kernel in (True, False):
+        monkeypatch.setattr(model_file, "kernel_takes", lambda query, value: kernel)
+        fast = [x.clone().requires_grad_() for x in inputs]
+        output, _ = packed_attention(None, *fast, None, 1 / 8, bounds=bounds, offsets=offsets)
+        output.backward(upstream)
+        distances.append([distance(output, expected),
+                          *(distance(x.grad, y.grad) for x, y in zip(fast, slow))])
+    for by_kernel, by_loop in zip(*distances):
+        assert by_kernel < 1e-2 and by_kernel < 1.5 * by_loop, distances
+
+
+def test_products_of_bfloat16_are_kept_in_float32():
+    a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((300, 1024), (1024, 5000)))
+    assert distance(product(a, b), a.double() @ b.double()) < 1e-5
+    assert distance(product(a, b.T.contiguous().T), a.double() @ b.double()) < 1e-5
+
+
+def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
+    rng = random.Random(0)
+    ids = lambda longest: [rng.randrange(256) for _ in range(rng.randint(1, longest))]
+    rollouts = [SimpleNamespace(prompt_ids=ids(30), completion_ids=ids(90)) for _ in range(40)]
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy, gaps = load_policy(folder, mesh, torch.bfloat16), []
+    for batch in pack(rollouts, range(40), 1000, "cuda"):
+        logp, _ = policy(batch, 1.0)
+        logp.sum().backward()
+        for s, values in batch.split(logp.detach().cpu()).items():
+            r = rollouts[s]
+            with torch.no_grad():
+                table = plain(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0].log_softmax(-1)
+            expected = table[len(r.prompt_ids) - 1:-1].gather(1, torch.tensor(r.completion_ids)[:, None])
+            gaps.append((values - expected[:, 0]).abs())
+    assert torch.cat(gaps).mean() < 0.05
+    assert all(p.grad.full_tensor().isfinite().all() for p in policy.parameters())
+
+
+def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
+    """20 times: asleep it has released most of its share; after a sync it has the trainer's weights."""
+    def in_use():
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    policy, used = load_policy(folder, mesh, torch.bfloat16), []
+    engine = rollout.VLLMEngine(folder, torch.bfloat16, 64, [10], 0.2)
+    engine._wake()
+    awake = in_use()
+    engine._sleep()
+    for cycle in range(20):
+        with torch.no_grad():
+            for p in policy.parameters():
+                p += 0.01 * torch.randn_like(p)
+        engine.load_weights(weights.full_weights(policy, torch.bfloat16, engine.weight_names))
+        rollouts = engine.generate([[65, 66], [67]], 16, [cycle, 100 + cycle], 24, 1.0)
+        used.append(in_use())
+        (batch,) = pack(rollouts, range(32), 4096, "cuda")
+        with torch.no_grad():
+            logp, _ = policy(batch, 1.0)
+        policy.reshard()
+        theirs = torch.tensor([x for s in batch.sequences for x in rollouts[s].logprobs], device="cuda")
+        assert (logp - theirs).abs().mean() < 0.05
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert awake - used[-1] > 0.1 * total and used[-1] - used[2] < 64e6, (awake, used)
+    engine.close()

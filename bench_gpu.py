@@ -116,7 +116,8 @@ if "larger" in chosen:
                         for key in ("task", "difficulty", "eval_prompts", "max_completion_length"))
         if scored := call("sample", f"{sys.executable} sample.py --samples={settings['eval_samples']} {same} "
                                     f"--model={done}/checkpoint-{settings['max_steps']}"):
-            print(*("  " + line for line in scored[0].splitlines() if "@" in line), sep="\n")
+            print(*("  " + line for line in scored[0].splitlines() if line.split("/")[0] == "eval"
+                    and line.count("/") == 1), sep="\n")
 if "trl" in chosen:
     if done := call("trl", f"{sys.executable} bench_trl.py --trl={trl} --only=update --pairs=3"):
         print(done[0])

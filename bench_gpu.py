@@ -8,8 +8,9 @@ What this code does on one GPU: every figure of the README's section about it, e
     default     both training scripts as they come; GRPO with logits in bfloat16, for engine against trainer
     colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
     speed       training and sampling of Qwen3-0.6B's shape, its memory, the attention kernel
-    larger      a base made with tiny.py, GRPO, and the result sampled anew
-    trl         bench_trl.py's updates
+    base        a larger base model, made with tiny.py
+    larger      GRPO of that base, and the result sampled anew
+    trl         bench_trl.py's update of Qwen3-0.6B's shape
 
 What fails is named at the end; the rest is run all the same.
 """
@@ -22,15 +23,15 @@ import time
 
 from configurator import configure
 # ------------------------------------------------------------------------------------------------------------
-parts = "tests,default,colocation,speed,larger,trl"
-out_dir = "out/gpu"             # a new one, of runs and logs
+parts = "tests,default,colocation,speed,base,larger,trl"
+out_dir = "out/gpu"             # of runs and logs; those of the same parts must not be there yet
 # of colocation and speed: bench.py's
 shape = "--hidden_size=1024 --num_layers=28 --num_heads=16 --head_dim=128 --vocab_size=151936"  # Qwen3-0.6B's
 token_budget = 16384
 completion_length = 1024
 sequences = 128                 # and four times as many for the memory
 cycles = 100
-# of larger
+# of base and larger
 base = "config/larger_base.py"  # settings for tiny.py
 run = "config/larger.py"        # settings for train_grpo.py
 # of trl
@@ -39,6 +40,7 @@ trl = "out/trl/bin/python"      # the interpreter that has TRL
 configure(globals())
 os.makedirs(out_dir, exist_ok=True)
 failed = []
+env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}      # for torchrun
 
 
 def call(name, command):
@@ -46,7 +48,7 @@ def call(name, command):
     print(f"\n$ {command}", flush=True)
     path, started = os.path.join(out_dir, f"{name}.log"), time.perf_counter()
     with open(path, "w") as log:
-        code = subprocess.run(command, shell=True, stdout=log, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(command, shell=True, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
     seconds = time.perf_counter() - started
     with open(path) as log:
         output = log.read()
@@ -97,7 +99,7 @@ if "tests" in chosen and (done := call("tests", f"{sys.executable} -m pytest -q 
 if "default" in chosen:
     train("grpo", "torchrun train_grpo.py")
     train("ppo", "torchrun train_ppo.py")
-    train("grpo_bfloat16_head", "torchrun train_grpo.py --float32_head=false")
+    train("bfloat16_head", "torchrun train_grpo.py --float32_head=false")
 if "colocation" in chosen:
     bench("colocation", f"--engine=vllm --sequences=32 --completion_length=128 --cycles={cycles}")
 if "speed" in chosen:
@@ -106,19 +108,18 @@ if "speed" in chosen:
     bench("loop", f"--kernel=false --sequences={sequences} {long}")
     bench("four_times", f"--sequences={4 * sequences} {long} --repeats=2")
     bench("checkpointing", f"--gradient_checkpointing=true --sequences={sequences} {long} --repeats=2")
-if "larger" in chosen:
-    folder = os.path.join(out_dir, "base")
-    if (call("base", f"{sys.executable} tiny.py {base} --out={folder}")
-            and (done := train("larger", f"torchrun train_grpo.py {run} --model={folder}"))):
-        with open(os.path.join(done, "config.json")) as file:
-            settings = json.load(file)
-        same = " ".join(f"--{key}={settings[key]}"
-                        for key in ("task", "difficulty", "eval_prompts", "max_completion_length"))
-        if scored := call("sample", f"{sys.executable} sample.py --samples={settings['eval_samples']} {same} "
-                                    f"--model={done}/checkpoint-{settings['max_steps']}"):
-            print(*("  " + line for line in scored[0].splitlines() if line.split("/")[0] == "eval"
-                    and line.count("/") == 1), sep="\n")
+if "base" in chosen and (done := call("base", f"{sys.executable} tiny.py {base} --out={out_dir}/base")):
+    print(f"  {done[1]:.0f} s")
+if "larger" in chosen and (folder := train("larger", f"torchrun train_grpo.py {run} --model={out_dir}/base")):
+    with open(os.path.join(folder, "config.json")) as file:
+        settings = json.load(file)
+    same = " ".join(f"--{key}={settings[key]}"
+                    for key in ("task", "difficulty", "eval_prompts", "max_completion_length"))
+    if done := call("sample", f"{sys.executable} sample.py {same} --samples={settings['eval_samples']} "
+                              f"--model={folder}/checkpoint-{settings['max_steps']}"):
+        print(*("  " + line for line in done[0].splitlines() if line.startswith("eval/")
+                and line.count("/") == 1), sep="\n")
 if "trl" in chosen:
-    if done := call("trl", f"{sys.executable} bench_trl.py --trl={trl} --only=update --pairs=3"):
+    if done := call("trl", f"{sys.executable} bench_trl.py --trl={trl} --only=Qwen3 --pairs=3"):
         print(done[0])
 sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

@@ -9,6 +9,7 @@ max_prompt_length = 96
 max_completion_length = 256
 prompts_per_step = 64
 max_steps = 100
+learning_rate = 3e-5
 token_budget = 32768
 eval_prompts = 256
 eval_samples = 8

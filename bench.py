@@ -8,7 +8,8 @@ How fast and how large: training step, weight sync and rollouts, beside what the
 
 The update is train_grpo.py's, on random tokens and without its metrics. Figures are those of one rank, and
 medians of `repeats`, after one that is left out. --work=folder keeps model and rollouts, as for bench_trl.py.
-"Bare" is vLLM awake from the beginning, without seeds of the prompts' own: what its users call it with.
+"Bare" is LLM.generate with logprobs, of the same engine but awake all the time and without a seed for each
+prompt. On a GPU sync and rollouts include the engine's waking and falling asleep.
 """
 import gc
 import json as json_module
@@ -27,7 +28,7 @@ import model as model_file
 import ranks
 import rollout
 import weights
-from configurator import configure
+from configurator import check, configure
 from model import load_policy, micro_batches
 from runlog import peak_memory
 # ------------------------------------------------------------------------------------------------------------
@@ -45,17 +46,20 @@ completion_length = 64          # tokens, the longest
 lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (seven of 8 of a 16th)
 token_budget = 8192             # tokens in a micro-batch
 gradient_checkpointing = False  # recompute activations in the backward pass
-kernel = True                   # CUDA: attention by PyTorch's kernel for several lengths; False: by a loop
+kernel = True                   # CUDA: attention by PyTorch's kernel for sequences of several lengths; False:
+                                # by the loop that stands in for it elsewhere
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
-float32_head = True             # logits in float32 then, too
+float32_head = True             # with bfloat16: logits in float32 all the same
 engine = ""                     # vllm, hf: rollouts, too; empty: none
-gpu_memory_utilization = 0.4    # vLLM's share of the GPU while awake
+vllm_gpu_memory_utilization = 0.4
 cycles = 0                      # with an engine: of rollout, update and sync, to see whether memory grows
 repeats = 5
 work = ""                       # folder that keeps model and rollouts; empty: a temporary one
 json = False                    # one line of JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
+check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
+check(engine or not cycles, f"cycles={cycles} would do nothing: without an engine there are none")
 rank, world_size, device, mesh = ranks.set_up()
 cuda = device.type == "cuda"
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
@@ -76,7 +80,7 @@ def seconds(action):
 
 
 def in_use():
-    """Bytes in use now, what is kept for later left out: of the whole GPU, or of this process on a CPU."""
+    """Bytes in use now: of the whole GPU, but for what PyTorch keeps for later; on a CPU of this process."""
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
@@ -104,7 +108,7 @@ if not model:
             vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size,
             num_hidden_layers=num_layers, num_attention_heads=num_heads, num_key_value_heads=num_heads // 2,
             head_dim=head_dim, tie_word_embeddings=True,
-            max_position_embeddings=prompt_length + completion_length,
+            max_position_embeddings=32768,
         )).save_pretrained(model)
     ranks.gathered([])
 config = AutoConfig.from_pretrained(model)
@@ -166,10 +170,15 @@ figures = {
 if engine:
     made, prompts = sequences * completion_length, [r.prompt_ids for r in rollouts]
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
-                                           gpu_memory_utilization, float32_head=float32_head)
+                                           vllm_gpu_memory_utilization, float32_head=float32_head)
     sample = lambda: sampler.generate(prompts, 1, range(sequences), completion_length, 1.0)
     sync = lambda: sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
-    figures |= {"sync (s)": seconds(sync), "rollout tokens/s": made / seconds(sample)}
+    syncs = []
+    for _ in range(repeats + 1):
+        if engine == "vllm":
+            sampler._sleep()                                    # as a run finds it
+        syncs.append(timed(sync))
+    figures |= {"sync (s)": statistics.median(syncs[1:]), "rollout tokens/s": made / seconds(sample)}
     if engine == "vllm":
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         params = sampler.SamplingParams(max_tokens=completion_length, temperature=1.0, logprobs=0,
@@ -190,7 +199,8 @@ if engine:
         sync()
         footprints.append(in_use() / 1e9)
     if cycles:
-        figures |= {"memory after 10 cycles (GB)": footprints[min(9, cycles - 1)],
+        early = min(10, cycles)
+        figures |= {f"memory after {early} cycles (GB)": footprints[early - 1],
                     f"after {cycles} (GB)": footprints[-1]}
     sampler.close()
 if rank == 0:

@@ -1,5 +1,5 @@
 """
-What this code does on one GPU: every figure of the README's section about it, each under its command.
+All that needs a GPU to be tested or measured, each part under its command.
 
     python bench_gpu.py                                      # all parts
     python bench_gpu.py --parts=default,speed                # some
@@ -21,23 +21,28 @@ import subprocess
 import sys
 import time
 
-from configurator import configure
+import torch
+
+from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 parts = "tests,default,colocation,speed,base,larger,trl"
 out_dir = "out/gpu"             # of runs and logs; those of the same parts must not be there yet
-# of colocation and speed: bench.py's
+# of colocation and speed
 shape = "--hidden_size=1024 --num_layers=28 --num_heads=16 --head_dim=128 --vocab_size=151936"  # Qwen3-0.6B's
 token_budget = 16384
-completion_length = 1024
-sequences = 128                 # and four times as many for the memory
-cycles = 100
-# of base and larger
+completion_length = 1024        # tokens, of speed
+sequences = 128                 # of speed; four times as many for the memory
+cycles = 100                    # of colocation
+# of base, larger and trl
 base = "config/larger_base.py"  # settings for tiny.py
-run = "config/larger.py"        # settings for train_grpo.py
-# of trl
+larger = "config/larger.py"     # settings for train_grpo.py
 trl = "out/trl/bin/python"      # the interpreter that has TRL
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
+chosen = parts.split(",")
+names = "tests,default,colocation,speed,base,larger,trl".split(",")
+check(set(chosen) <= set(names), f"parts={parts}: choose from {', '.join(names)}")
+check(torch.cuda.is_available() or set(chosen) <= {"base", "larger"}, f"parts={parts}: here is no GPU")
 os.makedirs(out_dir, exist_ok=True)
 failed = []
 env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}      # for torchrun
@@ -74,32 +79,33 @@ def train(name, command):
     gap = lambda line: " ".join(f"{line[f'sampling/sampling_logp_difference/{part}']:.1e}"
                                 for part in ("mean", "p99", "max"))
     worst = max(steps, key=lambda line: line["sampling/sampling_logp_difference/mean"])
-    median = lambda key: statistics.median(line[key] for line in steps)
-    print(f"  {done[1]:.0f} s in all; a step {median('timing_s/step'):.2f} s: "
-          f"gen {median('timing_s/gen'):.2f}, update {median('timing_s/update_actor'):.2f}, "
-          f"sync {median('timing_s/sync'):.3f}\n"
-          f"  logprob gap (mean, p99, max): step 0 {gap(steps[0])}; largest mean, at step {worst['step']}, "
-          f"{gap(worst)}; effective sample size at least "
+    middle = {key: statistics.median(line[key] for line in steps if key in line) for key in steps[0]}
+    print(f"  {done[1]:.0f} s in all; a step {middle['timing_s/step']:.2f} s: " + ", ".join(
+        f"{key.removeprefix('timing_s/')} {middle[key]:.3f}" for key in middle
+        if key.startswith("timing_s/") and key.rpartition("/")[2] not in ("step", "eval", "save")))
+    print(f"  logprob gap (mean, p99, max): step 0 {gap(steps[0])}; medians {gap(middle)}; largest mean, "
+          f"at step {worst['step']}, {gap(worst)}\n  effective sample size at least "
           f"{min(line['sampling/effective_sample_size'] for line in steps):.4f}", flush=True)
     return folder
 
 
 def bench(name, arguments):
-    """bench.py's figures, on this shape."""
-    fixed = f"{shape} --token_budget={token_budget} --json=true"
-    if done := call(name, f"{sys.executable} bench.py {fixed} {arguments}"):
+    """bench.py's figures, on this shape; the first makes the model, in out_dir/shape."""
+    made = os.path.join(out_dir, "shape", "model")
+    arguments += f" --model={made}" if os.path.isdir(made) else f" {shape} --work={out_dir}/shape"
+    if done := call(name, f"{sys.executable} bench.py --token_budget={token_budget} --json=true {arguments}"):
         figures = next(json.loads(line) for line in done[0].splitlines() if line.startswith("{"))
         print(*(f"  {key:34} {value:12.4g}" for key, value in figures.items()), sep="\n", flush=True)
 
 
 # ---------------------------------------------------------------- the parts
-chosen = parts.split(",")
 if "tests" in chosen and (done := call("tests", f"{sys.executable} -m pytest -q -rs tests/test_cuda.py")):
     print(" ", done[0].splitlines()[-1])
 if "default" in chosen:
-    train("grpo", "torchrun train_grpo.py")
-    train("ppo", "torchrun train_ppo.py")
-    train("bfloat16_head", "torchrun train_grpo.py --float32_head=false")
+    small = "--vllm_gpu_memory_utilization=0.05"    # vLLM visits every block of it in each step
+    train("grpo", f"torchrun train_grpo.py {small}")
+    train("ppo", f"torchrun train_ppo.py {small}")
+    train("bfloat16_head", f"torchrun train_grpo.py {small} --float32_head=false")
 if "colocation" in chosen:
     bench("colocation", f"--engine=vllm --sequences=32 --completion_length=128 --cycles={cycles}")
 if "speed" in chosen:
@@ -110,7 +116,8 @@ if "speed" in chosen:
     bench("checkpointing", f"--gradient_checkpointing=true --sequences={sequences} {long} --repeats=2")
 if "base" in chosen and (done := call("base", f"{sys.executable} tiny.py {base} --out={out_dir}/base")):
     print(f"  {done[1]:.0f} s")
-if "larger" in chosen and (folder := train("larger", f"torchrun train_grpo.py {run} --model={out_dir}/base")):
+trained = f"torchrun train_grpo.py {larger} --model={out_dir}/base"
+if "larger" in chosen and (folder := train("larger", trained)):
     with open(os.path.join(folder, "config.json")) as file:
         settings = json.load(file)
     same = " ".join(f"--{key}={settings[key]}"

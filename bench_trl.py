@@ -14,6 +14,7 @@ On a GPU both compute in bfloat16 from float32 weights, and Qwen3-0.6B's shape i
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import time
 
 import torch
 
-from configurator import configure
+from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 trl = "out/trl/bin/python"      # the interpreter that has TRL
 only = ""                       # a word in the name of the lines to measure; empty: all
@@ -105,12 +106,14 @@ if work:
 def run(sign, *command):
     """Run it: seconds from the launch to the first line with the sign in it, and its last line."""
     launch, seen, line = time.perf_counter(), None, ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with (tempfile.TemporaryFile("w+") as errors,
+          subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process):
         for line in process.stdout:
             if sign in line and seen is None:
                 seen = time.perf_counter() - launch
-    if process.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {process.returncode}")
+        if process.wait():
+            errors.seek(0)
+            sys.exit(f"{errors.read()[-3000:]}\n{' '.join(command)}: exit code {process.returncode}")
     return seen, line
 
 
@@ -119,8 +122,12 @@ def compare(name, unit, here, there):
     print(f"{name:48} {here:8.3f} {unit:2} {there:8.3f} {unit:2} {there / here:6.2f}x", flush=True)
 
 
+has_trl = "import importlib.util; assert importlib.util.find_spec('trl')"
+check(shutil.which(trl) and not subprocess.run([trl, "-c", has_trl], stderr=subprocess.DEVNULL).returncode,
+      f"trl={trl}: no interpreter that has TRL")
 print(f"{'':48} {'here':>11} {'TRL':>11}   ratio")
-for name, steps, size, *arguments in (         # size: the sequences at a time that TRL is fastest with
+# size: the sequences at a time that TRL is fastest with; a guess for the last one
+for name, steps, size, *arguments in (
         ("update", 5, 64),
         ("update, every eighth 512 tokens, others 32", 5, 8, "--lengths=skewed", "--completion_length=512"),
         ("update, vocabulary 151,936", 1, 64, "--vocab_size=151936"),

@@ -186,9 +186,10 @@ def product(a, b):
 def head_logits(hidden, weight, bias, float32_head=True):
     """Logits of a linear head, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or None.
 
-    float32_head False: rounded to the weight's dtype first, as models in bfloat16 have them. That is three
-    digits, a sixteenth at a logit of 20, and most of the gap between an engine and a trainer in bfloat16
-    (MiniMax-M1, https://arxiv.org/abs/2506.13585).
+    float32_head False: rounded to the weight's dtype first, as models in bfloat16 have them: three digits, a
+    sixteenth at a logit of 20. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found in it most of the gap
+    between engine and trainer; of the default run's it is a quarter to two fifths (README). On a CPU each
+    call makes a float32 copy of a bfloat16 weight.
     """
     if not float32_head or weight.dtype == torch.float32:
         return F.linear(hidden, weight, bias).float()

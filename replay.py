@@ -59,7 +59,7 @@ engine_correction = "none"
 correction_low = 0.5
 correction_high = 2.0
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
-float32_head = True
+float32_head = True             # with bfloat16: logits in float32 all the same
 token_budget = 8192
 # ------------------------------------------------------------------------------------------------------------
 checkpoint, run, rows = "", {}, []
@@ -69,6 +69,7 @@ if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
           f"{checkpoint} holds no rollouts.jsonl: no checkpoint of train_grpo.py, or the last of its run")
     with open(f"{checkpoint}/rollouts.jsonl") as file, input_errors():
         run, *rows = map(json.loads, file)
+    run.setdefault("float32_head", False)                       # runs before it was a setting had none
     globals().update({key: value for key, value in run.items() if key in globals()})
 settings = configure(globals(), others=run)
 check(checkpoint, "name a checkpoint first: python replay.py out/grpo-algebra-.../checkpoint-40")
@@ -99,7 +100,7 @@ with input_errors():
 @torch.no_grad()
 def logprobs_by(path):
     """The logprobs of all completions by the model in `path`: {s: [len]}."""
-    network, results = load_policy(path, mesh, compute_dtype, False, False, float32_head), {}
+    network, results = load_policy(path, mesh, compute_dtype, trained=False, float32_head=float32_head), {}
     for batch in pack(rollouts, range(N), token_budget, device):
         results |= batch.split(network(batch, temperature)[0])
     return results

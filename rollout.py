@@ -126,12 +126,14 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first generate compiles for 30 s
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs, but may fail to load
         if tensor_parallel_size > 1:
             self._unlink_shared_memory()
             dist.barrier()
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import vllm
         self.SamplingParams, self.eos_ids = vllm.SamplingParams, eos_ids
+        before = torch.cuda.memory_allocated() if self.cuda else 0
         self.llm = vllm.LLM(
             model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
             skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
@@ -141,6 +143,8 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        # PyTorch counts this as allocated even while vLLM sleeps and the memory behind it is free.
+        self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
         if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with 0.26
             self.llm.apply_model(give_float32_head)
         # Ranks that share an engine, neighbours, all hand it the same requests: those of the whole group.
@@ -179,7 +183,7 @@ class VLLMEngine:
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))
         else:  # the CPU build repacks linear weights and drops the originals: only a reload can replace them
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-        self.llm.reset_prefix_cache()                          # its keys and values came from the old weights
+            self.llm.reset_prefix_cache()                      # it is the old weights'; a GPU's went to sleep
 
     def close(self):
         self._wake()                                           # shutting down asleep would unmap memory twice
@@ -196,12 +200,14 @@ class VLLMEngine:
                 os.unlink(path)
 
     def _sleep(self):
-        if self.cuda:
+        if self.cuda and len(self.asleep) < 2:
+            self._wake()                                       # it falls asleep as a whole, or not at all
             self.llm.sleep(level=1)                            # weights to host memory, KV cache dropped
             self.asleep = {"weights", "kv_cache"}
 
     def _wake(self, parts=("weights", "kv_cache")):
-        if asleep := [part for part in parts if part in self.asleep]:   # vLLM 0.25 cannot wake a part twice
+        # A part that is awake: vLLM 0.25 would map its memory again and fail, 0.32 would not wake the others.
+        if asleep := [part for part in parts if part in self.asleep]:
             torch.cuda.empty_cache()                           # what the trainer has freed: vLLM maps its own
             self.llm.wake_up(tags=asleep)
             self.asleep -= set(asleep)
@@ -209,7 +215,7 @@ class VLLMEngine:
 
 class HFEngine:
     """Plain PyTorch with a KV cache: no vLLM needed, and short enough to read."""
-    name, weight_names = "hf", "module"
+    name, weight_names, allocated = "hf", "module", 0
     max_seqs = 256           # sequences generated at a time
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
@@ -218,7 +224,8 @@ class HFEngine:
                        else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device).eval()
         head = self.model.get_output_embeddings()
-        head.forward = lambda hidden: head_logits(hidden, head.weight, head.bias, float32_head)
+        head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
+                                                  float32_head)[:, None]                        # [B, 1, V]
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))  # a tied head is in twice
         self.eos_ids = torch.tensor(eos_ids, device=self.device)
 
@@ -284,8 +291,8 @@ def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
     hold top_p of the probability. temperature 0 takes the likeliest token.
     """
     if temperature == 0:
-        return logits.argmax(-1), logits.float().log_softmax(-1).amax(-1)
-    probs, order = (logits.float() / temperature).softmax(-1), None                             # [R, V]
+        return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+    probs, order = (logits / temperature).softmax(-1), None                                     # [R, V]
     if top_k > 0 or top_p < 1:                                 # only a truncated distribution needs the sort
         probs, order = probs.sort(-1, descending=True)
         if top_k > 0:

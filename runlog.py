@@ -38,9 +38,11 @@ class RunLog:
 
     @contextlib.contextmanager
     def timed(self, name):
-        """Adds the seconds that the block takes to timing["timing_s/name"]."""
+        """Adds the seconds that the block takes, the GPU's part included, to timing["timing_s/name"]."""
         start = time.perf_counter()
         yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.timing[f"timing_s/{name}"] += time.perf_counter() - start
 
     def say(self, text):

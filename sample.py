@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 import data
+import ranks
 import rewards
 import rollout
 import tiny
@@ -37,12 +38,13 @@ top_k = 0                       # 0: all tokens
 max_completion_length = 64      # tokens
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
-float32_head = True             # logits in float32 then, too
+float32_head = True             # with bfloat16: logits in float32 all the same
 vllm_gpu_memory_utilization = 0.8
 show = 4                        # problems whose first sample is printed
 output = ""                     # JSONL file for every sample; empty: none
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
+ranks.set_up()
 
 with input_errors():
     Engine = rollout.engine_class(engine)
@@ -67,7 +69,7 @@ sampler.close()
 texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in rollouts]
 if prompt:
     print(*texts, sep="\n" + "-" * 40 + "\n")
-    raise SystemExit
+    ranks.leave()
 
 row_of = [row for row in rows for _ in range(samples)]
 scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)
@@ -82,3 +84,4 @@ if output:
 results = list(zip([row.get("source") for row in row_of], scores, map(rewards.extract_answer, texts)))
 for name, value in rewards.evaluation(results, samples).items():
     print(f"{name:40} {value:.4f}")
+ranks.leave()

@@ -111,7 +111,8 @@ beta2 = 0.95                    # AdamW's, of its square
 grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 # system
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
-float32_head = True             # logits in float32 then, too, of trainer and engine; see model.head_logits
+float32_head = True             # with bfloat16: logits in float32 all the same, of trainer and engine; see
+                                # model.head_logits
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 offload_optimizer = False       # Adam's moments in host memory between updates: 8 bytes a parameter less
@@ -491,7 +492,7 @@ for step in range(first_step, max_steps + 1):
         "grad_norm": sum(finite_norms) / max(len(finite_norms), 1),
         "actor/skipped_updates": len(grad_norms) - len(finite_norms), "learning_rate": learning_rate_at(step),
         "num_tokens": state["num_tokens"], "perf/throughput": tokens / log.timing["timing_s/step"],
-        "perf/max_memory_allocated_gb": peak_memory() / 1e9} | log.timing
+        "perf/max_memory_allocated_gb": (peak_memory() - sampler.allocated) / 1e9} | log.timing
     log.metrics(metrics)
     samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": own_scores[i],
                 "finish_reason": own_rollouts[i].finish_reason, "truth": row_of[i].get("answer")}

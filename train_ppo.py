@@ -98,7 +98,8 @@ beta2 = 0.95                    # AdamW's, of its square
 grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
 # system
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are float32 always
-float32_head = True             # logits in float32 then, too, of trainer and engine; see model.head_logits
+float32_head = True             # with bfloat16: logits in float32 all the same, of trainer and engine; see
+                                # model.head_logits
 token_budget = 8192             # tokens in a micro-batch; memory grows with it, results do not depend on it
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 offload_optimizer = False       # Adam's moments in host memory between updates: 8 bytes a parameter less
@@ -478,7 +479,7 @@ for step in range(first_step, max_steps + 1):
     log.timing["timing_s/step"] = time.perf_counter() - step_started
     metrics |= log.timing | {
         "perf/throughput": tokens / log.timing["timing_s/step"],
-        "perf/max_memory_allocated_gb": peak_memory() / 1e9}
+        "perf/max_memory_allocated_gb": (peak_memory() - sampler.allocated) / 1e9}
     log.metrics(metrics)
     samples = [{"step": step, "prompt": row_of[i]["prompt"], "completion": texts[i], "reward": own_scores[i],
                 "finish_reason": own_rollouts[i].finish_reason, "truth": row_of[i].get("answer")}

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.fixture()
 def mesh():
     torch.cuda.set_device(0)
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized():                                           # another module's, over gloo
+        dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     return dist.init_device_mesh("cuda", (1,))
 
 
@@ -56,13 +57,13 @@ def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_hea
         distances.append([distance(output, expected),
                           *(distance(x.grad, y.grad) for x, y in zip(fast, slow))])
     for by_kernel, by_loop in zip(*distances):
-        assert by_kernel < 1e-2 and by_kernel < 1.5 * by_loop, distances
+        assert by_kernel < 1e-2 and by_kernel < 2 * by_loop, distances
 
 
 def test_products_of_bfloat16_are_kept_in_float32():
     a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((300, 1024), (1024, 5000)))
-    assert distance(product(a, b), a.double() @ b.double()) < 1e-5
-    assert distance(product(a, b.T.contiguous().T), a.double() @ b.double()) < 1e-5
+    for x, y in ((a, b), (a, b.T.contiguous().T), (a.T.contiguous().T, b)):     # row-major and column-major
+        assert distance(product(x, y), a.double() @ b.double()) < 1e-5
 
 
 def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
@@ -84,6 +85,21 @@ def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
     assert all(p.grad.full_tensor().isfinite().all() for p in policy.parameters())
 
 
+def gap(policy, rollouts):
+    (batch,) = pack(rollouts, range(len(rollouts)), 4096, "cuda")
+    with torch.no_grad():
+        logp, _ = policy(batch, 1.0)
+    policy.reshard()
+    theirs = torch.tensor([x for s in batch.sequences for x in rollouts[s].logprobs], device="cuda")
+    return (logp - theirs).abs().mean()
+
+
+def test_the_plain_engine_samples_in_bfloat16(folder, mesh):
+    engine = rollout.HFEngine(folder, torch.bfloat16, 64, [10], 0.2)
+    rollouts = engine.generate([[65, 66], [67]], 16, [0, 100], 24, 1.0)
+    assert gap(load_policy(folder, mesh, torch.bfloat16), rollouts) < 0.05
+
+
 def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
     """20 times: asleep it has released most of its share; after a sync it has the trainer's weights."""
     def in_use():
@@ -91,7 +107,7 @@ def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
         free, total = torch.cuda.mem_get_info()
         return total - free
     policy, used = load_policy(folder, mesh, torch.bfloat16), []
-    engine = rollout.VLLMEngine(folder, torch.bfloat16, 64, [10], 0.2)
+    engine = rollout.VLLMEngine(folder, torch.bfloat16, 64, [10], 0.1)
     engine._wake()
     awake = in_use()
     engine._sleep()
@@ -102,12 +118,7 @@ def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
         engine.load_weights(weights.full_weights(policy, torch.bfloat16, engine.weight_names))
         rollouts = engine.generate([[65, 66], [67]], 16, [cycle, 100 + cycle], 24, 1.0)
         used.append(in_use())
-        (batch,) = pack(rollouts, range(32), 4096, "cuda")
-        with torch.no_grad():
-            logp, _ = policy(batch, 1.0)
-        policy.reshard()
-        theirs = torch.tensor([x for s in batch.sequences for x in rollouts[s].logprobs], device="cuda")
-        assert (logp - theirs).abs().mean() < 0.05
+        assert gap(policy, rollouts) < 0.05
     total = torch.cuda.get_device_properties(0).total_memory
-    assert awake - used[-1] > 0.1 * total and used[-1] - used[2] < 64e6, (awake, used)
+    assert awake - used[-1] > 0.05 * total and used[-1] - used[2] < 64e6, (awake, used)
     engine.close()

@@ -59,7 +59,7 @@ def call(name, command):
         output = log.read()
     if code:
         failed.append(name)
-        print(f"  exit code {code} after {seconds:.0f} s:", *output.splitlines()[-15:], sep="\n  ")
+        print(f"  exit code {code} after {seconds:.0f} s:", *output.splitlines()[-40:], sep="\n  ")
         return None
     return output, seconds
 
@@ -99,7 +99,7 @@ def bench(name, arguments):
 
 
 # ---------------------------------------------------------------- the parts
-if "tests" in chosen and (done := call("tests", f"{sys.executable} -m pytest -q -rs tests/test_cuda.py")):
+if "tests" in chosen and (done := call("tests", f"{sys.executable} -m pytest -rs tests/test_cuda.py")):
     print(" ", done[0].splitlines()[-1])
 if "default" in chosen:
     small = "--vllm_gpu_memory_utilization=0.05"    # vLLM visits every block of it in each step

@@ -183,7 +183,7 @@ class VLLMEngine:
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))
         else:  # the CPU build repacks linear weights and drops the originals: only a reload can replace them
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-            self.llm.reset_prefix_cache()                      # it is the old weights'; a GPU's went to sleep
+            self.llm.reset_prefix_cache()                      # on a GPU falling asleep has done so
 
     def close(self):
         self._wake()                                           # shutting down asleep would unmap memory twice

@@ -101,7 +101,7 @@ def batches(rows, harder_rows, tokenizer, rng):
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
-    # Each text comes many times, and encoding takes 0.15 ms: more than a GPU's part of a training step.
+    # Each text comes many times, and to encode a sequence takes 0.15 ms: 40 ms for a batch of 256.
     encode = functools.cache(lambda text: tokenizer(text).input_ids)
     encode_prompt = functools.cache(lambda text: tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))

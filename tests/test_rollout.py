@@ -121,6 +121,13 @@ def test_greedy_takes_the_likeliest_token(engine, model):
         assert r.completion_ids == table[len(r.prompt_ids) - 1:-1].argmax(-1).tolist()
 
 
+def close(engine):
+    """And join a process group again: vLLM ends that of the other tests."""
+    engine.close()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh):
     base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}                # surer of its tokens than `folder`
@@ -136,9 +143,7 @@ def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh
             logp, _ = policy(batch, 1.0)
         theirs = batch.flat([torch.tensor(r.logprobs) for r in rollouts])
         gaps[float32_head] = (logp - theirs).abs().mean().item()
-        engine.close()
-        if not dist.is_initialized():                                   # closing vLLM has ended the group
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        close(engine)
     assert gaps[True] < 2e-3 and gaps[True] < 0.8 * gaps[False], gaps
 
 
@@ -187,7 +192,7 @@ def test_vllm_sleeps_but_to_sample_and_to_take_weights(folder, model, mesh):
         engine._sleep()                                                 # half awake: it wakes up first
         assert not engine.llm.mapped
         engine.load_weights(model.named_parameters(remove_duplicate=False))
-    engine.close()
+    close(engine)
 
 
 # ---------------------------------------------------------------- sample_tokens, without a model

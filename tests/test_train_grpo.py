@@ -208,7 +208,7 @@ def replay(*arguments):
 def test_a_replayed_step_has_the_figures_of_the_run(tmp_path, settings):
     metrics, _ = train(None, tmp_path / "run", *REAL, *settings)
     figures = replay(tmp_path / "run" / "checkpoint-1")
-    assert len(figures) == 20 and figures["loss"][0] != 0 and figures["grad_norm"][0] > 0
+    assert len(figures) == 21 and figures["loss"][0] != 0 and figures["grad_norm"][0] > 0
     for name, (logged, again) in figures.items():
         assert logged == pytest.approx(metrics[1][name], rel=1e-4) == pytest.approx(again, rel=1e-3, abs=1e-6)
 

@@ -121,7 +121,7 @@ if "larger" in chosen and (folder := train("larger", trained)):
     with open(os.path.join(folder, "config.json")) as file:
         settings = json.load(file)
     same = " ".join(f"--{key}={settings[key]}"
-                    for key in ("task", "difficulty", "eval_prompts", "max_completion_length"))
+                    for key in ("task", "difficulty", "eval_prompts", "max_completion_length", "engine"))
     if done := call("sample", f"{sys.executable} sample.py {same} --samples={settings['eval_samples']} "
                               f"--model={folder}/checkpoint-{settings['max_steps']}"):
         print(*("  " + line for line in done[0].splitlines() if line.startswith("eval/")

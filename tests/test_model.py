@@ -17,7 +17,7 @@ import losses
 import model as model_file
 from losses import value_loss
 from model import (LogprobsFromHidden, Policy, check_model, deal, head_logits, load_critic, load_policy,
-                   offload, pack, packed_attention)
+                   offload, pack, packed_attention, product)
 
 
 def rollout(prompt_ids, completion_ids):
@@ -301,6 +301,21 @@ def test_moments_are_in_host_memory_but_for_the_step():
     assert seen == [set(), {"cuda"}]
 
 
+class OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+def test_products_on_cuda_are_asked_for_in_float32(monkeypatch):
+    """PyTorch's, which takes matrices alone and keeps its sums, replaced by what that means."""
+    def mm(a, b, out_dtype):
+        assert a.dim() == b.dim() == 2 and a.dtype == b.dtype == torch.bfloat16
+        return (a.as_subclass(torch.Tensor).double() @ b.as_subclass(torch.Tensor).double()).to(out_dtype)
+    monkeypatch.setattr(torch, "mm", mm)
+    a, b = torch.randn(3, 64).bfloat16(), torch.randn(64, 5).bfloat16()
+    torch.testing.assert_close(product(a.as_subclass(OnCuda), b.as_subclass(OnCuda)).double(),
+                               a.double() @ b.double(), atol=1e-5, rtol=1e-5)
+
+
 def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch):
     """PyTorch's CUDA kernel replaced by a loop over what its arguments mean: the CPU path's values."""
     real = inspect.signature(model_file.varlen.varlen_attn)
@@ -321,8 +336,6 @@ def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch):
                     rows.append(scores.softmax(0) @ v[start:t + 1, head // group])
         return torch.stack(rows).view(q.shape)
 
-    class OnCuda(torch.Tensor):
-        is_cuda = True
     q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     bounds = [0, 1, 5, 9]
     expected, _ = packed_attention(None, q, k, v, None, 0.3, bounds=bounds)

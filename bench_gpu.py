@@ -38,9 +38,9 @@ base = "config/larger_base.py"  # settings for tiny.py
 larger = "config/larger.py"     # settings for train_grpo.py
 trl = "out/trl/bin/python"      # the interpreter that has TRL
 # ------------------------------------------------------------------------------------------------------------
+names = parts.split(",")        # all of them, until the command line chooses
 configure(globals())
 chosen = parts.split(",")
-names = "tests,default,colocation,speed,base,larger,trl".split(",")
 check(set(chosen) <= set(names), f"parts={parts}: choose from {', '.join(names)}")
 check(torch.cuda.is_available() or set(chosen) <= {"base", "larger"}, f"parts={parts}: here is no GPU")
 os.makedirs(out_dir, exist_ok=True)
@@ -116,8 +116,8 @@ if "speed" in chosen:
     bench("checkpointing", f"--gradient_checkpointing=true --sequences={sequences} {long} --repeats=2")
 if "base" in chosen and (done := call("base", f"{sys.executable} tiny.py {base} --out={out_dir}/base")):
     print(f"  {done[1]:.0f} s")
-trained = f"torchrun train_grpo.py {larger} --model={out_dir}/base"
-if "larger" in chosen and (folder := train("larger", trained)):
+command = f"torchrun train_grpo.py {larger} --model={out_dir}/base"
+if "larger" in chosen and (folder := train("larger", command)):
     with open(os.path.join(folder, "config.json")) as file:
         settings = json.load(file)
     same = " ".join(f"--{key}={settings[key]}"

@@ -69,7 +69,7 @@ sampler.close()
 texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in rollouts]
 if prompt:
     print(*texts, sep="\n" + "-" * 40 + "\n")
-    ranks.leave()
+    ranks.leave()                                               # the process ends here
 
 row_of = [row for row in rows for _ in range(samples)]
 scores, _, _ = rewards.score(reward_function, row_of, texts, reward_timeout)

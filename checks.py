@@ -1,12 +1,12 @@
-"""What the training scripts and replay.py refuse before a model is loaded: each message names the setting.
+"""
+What the training scripts and replay.py refuse before a model is loaded. Each message names the setting.
 
-A script of your own may call these, or not: they are for who mistypes, and nothing depends on them.
+A script of your own may leave these calls out: they catch mistakes, and nothing else depends on them.
 """
 from types import SimpleNamespace
 
-import torch
-
 import losses
+import rollout
 from configurator import check, input_errors
 
 POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
@@ -20,7 +20,9 @@ NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_
 SHARES = ("gamma", "lam", "cov_share")
 DECAYS = ("constant", "linear", "cosine")
 CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS, "entropy_decay": DECAYS,
-           "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward")}
+           "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward"), "advantage": losses.ADVANTAGES,
+           "loss_type": losses.LOSSES, "loss_aggregation": losses.AGGREGATIONS,
+           "engine_correction": losses.CORRECTIONS, "kl_estimator": losses.KL_ESTIMATORS}
 
 
 def check_values(settings):
@@ -34,7 +36,10 @@ def check_values(settings):
 
 
 def check_run(settings, world_size):
-    """What GRPO and PPO have in common."""
+    """What all training scripts have in common."""
+    check_values(settings)
+    with input_errors():
+        rollout.engine_class(settings["engine"])
     s = SimpleNamespace(**settings)
     check(s.prompts_per_step % world_size == 0,
           f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")
@@ -46,47 +51,27 @@ def check_run(settings, world_size):
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
           f"reward_weight={s.reward_weight} and reward_model_weight={s.reward_model_weight} need a "
           "reward_model")
-    check(s.top_p == 1.0 and s.top_k == 0,
-          f"top_p={s.top_p}, top_k={s.top_k}: the logprobs of a truncated distribution are not those "
-          "that the trainer computes; keep top_p=1.0 and top_k=0")
 
 
 def check_grpo(settings):
-    """The algorithm: names that losses.py does not know, and some combinations that do nothing, or wrong."""
-    s, one = SimpleNamespace(**settings), torch.ones(settings["num_generations"])
-    sequences = s.prompts_per_step * s.num_generations
+    """The algorithm of GRPO and its variants: combinations that do nothing, or something wrong."""
+    s = SimpleNamespace(**settings)
+    completions = s.prompts_per_step * s.num_generations
     check(s.epsilon < 1, f"epsilon={s.epsilon}: must be below 1")
-    with input_errors():                                        # dummies: each refuses what it does not know
-        losses.group_advantages(one, len(one), s.advantage, one, one[:1])
-        losses.policy_loss(one, one, one, lambda x: x, s.epsilon, s.epsilon_high, s.loss_type, 0.0, one > 0)
-        losses.correction_weights(one, one, lambda x: x, one, s.engine_correction, 0.0, 1.0)
-        losses.sequence_weights(one, s.loss_aggregation, 1, 1, 1)
-        losses.kl_penalty(one, one, s.kl_estimator, one)
-    check(sequences % s.updates_per_step == 0,
-          f"updates_per_step={s.updates_per_step} does not divide the {sequences} completions of a step")
-    grouped = s.advantage not in ("remax", "reinforce++")       # compares the completions of a prompt
-    check(s.num_generations > 1 or not grouped,
+    check(completions % s.updates_per_step == 0,
+          f"updates_per_step={s.updates_per_step} does not divide the {completions} completions of a step")
+    check(s.num_generations > 1 or s.advantage in ("remax", "reinforce++"),
           f"num_generations={s.num_generations}: advantage={s.advantage} compares the completions of a "
           "prompt with each other and needs at least 2")
-    check(grouped or not (s.filter_groups or s.skip_after),
-          f"filter_groups={s.filter_groups}, skip_after={s.skip_after}: they leave out prompts whose "
-          f"completions score alike, which teach something by advantage={s.advantage}")
-    check(s.filter_groups or s.max_num_gen_batches == 1,
-          f"max_num_gen_batches={s.max_num_gen_batches}: above 1 it needs --filter_groups=true")
-    check(s.overlong_buffer <= s.max_completion_length,
-          f"overlong_buffer={s.overlong_buffer}: more than max_completion_length={s.max_completion_length}")
-    check(s.advantage != "remax" or not s.overlong_buffer,
-          "advantage=remax: its baseline knows no overlong_buffer")
     check(s.advantage != "pass_at_k" or s.pass_k <= s.num_generations,
           f"pass_k={s.pass_k}: more than num_generations={s.num_generations}")
-    check(s.advantage != "pass_at_k" or not (s.overlong_buffer or s.reward_model
-                                             or s.kl_coef and s.kl_in == "reward"),
-          "advantage=pass_at_k is for scores of 0 and 1: without overlong_buffer, reward_model, kl_in=reward")
+    check(s.advantage != "pass_at_k" or not (s.reward_model or s.kl_coef and s.kl_in == "reward"),
+          "advantage=pass_at_k is for scores of 0 and 1: without a reward_model and without kl_in=reward")
     check(s.dual_clip == 0 or s.dual_clip > 1, f"dual_clip={s.dual_clip}: above 1, or 0 for none")
     check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo", "clip_cov"),
           f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
     check(s.kl_coef == 0 or s.kl_in == "reward" or s.kl_estimator != "k1",
-          "kl_estimator=k1: its gradient in the loss is 0 in expectation; --kl_in=reward is its place")
+          "kl_estimator=k1: its gradient in the loss is 0 in expectation; use it with --kl_in=reward")
     check(s.kl_coef == 0 or s.kl_in == "loss" or s.kl_estimator in ("k1", "k2", "k3"),
           f"kl_estimator={s.kl_estimator} is made for its gradient; with kl_in=reward take k1 (or k2, k3)")
     check(s.old_logprobs == "trainer" or s.loss_type != "gpg",
@@ -96,3 +81,34 @@ def check_grpo(settings):
           "itself corrects for the engine")
     check(s.correction_low < s.correction_high,
           f"correction_low={s.correction_low} is not below correction_high={s.correction_high}")
+
+
+def check_dapo(settings):
+    """What train_dapo.py adds to GRPO."""
+    s = SimpleNamespace(**settings)
+    check(s.advantage not in ("remax", "reinforce++") or not (s.filter_groups or s.skip_after),
+          f"filter_groups={s.filter_groups}, skip_after={s.skip_after}: they leave out prompts whose "
+          f"completions all have the same score, which teach something with advantage={s.advantage}")
+    check(s.filter_groups or s.max_num_gen_batches == 1,
+          f"max_num_gen_batches={s.max_num_gen_batches}: above 1 it needs --filter_groups=true")
+    check(s.overlong_buffer <= s.max_completion_length,
+          f"overlong_buffer={s.overlong_buffer}: more than max_completion_length={s.max_completion_length}")
+    check(s.advantage != "remax" or not s.overlong_buffer,
+          "advantage=remax: its baseline knows no overlong_buffer")
+    check(s.advantage != "pass_at_k" or not s.overlong_buffer,
+          "advantage=pass_at_k is for scores of 0 and 1: without overlong_buffer")
+
+
+def check_ppo(settings):
+    """The algorithm of PPO."""
+    s = SimpleNamespace(**settings)
+    completions = s.prompts_per_step * s.num_generations
+    check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
+          f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
+    check(s.critic_warmup_steps < s.max_steps,
+          f"critic_warmup_steps={s.critic_warmup_steps} leaves the policy no step")
+    check(s.kl_horizon >= completions, f"kl_horizon={s.kl_horizon}: less than a step")
+    check(s.kl_coef > 0 or s.kl_target == 0,
+          f"kl_target={s.kl_target} needs a kl_coef above 0 to start from")
+    check(completions % s.updates_per_epoch == 0,
+          f"updates_per_epoch={s.updates_per_epoch} does not divide the {completions} completions of a step")

@@ -1,8 +1,10 @@
 """Overrides a script's settings, from left to right: `python train.py config/name.py --key=value ...`.
 
 The settings are the simple values that a script assigns at module level between two rules (comment lines of
-dashes), before it calls configure(globals()). The type of the default decides what a setting accepts, and
-whatever cannot be taken exactly as written stops the script: a typo must not cost a training run.
+dashes), before it calls configure(globals()). Where a line between the rules is `from settings import *`, the
+settings of settings.py, which stands next to the script and has the same form, become settings of the script.
+The type of the default decides what a setting accepts, and whatever cannot be taken exactly as it is written
+stops the script, because a typo must not cost a training run.
 """
 import ast
 import contextlib
@@ -21,14 +23,14 @@ def fail(message):
 
 
 def check(ok, message):
-    """Stops the script with a message that names the setting to change, unless ok."""
+    """Stops the script with the message, which names the setting to change, unless ok is true."""
     if not ok:
         fail(message)
 
 
 @contextlib.contextmanager
 def input_errors():
-    """Stops the script with the message alone, no traceback, of a ValueError: what its user can mend."""
+    """Stops the script with the message of a ValueError and no traceback, because its user can correct it."""
     try:
         yield
     except ValueError as error:
@@ -41,7 +43,10 @@ def did_you_mean(name, names, dashes=""):
 
 
 def read_layout(path):
-    """The script's [key, comment lines] in order; the heading of a group has '' for its key."""
+    """The script's [key, comment lines] in order, then those of the files that its block imports with *.
+
+    The key of a heading is ''. What the script itself assigns stands at the script's place only.
+    """
     with tokenize.open(path) as script:
         statements = ast.parse(script.read()).body
         script.seek(0)
@@ -49,26 +54,40 @@ def read_layout(path):
                  for token in tokenize.generate_tokens(script.readline) if token.type == tokenize.COMMENT]
     rules = [start for start, _, text in parts if start[1] == 0 and set(text) == {"-"}]
     assert len(rules) >= 2, f"{path}: the settings belong between two comment lines of dashes"
-    parts += [((node.lineno, node.col_offset), ast.unparse(node.targets[0]), "")
-              for node in statements if isinstance(node, ast.Assign)]
+    parts += [((node.lineno, node.col_offset), ast.unparse(getattr(node, "targets", [node])[0]), "")
+              for node in statements if isinstance(node, (ast.Assign, ast.ImportFrom))]
     layout = []
     for start, key, text in sorted(part for part in parts if rules[0] < part[0] < rules[1]):
+        # A comment is a heading if it starts at the margin, otherwise it is about the key above it.
         if key or not layout or (start[1] == 0 and layout[-1][0]):
             layout.append([key, []])
-        if not key:  # a comment: a heading if it starts at the margin, else about the key above it
+        if not key:
             layout[-1][1].append(text)
+    for place, (statement, _) in enumerate(layout[:]):
+        if statement.endswith(" import *"):
+            file = Path(path).with_name(statement.split()[1] + ".py")
+            imported, own = read_layout(file), {key for key, _ in layout if key}
+            above = {key for key, _ in layout[:place] if key} & {key for key, _ in imported}
+            assert not above, f"{path}: `{statement}` overwrites {', '.join(above)}, which stands above it"
+            layout.append(["", [file.name]])
+            layout += [[key, lines if key else [f"{file.name}: {lines[0]}", *lines[1:]]]
+                       for key, lines in imported if key not in own]
     return layout
 
 
 def show_help(docstring, layout, settings):
     print(docstring.strip().split("\n\n")[0])
     flags = {key: f"  --{key}={default!r}  " for key, default in settings.items()}
-    width = min(48, max(map(len, flags.values()), default=0))  # one long default must not move all comments
+    # The width is limited, so that one long default does not move all comments to the right.
+    width = min(48, max(map(len, flags.values()), default=0))
+    heading = []
     for key, lines in layout:
         if not key:
-            print("", *lines, sep="\n")
+            heading = ["", *lines]
         elif key in flags:
-            print((flags[key].ljust(width) + ("\n" + " " * width).join(lines)).rstrip())
+            comment = ("\n" + " " * width).join(lines)
+            print(*heading, (flags[key].ljust(width) + comment).rstrip(), sep="\n")
+            heading = []
 
 
 def read_config(path):
@@ -92,13 +111,13 @@ def read_value(source, kind):
     """The literal in `source` as a `kind`, None if it is not one: 1 will do for 1.0 and 1e5 for 100000."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
         value = ast.literal_eval(source)
-        alike = type(value) is kind or {type(value), kind} == {int, float}
-        if alike and kind(value) == value and value not in (math.inf, -math.inf):
+        fits = type(value) is kind or {type(value), kind} == {int, float}
+        if fits and kind(value) == value and value not in (math.inf, -math.inf):
             return kind(value)
 
 
 def configure(namespace, argv=None, others=()):
-    """Applies the command line to `namespace`, a script's globals(); returns all the settings in order.
+    """Applies the command line to `namespace`, a script's globals(), and returns all settings in order.
 
     others: keys of another script, which a config file may set without any effect here.
     """
@@ -129,7 +148,8 @@ def configure(namespace, argv=None, others=()):
                 fail(f"{place}{dashes}{key} given twice")
             seen.add(key)
             kind = type(settings[key])
-            bare = {str: repr, bool: str.capitalize}.get(kind, str)  # a shell word needs no quotes or capital
+            # A word of the shell needs neither quotes nor a capital.
+            bare = {str: repr, bool: str.capitalize}.get(kind, str)
             settings[key] = read_value(text if place else bare(text), kind)
             if settings[key] is None:
                 literal = "a literal and " if place else ""

@@ -1,11 +1,12 @@
 """Problems: the rows of a task, their prompts as tokens, and which of them a step uses.
 
-A row is a dict. Its `prompt` is a string or a list of chat messages; every other column goes to the reward.
+A row is a dict. Its `prompt` is a string or a list of chat messages, and the reward gets every other column.
 
     load_rows      the rows of a task: algebra and countdown are generated, gsm8k is fetched, file is your own
+    load_prompts   a run's training and held-out rows, encoded, without those that are too long
     encode_prompt  a row's prompt as token ids
-    next_rows      which rows come next, from the position in the stream and the history of visits
-    record_visits  how the prompts went, and which of them rest
+    epoch_rows     which rows a step uses, from its position in the endless sequence of epochs
+    next_rows      the same for a run in which prompts rest, by a history that record_visits keeps
 """
 import functools
 import json
@@ -15,28 +16,30 @@ import random
 import urllib.request
 import zlib
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import NamedTuple
 
 # ------------------------------------------------------------------------------------------------------------
 # algebra. A template draws (problem, steps of the worked solution, answer). At difficulty 1 the numbers are
 # small and each step is one small operation on the text before it, so that a model of a million parameters
-# learns it in minutes; difficulty d scales the numbers and brings signs, coefficients, layers and fractions.
+# learns it in minutes. Difficulty d scales the numbers and brings signs, coefficients, layers and fractions.
 
 
 def term(k, name=""):
-    """A signed term of a sum: +2x, -x, +3, and nothing for 0."""
+    """Returns a signed term of a sum: +2x, -x, +3, and nothing for 0."""
     digits = "" if name and abs(k) == 1 else abs(k)
     return f"{'-' if k < 0 else '+'}{digits}{name}" if k else ""
 
 
 def polynomial(coefficients, name="x"):
-    """The text of a polynomial, highest power first: [1, -5, 6] is x^2-5x+6."""
+    """Returns the text of a polynomial, the highest power first: [1, -5, 6] is x^2-5x+6."""
     powers = range(len(coefficients) - 1, -1, -1)
     names = [f"{name}^{power}" if power > 1 else name * power for power in powers]
     return "".join(map(term, coefficients, names)).removeprefix("+")
 
 
 def nonzero(rng, low, high):
-    """A whole number from low to high, never 0; low = n * (1 - d) keeps it positive at difficulty 1."""
+    """Draws a whole number from low to high, never 0; low = n * (1 - d) keeps it positive at difficulty 1."""
     return rng.choice([value for value in range(low, high + 1) if value])
 
 
@@ -71,7 +74,8 @@ def fractions(rng, d):
     value, *others = [Fraction(rng.randint(1, bottom - 1), bottom) for bottom in bottoms]
     text, steps = str(value), []
     for other in others:
-        op = rng.choice("+*" if other > value else "+*-")                   # nothing goes below zero
+        # A larger number is never subtracted, so that no value goes below zero.
+        op = rng.choice("+*" if other > value else "+*-")
         text = f"({text}){op}{other}" if steps else f"{text}{op}{other}"
         top, bottom = value.numerator * other.numerator, value.denominator * other.denominator
         if op != "*":
@@ -101,7 +105,8 @@ def polynomial_remainder(rng, d):
     x, lead, last = nonzero(rng, 5 * (1 - d), 5 * d), rng.randint(1, d), nonzero(rng, -9 * d, 9 * d)
     coefficients = [lead, *(nonzero(rng, 9 * (1 - d), 9 * d) for power in range(d)), last]
     value, steps = lead, [f"x={x}"]
-    for k in coefficients[1:]:                                              # Horner's rule
+    # Horner's rule
+    for k in coefficients[1:]:
         steps += [f"{value}*{x}{term(k)}", f"{value * x}{term(k)}"]
         value = value * x + k
     return f"Remainder of ({polynomial(coefficients)})/({polynomial([1, -x])})", steps, value
@@ -109,7 +114,8 @@ def polynomial_remainder(rng, d):
 
 def quadratics(rng, d):
     m, p, c = rng.randint(1, d), nonzero(rng, 6 * (1 - d), 6 * d), rng.randint(0, 9 * d)
-    q = p + m * rng.randint(1, 7 * d)                                       # the roots are p/m < q/m
+    # The roots are p/m < q/m.
+    q = p + m * rng.randint(1, 7 * d)
     a, b = m * m, -m * (p + q)
     steps = [f"{polynomial([a, b, p * q])}=0", f"({polynomial([m, -p])})({polynomial([m, -q])})=0"]
     return f"Larger root of {polynomial([a, b, p * q + c])}={c}", steps, Fraction(q, m)
@@ -141,7 +147,8 @@ def algebra_problem(rng, difficulty):
 def countdown_problem(rng, difficulty):
     numbers = sorted(rng.randint(1, 10 * difficulty) for _ in range(difficulty + 2))
     values = [(number, str(number)) for number in numbers]
-    while len(values) > 1:                                      # join two, until the target is left
+    # Two values at a time are joined until only the target is left.
+    while len(values) > 1:
         rng.shuffle(values)
         (b, right), (a, left) = sorted([values.pop(), values.pop()])
         results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}
@@ -160,36 +167,48 @@ GENERATORS = {"algebra": algebra_problem, "countdown": countdown_problem}
 # rows
 
 
-def load_rows(task, split, count, seed=0, difficulty=1, file=""):
-    """The rows of a task's split, "train" or "eval".
+def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file=""):
+    """Returns the rows of a task's split, "train" or "eval".
 
-    algebra and countdown make `count` distinct problems; gsm8k and file give their first `count`, 0 for all.
-    Raises ValueError where there are none such; about a row of a file, the message begins with file:line.
+    algebra and countdown generate `count` distinct problems; count 0 stands for 4,096 of "train" and 128 of
+    "eval", or all that the task has if it has fewer. gsm8k and file give their first `count` rows, or all of
+    them for 0. Without an eval_file task file holds one in eight prompts of train_file out of "train" and
+    gives their rows as "eval". Raises ValueError if there are no such rows, or fewer distinct problems than
+    `count`; a message about a row of a file begins with file:line.
     """
+    if count < 0:
+        raise ValueError(f"{split}_prompts must not be negative, but is {count}")
     if task == "gsm8k":
         return gsm8k_rows(split)[:count or None]
     if task == "file":
-        return file_rows(file, split)[:count or None]
+        return file_rows(split, train_file, eval_file)[:count or None]
     if task not in GENERATORS:
         raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k or file, not {task!r}")
     if not isinstance(difficulty, int) or difficulty < 1:
         raise ValueError(f"difficulty must be a whole number from 1, not {difficulty!r}")
-    if count < 1:
-        raise ValueError(f"{split}_prompts must be at least 1 for task {task}, not {count}")
+    wanted = count or {"train": 4096, "eval": 128}[split]
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
-    while len(rows) < count:
+    while len(rows) < wanted:
         text, columns = GENERATORS[task](rng, difficulty)
-        # a stable hash of the text decides its split, so that no two seeds can mix training and evaluation
-        if text not in rows and (zlib.crc32(text.encode()) % 8 == 0) == (split == "eval"):
+        if text not in rows and held_out(text) == (split == "eval"):
             rows[text], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
         elif (misses := misses + 1) == 20_000:
+            if rows and not count:
+                break
             raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
-                             f"problems; asked for {count}: lower {split}_prompts or raise difficulty")
+                             f"problems, not {count}: lower {split}_prompts or raise difficulty")
     return list(rows.values())
 
 
+def held_out(text):
+    # A stable hash of the prompt's text decides its split, so that no two seeds can mix training and
+    # evaluation, and a prompt that stands in two rows has both on the same side.
+    return zlib.crc32(text.encode()) % 8 == 0
+
+
 def gsm8k_rows(split):
-    # Cobbe et al., arXiv 2110.14168, in its original files, kept in a cache folder. The prompt is verl's.
+    # Cobbe et al. 2021, https://arxiv.org/abs/2110.14168, in its original files, which are kept in a cache
+    # folder. The prompt is verl's.
     name = {"train": "train.jsonl", "eval": "test.jsonl"}[split]
     url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
     path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
@@ -199,11 +218,12 @@ def gsm8k_rows(split):
                 content = response.read()
         except OSError as error:
             raise ValueError(f"gsm8k: {error}. Download {url} elsewhere and put it at {path}, or use a file "
-                             "of your own rows: --task=file --train_file=... --eval_file=...") from error
+                             "of your own rows: --task=file --train_file=...") from error
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(part := f"{path}.{os.getpid()}", "wb") as file:
             file.write(content)
-        os.replace(part, path)                                  # whole or not at all, whoever else writes it
+        # The file appears whole or not at all, whoever else is writing it.
+        os.replace(part, path)
     rows = []
     for _, row in read_rows(path):
         text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
@@ -213,10 +233,12 @@ def gsm8k_rows(split):
     return rows
 
 
-def file_rows(path, split):
-    # TRL's rows (answer, ground_truth or solution beside the prompt) and verl's (reward_model, data_source)
+def file_rows(split, train_file, eval_file):
+    # Takes TRL's rows (with answer, ground_truth or solution) and verl's (with reward_model and data_source).
+    path = eval_file if split == "eval" and eval_file else train_file
     if not path:
-        raise ValueError(f"task file needs {split}_file")
+        raise ValueError("task file needs train_file" if split == "train" else
+                         "task file needs eval_file, or train_file to hold rows out of")
     rows, lacking = [], None
     for where, row in read_rows(path):
         check_row(where, row)
@@ -231,12 +253,22 @@ def file_rows(path, split):
     if lacking and any(row.get("answer") is not None for row in rows):
         raise ValueError(f"{lacking}: no answer, ground_truth, reward_model.ground_truth or solution, "
                          "which other rows have")
-    columns = dict.fromkeys(key for row in rows for key in row)     # a reward gets the same at every step
-    return [dict.fromkeys(columns) | row for row in rows]
+    # Every row gets every column, so that a reward gets the same columns at every step.
+    columns = dict.fromkeys(key for row in rows for key in row)
+    rows = [dict.fromkeys(columns) | row for row in rows]
+    if eval_file:
+        return rows
+    sides = {"train": [], "eval": []}
+    for row in rows:
+        sides["eval" if held_out(whole_text(row["prompt"])) else "train"].append(row)
+    if not all(sides.values()):
+        raise ValueError(f"{path}: without an eval_file a hash of the prompt holds one in eight rows out for "
+                         f"evaluation, here {len(sides['eval'])} of {len(rows)}, which leaves one side empty")
+    return sides[split]
 
 
 def read_rows(path):
-    # yields (where, row): what a message about the row begins with, and the row
+    # Yields (where, row); a message about the row begins with `where`.
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such file")
     if path.endswith(".parquet"):
@@ -274,18 +306,62 @@ def check_row(where, row):
         need(isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content")),
              f"a message needs a role and a content, both strings: {str(message)[:100]}")
     need(any(message["content"].strip() for message in messages), "empty prompt")
+    text = whole_text(prompt)
+    need(text == text.encode(errors="ignore").decode(), "the prompt has half a surrogate pair")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # prompts
 
 
-def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):
-    """The token ids of a row's prompt.
+class Prompt(NamedTuple):
+    row: dict
+    ids: list               # token ids, those of the chat template included
 
-    Messages go through the tokenizer's chat template, or with chat=False are joined to plain
-    text; a string is taken as it is. Raises ValueError for messages without a template, and for
-    a system prompt with a string.
+
+def load_prompts(tokenizer, settings):
+    """Returns a run's training prompts, its held-out prompts (lists of Prompt) and a sentence about both.
+
+    settings: what configure returns. Prompts of more than max_prompt_length tokens are left out. The held-out
+    prompts are the same for every seed. Raises ValueError where load_rows or encode_prompt does, and if no
+    training prompt or no held-out prompt fits max_prompt_length.
+    """
+    s = SimpleNamespace(**settings)
+    train_set, train_origin = fitting_prompts(tokenizer, s, "train", s.train_prompts, s.seed)
+    eval_set, eval_origin = fitting_prompts(tokenizer, s, "eval", s.eval_prompts, 0)
+    return train_set, eval_set, (f"The run trains on {len(train_set):,} prompts ({train_origin}) and is "
+                                 f"evaluated on {len(eval_set):,} held-out prompts ({eval_origin}).")
+
+
+def fitting_prompts(tokenizer, s, split, count, seed):
+    # Returns the prompts of a split and where they come from. All rows of a file are loaded, even where only
+    # the first `count` are used, because the text says how many there are.
+    asked = count if s.task in GENERATORS else min(count, 0)
+    rows = load_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file)
+    prompts = [Prompt(row, encode_prompt(tokenizer, row["prompt"], s.chat, s.system_prompt))
+               for row in rows[:count or None]]
+    fitting = [prompt for prompt in prompts if len(prompt.ids) <= s.max_prompt_length]
+    if not fitting:
+        shortest = min(len(prompt.ids) for prompt in prompts)
+        raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {len(prompts)} {split} "
+                         f"prompts fits; the shortest has {shortest} tokens")
+    origin = f"{len(prompts):,} generated problems"
+    if s.task not in GENERATORS:
+        part = "all" if len(prompts) == len(rows) else f"the first {len(prompts):,} of"
+        file = s.eval_file if split == "eval" and s.eval_file else s.train_file
+        origin = f"{part} {len(rows):,} rows of {file if s.task == 'file' else s.task}"
+    if s.task == "file" and not s.eval_file:
+        origin += f" that a hash of the prompt {'holds out' if split == 'eval' else 'does not hold out'}"
+    return fitting, (f"{origin}, less {len(prompts) - len(fitting):,} that are longer than "
+                     f"max_prompt_length={s.max_prompt_length} tokens")
+
+
+def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):
+    """Returns the token ids of a row's prompt.
+
+    Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
+    is taken as it is. Raises ValueError for messages without a template, and for a system prompt with a
+    string.
     """
     if isinstance(prompt, str):
         if system_prompt:
@@ -300,12 +376,17 @@ def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):
 
 
 def prompt_text(prompt):
-    """The text of a prompt, for people: the string, or the last message's content."""
+    """Returns what people want to see of a prompt: the string, or the last message's content."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
+def whole_text(prompt):
+    # All of the prompt: the string, or the contents of all messages.
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
 # ------------------------------------------------------------------------------------------------------------
-# the prompt stream
+# the sequence of epochs
 
 
 @functools.lru_cache(maxsize=4)
@@ -313,12 +394,29 @@ def epoch_order(num_rows, epoch, seed):
     return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows)
 
 
-def next_rows(num_rows, position, count, seed, history):
-    """The next `count` rows of an endless sequence of epochs, each its own permutation, and the new position.
+def epoch_rows(num_rows, position, count, seed):
+    """Returns `count` row numbers from `position` on in an endless sequence of epochs.
 
-    Rows that rest by their history (record_visits; {} for none) are passed over, which shortens their rest,
-    in `history` itself. A row may come twice, where an epoch ends or many others rest. Position and history
-    are all that resuming needs. Raises ValueError for count > num_rows.
+    Each epoch is its own permutation of the rows, so a row may come twice where an epoch ends. Raises
+    ValueError for count > num_rows.
+    """
+    if count > num_rows:
+        raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
+    places = [divmod(position + i, num_rows) for i in range(count)]
+    return [epoch_order(num_rows, epoch, seed)[place] for epoch, place in places]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# prompts that rest (train_dapo.py)
+
+
+def next_rows(num_rows, position, count, seed, history):
+    """Returns the next `count` row numbers from `position` on that do not rest, and the new position.
+
+    The sequence is that of epoch_rows. Rows that rest by their history (see record_visits; {} for none) are
+    passed over, which shortens their rest in `history` itself. A row may come twice where an epoch ends or
+    where many others rest. Position and history are all that resuming needs. Raises ValueError for
+    count > num_rows.
     """
     if count > num_rows:
         raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
@@ -335,12 +433,13 @@ def next_rows(num_rows, position, count, seed, history):
 
 
 def record_visits(history, rows, means, stds, skip_after):
-    """Add a visit to each row's history: {str(row): {means, alike, rest}}.
+    """Adds a visit to the history of each row: {str(row): {means, alike, rest}}.
 
-    means: the mean scores of all its visits, for who reads a checkpoint's state.json. alike: in how many
-    visits, up to the last, all completions scored alike (std 0): a prompt that is always right or always
-    wrong teaches nothing. From skip_after of those on (0: never) it rests after each visit, for one epoch
-    more than after the one before: it is never lost, and costs less and less.
+    means: the mean scores of all its visits, for readers of a checkpoint's state.json. alike: the number of
+    visits in a row, up to the last one, in which all completions had the same score (std 0); a prompt that is
+    always right or always wrong teaches nothing. Once there are skip_after of them (0: never) the row rests
+    after each visit, each time for one epoch more than the last time. It is never lost, but costs less and
+    less.
     """
     for row, mean, std in zip(rows, means, stds):
         visits = history.setdefault(str(row), {"means": [], "alike": 0, "rest": 0})

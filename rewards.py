@@ -2,8 +2,9 @@
 
     check_answer  whether a completion's final answer is the right one
     load_reward   the task's own reward, or a function of yours ("file.py:function", in TRL's or verl's form)
-    score         calls a reward on completions, inside a time limit, and checks what it returns
-    evaluation    mean@k, pass@k, maj@k
+    score         calls a reward on completions inside a time limit and checks what it returns
+    Scorer        scores rollouts by the reward and the reward model that a run's settings name
+    evaluation    mean@k, pass@k, maj@k of scored rollouts
 """
 import contextlib
 import difflib
@@ -17,13 +18,17 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from fractions import Fraction
+from types import SimpleNamespace
 
 # ------------------------------------------------------------------------------------------------------------
 # answers
 
 
 def extract_answer(text):
-    r"""The last answer in a text: a \boxed{...}, or the rest of a line after `Answer:` or ####; else None."""
+    r"""Returns the last answer in a text: a \boxed{...}, or what follows `Answer:` or #### on its line.
+
+    Returns None if the text has no answer.
+    """
     text += "\n"
     opened, spans = [], []
     for mark in re.finditer(r"\\boxed\s*\{|\\.|[{}]|(?i:answer)\**\s*:|(?<!#)####(?!#)", text):
@@ -33,7 +38,8 @@ def extract_answer(text):
         elif mark[0][-1] == "{" and mark[0] != r"\{":
             opened.append(mark)
         elif mark[0][0] != "\\":
-            spans.append((mark.end(), None))                    # to the end of the line
+            # None stands for the end of the line.
+            spans.append((mark.end(), None))
     for start, end in sorted(spans, reverse=True):
         if answer := text[start:end or text.index("\n", start)].strip(" \t\r\n*`"):
             return answer
@@ -48,7 +54,8 @@ LATEX = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\{,\}", ","), (r"\\[,;: ]|~", " "), (r"[−–]", "-"), (r"\*\*", "^"),
     (r"\\times|\\cdot|[×·]", "*"), (r"\\div|÷", "/"),
     (r"^\s*\\?[a-z]\w*\s*=", "")]]
-# A unit is up to three words after a number, or a metric symbol at it; some words are part of the value.
+# A unit is up to three words after a number, or a metric symbol right behind it. Some words are no unit but
+# part of the value.
 OPERATOR = "or|and|not|plus|minus|times|over|less|more|squared|cubed|pi|dozen|hundred|thousand|[mbtr]+illion"
 WORD = rf"(?!(?:{OPERATOR})\b)(?:[a-z]{{2,}}|[mglsh])(?:\s?\^\(?[23]\)?)?"
 UNIT = re.compile(rf"(?<=[\d)])(?:\s+{WORD}(?:[ /]{WORD}){{0,2}}|(?:[cmk]m|kg|ml)(?:\^\(?[23]\)?)?)$")
@@ -57,8 +64,9 @@ MIXED = re.compile(r"([-+]?)\s*(\d+)\s+\(?(\d+)\)?/\(?(\d+)\)?")
 
 
 def plain(text):
-    """The text without LaTeX, currencies, %, capitals, a leading `x =` and a trailing period."""
-    if len(text) > 500:                                         # no answer; some patterns take quadratic time
+    """Returns the text without LaTeX, currencies, %, capitals, a leading `x =` and a trailing period."""
+    # A text of this length is no answer, and some of the patterns take quadratic time.
+    if len(text) > 500:
         return text
     text = text.lower()
     for pattern, replacement in LATEX:
@@ -78,15 +86,17 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 
 
 def number(text):
-    """The exact value of plain text like -3, 1,234, 0.5, 1 1/2, 5 cm or 2*(3+4)^2; None if it has none."""
-    if len(text) > 200:                                         # bounds the recursion, too
+    """Returns the exact value of plain text like -3, 1,234, 0.5, 1 1/2, 5 cm or 2*(3+4)^2, or None."""
+    # The limit bounds the recursion as well.
+    if len(text) > 200:
         return None
     text = UNIT.sub("", text)
     text = re.sub("[, ]", "", text) if THOUSANDS.fullmatch(text) else text
     text = MIXED.sub(r"\1(\2+\3/\4)", text) if MIXED.fullmatch(text) else text
     tokens = re.findall(r"\d+\.?\d*|\.\d+|\S", text) + ["end"]
 
-    def parse(level):                                           # as far as operators bind tighter than level
+    def parse(level):
+        # Reads on as long as the operators bind tighter than the level.
         token = tokens.pop(0)
         if token in ("+", "-"):
             value = OPERATIONS[token](0, parse(2))
@@ -107,9 +117,10 @@ def number(text):
 
 
 def same_answer(given, truth):
-    """Whether two answers are equal: as exact numbers, or if neither is one as text, less spaces and LaTeX.
+    """Returns whether two answers are equal as exact numbers, or as text if neither of them is a number.
 
-    Units, currencies and % are dropped: 50% is 50. Never raises, and no input makes it slow.
+    Spaces, LaTeX, units, currencies and % do not count: 50% is 50. It never raises, and no input makes it
+    slow.
     """
     given, truth = plain(given), plain(truth)
     values = number(given), number(truth)
@@ -119,28 +130,33 @@ def same_answer(given, truth):
 
 
 def check_answer(text, truth):
-    """Whether a completion's final answer is the truth, which may itself be a worked solution."""
+    """Returns whether a completion's final answer is the truth, which may itself be a worked solution."""
     given = extract_answer(text)
     return given is not None and same_answer(given, extract_answer(truth) or truth)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
-# completion: a number, None (not scored), or a dict of named parts, the reward being the part "score" or else
-# the sum of all. As in TRL a completion is a string, or where the prompt is messages a list of one message.
+# completion: a number, None (not scored), or a dict of named parts, whose score is the part "score", or their
+# sum if none has that name. As in TRL a completion is a string, or where the prompt is a list of messages the
+# list of the messages that follow it.
 
 
 def content(completion):
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """Returns the text of a completion: the string, or the content of the last message."""
+    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 def accuracy(prompts, completions, answer, **columns):
-    """1.0 for each completion whose final answer is the row's `answer`, else 0.0."""
+    """Returns 1.0 for each completion whose final answer is the row's `answer`, otherwise 0.0."""
     return [float(check_answer(content(completion), truth)) for completion, truth in zip(completions, answer)]
 
 
 def countdown(prompts, completions, numbers, target, **columns):
-    """1.0 for each expression of + - * / ( ) that uses every number once and equals the target, else 0.0."""
+    """Returns 1.0 for each completion that answers with a right expression, otherwise 0.0.
+
+    Such an expression is made of + - * / ( ), uses every number once and equals the target.
+    """
     rewards = []
     for completion, given, goal in zip(completions, numbers, target):
         text = "".join(plain(extract_answer(content(completion)) or "").partition("=")[0].split())
@@ -150,10 +166,10 @@ def countdown(prompts, completions, numbers, target, **columns):
 
 
 def load_reward(spec, task):
-    """The reward that the spec "file.py:function" names; for "" the task's own.
+    """Returns the reward that the spec "file.py:function" names, or for "" the task's own.
 
     A function with verl's parameters (data_source, solution_str, ground_truth) is adapted; any other must be
-    in TRL's form. Raises ValueError if there is no such function, or its file raises.
+    in TRL's form. Raises ValueError if there is no such function or if its file raises.
     """
     if not spec:
         return countdown if task == "countdown" else accuracy
@@ -178,7 +194,7 @@ def load_reward(spec, task):
 
 
 def one_by_one(compute_score):
-    # verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) as a reward
+    # Makes a reward of verl's compute_score(data_source, solution_str, ground_truth, extra_info=None).
     def reward(prompts, completions, **columns):
         nothing = [None] * len(completions)
         if {"reward_model", "ground_truth", "answer"} & columns.keys():
@@ -194,7 +210,7 @@ def one_by_one(compute_score):
 
 
 def accepted(function, columns):
-    # those of the columns that the function takes
+    # Returns those of the columns that the function takes.
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
@@ -211,13 +227,17 @@ def name_of(function):
 
 
 class TimeUp(BaseException):
-    """A reward ran out of time; not an Exception, so that no `except Exception` in the reward swallows it."""
+    """Says that a reward ran out of time.
+
+    It is not an Exception, so that no `except Exception` in the reward swallows it.
+    """
 
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    # For the main thread. Python acts on the signal between its own instructions: a call into C that never
-    # returns is not cut off. The signal repeats, for rewards that swallow even TimeUp; 0 seconds is no limit.
+    # This works in the main thread only. Python acts on the signal between its own instructions, so a call
+    # into C that never returns is not cut off. The signal repeats, because some rewards swallow even TimeUp.
+    # 0 seconds means no limit.
     def stop(*_):
         raise TimeUp
     previous = signal.signal(signal.SIGALRM, stop)
@@ -229,21 +249,23 @@ def time_limit(seconds):
         signal.signal(signal.SIGALRM, previous)
 
 
-def score(reward, rows, texts, timeout):
-    """(rewards, {part: values}, number of timeouts) of completions, nan for what has no value. A reward
-    without named parts is its own only part, under the function's name.
+def score(reward, rows, completions, timeout):
+    """Returns (scores, {part: values}, number of timeouts) of completions, with NaN for what has no value.
 
-    The reward gets `timeout` seconds (0: no limit) for the batch, or in verl's form for each completion. If a
-    batch takes longer its completions are scored one by one, and those that still do get 0.0. RuntimeErrors
-    show the completion at which the reward raised, or what it returned instead of a finite number for each.
+    completions: for each row a string, or where its prompt is a list of messages the list of those that
+    follow. A reward without named parts is its own only part, under the function's name. The reward gets
+    `timeout` seconds (0: no limit) for all completions together, or in verl's form for each. If it takes
+    longer, the completions are scored one by one, and those that still take longer get 0.0. Raises
+    RuntimeError if the reward raises (the message shows the completion), or if it returns anything but a
+    finite number, None or a dict of these for each completion; and ValueError for a column that is missing.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
 
-    def call(batch):                                            # (what the reward returned, what it raised)
-        columns = {key: [rows[i][key] for i in batch] for key in shared}
-        columns["prompts"] = [rows[i]["prompt"] for i in batch]
-        columns["completions"] = [texts[i] if isinstance(rows[i]["prompt"], str) else
-                                  [{"role": "assistant", "content": texts[i]}] for i in batch]
+    def call(chosen):
+        # Returns what the reward returns and what it raises, one of them None.
+        columns = {key: [rows[i][key] for i in chosen] for key in shared}
+        columns["prompts"] = [rows[i]["prompt"] for i in chosen]
+        columns["completions"] = [completions[i] for i in chosen]
         columns = accepted(reward, columns)
         try:
             with time_limit(timeout):
@@ -251,7 +273,8 @@ def score(reward, rows, texts, timeout):
         except (Exception, TimeUp) as error:
             return None, error
 
-    values, timeouts, culprit = [], 0, 0                        # 0 also if the batch raises, and none alone
+    # The culprit stays 0 if the reward raises for all completions together and for none alone.
+    values, timeouts, culprit = [], 0, 0
     returned, error = call(range(len(rows))) if not hasattr(reward, "one_by_one") else (None, TimeUp())
     if error is None:
         values = checked(reward, returned, len(rows))
@@ -265,7 +288,7 @@ def score(reward, rows, texts, timeout):
         values += checked(reward, returned, 1)
     if isinstance(error, Exception):
         raise RuntimeError(f"reward {name_of(reward)} raised {type(error).__name__}: {error}; "
-                           f"the completion is {texts[culprit][:500]!r}") from error
+                           f"the completion is {content(completions[culprit])[:500]!r}") from error
     names = dict.fromkeys(key for _, parts in values for key in parts)
     totals = [total for total, _ in values]
     named = {key: [parts.get(key, math.nan) for _, parts in values] for key in names}
@@ -273,11 +296,12 @@ def score(reward, rows, texts, timeout):
 
 
 def checked(reward, returned, count):
-    # [(reward, parts)] of what a reward returned
-    returned = returned.tolist() if hasattr(returned, "tolist") else returned       # an array, a tensor
+    # Returns (score, parts) for each value that a reward returned; they may be in an array or a tensor.
+    returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)) or len(returned) != count:
         what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
-        raise RuntimeError(f"reward {name_of(reward)} returned {what}, not a list of {count}, one each")
+        raise RuntimeError(f"reward {name_of(reward)} returned {what}, not a list of {count}, one for each "
+                           "completion")
 
     def real(value):
         if not hasattr(value, "__float__") or not math.isfinite(value):
@@ -287,7 +311,8 @@ def checked(reward, returned, count):
     def total_and_parts(value):
         if not isinstance(value, dict):
             return math.nan if value is None else real(value), {}
-        if "score" in value:                                    # beside it, verl's functions put notes, too
+        # Next to the score, verl's functions return notes that are no numbers.
+        if "score" in value:
             value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
         parts = {key: real(part) for key, part in value.items() if part is not None}
         return parts.get("score", math.nan) if "score" in value or not parts else sum(parts.values()), parts
@@ -295,42 +320,106 @@ def checked(reward, returned, count):
     return [total_and_parts(value) for value in returned]
 
 
-def try_reward(reward, rows, timeout):
-    """Score two made-up completions: a broken reward shows before a model is loaded. Raises ValueError."""
-    try:
-        _, _, timeouts = score(reward, (rows * 2)[:2], ["Answer: 0", ""], timeout)
-    except RuntimeError as error:
-        raise ValueError(error) from error
-    if timeouts:
-        raise ValueError(f"reward {name_of(reward)} took more than reward_timeout={timeout:g} seconds "
-                         "for one completion")
-
-
 # ------------------------------------------------------------------------------------------------------------
-# evaluation
+# the scores of rollouts. A rollout has a row, a completion in the form that a reward gets, a score (NaN: not
+# scored) and parts, the values that make up the score, by name.
 
 
-def evaluation(results, k):
-    """mean@k, pass@k and maj@k over (source, score, answer) of k samples a prompt, the samples adjacent.
+class Scorer:
+    """Scores rollouts by the reward and the reward model that a run's settings name.
+
+    scorer(rollouts) sets score and parts of each rollout and returns the number of timeouts. With a reward
+    model the score is reward_weight times the reward plus reward_model_weight times the model's score. What
+    the reward leaves unscored then adds nothing, and what the model cannot score is not scored.
+
+    settings: what configure returns. device, dtype: where and in which precision the reward model computes.
+    Raises ValueError if the reward or the reward model cannot be loaded.
+    """
+
+    def __init__(self, settings, device, dtype):
+        self.settings = SimpleNamespace(**settings)
+        self.reward = self.model = None
+        if self.settings.reward != "none":
+            self.reward = load_reward(self.settings.reward, self.settings.task)
+        if self.settings.reward_model:
+            # Only those who use a reward model wait for this import.
+            from reward_models import RewardModel
+            self.model = RewardModel(self.settings.reward_model, device, dtype, self.settings.token_budget)
+        if not self.reward and not self.model:
+            raise ValueError("reward=none needs a reward_model")
+
+    def try_on(self, rows):
+        """Scores two made-up completions of rows, so that what is broken shows before a model is trained.
+
+        Raises ValueError if the reward or the reward model cannot score them.
+        """
+        def made_up(prompt, text):
+            return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+        if self.reward:
+            timeout, two = self.settings.reward_timeout, (rows * 2)[:2]
+            completions = [made_up(row["prompt"], text) for row, text in zip(two, ["Answer: 0", ""])]
+            try:
+                _, _, timeouts = score(self.reward, two, completions, timeout)
+            except RuntimeError as error:
+                raise ValueError(error) from error
+            if timeouts:
+                raise ValueError(f"reward {name_of(self.reward)} took more than reward_timeout={timeout:g} "
+                                 "seconds for one completion")
+        if self.model:
+            prompt = rows[0]["prompt"]
+            self.model.score([prompt] * 2, [made_up(prompt, text) for text in ("Answer: 0", "0")])
+
+    def __call__(self, rollouts):
+        if not rollouts:
+            return 0
+        s, rows = self.settings, [rollout.row for rollout in rollouts]
+        completions = [rollout.completion for rollout in rollouts]
+        scores, parts, timeouts = [math.nan] * len(rollouts), {}, 0
+        if self.reward:
+            scores, parts, timeouts = score(self.reward, rows, completions, s.reward_timeout)
+        if self.model:
+            judged = self.model.score([row["prompt"] for row in rows], completions)
+            scores = [s.reward_model_weight * b + (0 if math.isnan(a) else s.reward_weight * a)
+                      for a, b in zip(scores, judged)]
+            parts = parts | {"reward_model": judged}
+        for i, rollout in enumerate(rollouts):
+            rollout.score, rollout.parts = scores[i], {name: values[i] for name, values in parts.items()}
+        return timeouts
+
+
+def part_means(rollouts, prefix):
+    """Returns {prefix/name/mean: the mean of a part's values that are not NaN, 0 if all are}."""
+    values = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.parts.items():
+            values[name] += [] if math.isnan(value) else [value]
+    return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
+
+
+def evaluation(rollouts, k):
+    """Returns mean@k, pass@k and maj@k of scored rollouts, k of each prompt, which are adjacent.
 
     mean@k  mean score
-    pass@k  mean over prompts of the best score of k: for a 0/1 score, how often any of k samples is right
-    maj@k   mean over prompts of the score of the commonest answer, the first of those equally common; a
-            sample without an answer (None) has no vote, a prompt without votes scores as its first sample
-    Over all prompts as eval/..., and for each source as eval/{source}/.... A sample that was not scored (nan)
-    counts for nothing.
+    pass@k  mean over prompts of the best of k scores: for scores of 0 and 1, how often any of k is right
+    maj@k   mean over prompts of the score of the commonest answer, or of the first of those equally common;
+            a completion without an answer has no vote, and a prompt without votes scores as its first one
+    Over all prompts they are named eval/..., over those of each source eval/{source}/.... A completion that
+    was not scored (NaN) counts for nothing. The mean of each part is eval/rewards/{name}/mean.
     """
     values = defaultdict(list)
-    for i in range(0, len(results), k):
-        source = results[i][0]
-        scored = [(score, answer) for _, score, answer in results[i:i + k] if not math.isnan(score)]
+    for i in range(0, len(rollouts), k):
+        scored = [rollout for rollout in rollouts[i:i + k] if not math.isnan(rollout.score)]
         if not scored:
             continue
-        scores, answers = zip(*scored)
+        scores = [rollout.score for rollout in scored]
+        answers = [extract_answer(content(rollout.completion)) for rollout in scored]
         votes = Counter(answer for answer in answers if answer is not None)
         winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
+        source = rollouts[i].row.get("source")
         for name in ["eval"] + ([f"eval/{source}"] if source else []):
             values[f"{name}/mean@{k}"].append(sum(scores) / len(scores))
             values[f"{name}/pass@{k}"].append(max(scores))
             values[f"{name}/maj@{k}"].append(scores[winner])
-    return {name: sum(each) / len(each) for name, each in values.items()}
+    means = {name: sum(each) / len(each) for name, each in values.items()}
+    return means | part_means(rollouts, "eval/rewards")

@@ -1,12 +1,13 @@
-"""Rollout: prompts in, sampled tokens and their logprobs out. Two engines with the same three methods.
+"""
+Rollout: prompts in, sampled tokens and their logprobs out. Two engines with the same three methods.
 
-    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> n Rollouts a prompt, adjacent
+    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> n Rollouts per prompt, adjacent
     load_weights(named_tensors)                                              -> the next generate uses them
     close()
 
-Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. `logprobs` are those
-of the distribution that was sampled from (after temperature, top_p and top_k), in nats. Every prompt has its
-own seed, and its completions the seeds seed, seed + 1, …, so a run repeats, whatever else is in the batch.
+Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in nats,
+are those of the distribution that was sampled from, after temperature, top_p and top_k. Each prompt has a seed of
+its own, and its completions have the seeds seed, seed + 1, ..., so a run repeats whatever else is in the batch.
 """
 import contextlib
 import glob
@@ -14,22 +15,50 @@ import importlib.util
 import math
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import ranks
-from model import head_logits
+from models import head_logits
 
 
 @dataclass
 class Rollout:
-    prompt_ids: list
-    completion_ids: list     # with the end-of-sequence token where finish_reason is stop
-    logprobs: list           # one a completion token
-    finish_reason: str       # stop, or length where max_tokens cut it off
+    """A prompt and what the policy made of it: all tokens of the row, and which of them it sampled."""
+    ids: np.ndarray          # int32 [L]: the prompt, then what was sampled and what was inserted, in order
+    spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
+    logprobs: np.ndarray     # float32: the engine's, of the sampled tokens
+    finish_reason: str       # stop: the last span ends with an end token; length: it was cut off
+    row: dict = None         # the row of the data set that it answers
+    completion: object = ""  # what follows the prompt: a string, or messages where the prompt is messages
+    score: float = math.nan  # what it is worth; NaN: it was not scored
+    parts: dict = field(default_factory=dict)   # the named parts of the score
+
+    @classmethod
+    def single(cls, prompt_ids, completion_ids, logprobs, finish_reason):
+        """The Rollout of one completion, from lists."""
+        ids = np.array([*prompt_ids, *completion_ids], dtype=np.int32)
+        return cls(ids, np.array([[len(prompt_ids), len(ids)]], dtype=np.int32),
+                   np.array(logprobs, dtype=np.float32), finish_reason)
+
+    prompt_ids = property(lambda self: self.ids[:self.spans[0, 0]])
+    sampled_ids = property(lambda self: np.concatenate([self.ids[start:end] for start, end in self.spans]))
+
+
+def generate(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+    """n Rollouts for each data.Prompt, adjacent, with its row and their text. seeds: one per prompt."""
+    ids = [prompt.ids for prompt in prompts]
+    rollouts = engine.generate(ids, n, seeds, max_tokens, temperature, top_p, top_k)
+    for i, r in enumerate(rollouts):
+        r.row = prompts[i // n].row
+        text = tokenizer.decode(r.sampled_ids, skip_special_tokens=True)
+        is_string = isinstance(r.row["prompt"], str)
+        r.completion = text if is_string else [{"role": "assistant", "content": text}]
+    return rollouts
 
 
 def engine_class(engine):
@@ -41,6 +70,16 @@ def engine_class(engine):
         raise ValueError("engine=vllm, but vLLM is not installed: "
                          "install requirements.txt, or take --engine=hf")
     return VLLMEngine if installed and engine != "hf" else HFEngine
+
+
+def start_engine(kind, model, tokenizer, dtype, max_length, gpu_memory_utilization, tensor_parallel_size=1,
+                 float32_head=True):
+    """The engine of that kind (engine_class) with the weights in `model`, a folder or hub id, in dtype.
+
+    max_length: of prompt and completion together, in tokens. The last three are settings of the scripts.
+    """
+    return engine_class(kind)(model, dtype, max_length, end_tokens(model, tokenizer), gpu_memory_utilization,
+                              tensor_parallel_size, float32_head)
 
 
 def end_tokens(model, tokenizer):
@@ -59,28 +98,22 @@ def end_tokens(model, tokenizer):
     return ids if isinstance(ids, list) else [ids]
 
 
-METRICS = [f"sampling/{name}" for name in (
-    "sampling_logp_difference/mean", "sampling_logp_difference/p99", "sampling_logp_difference/max",
-    "importance_sampling_ratio/min", "importance_sampling_ratio/mean", "importance_sampling_ratio/max",
-    "effective_sample_size", "kl")]
-
-
 def compare_logprobs(rollouts, logps, bound, tokenizer):
-    """Metrics of the trainer's logprobs, {s: [len]}, against those of rollouts[s] for the same tokens.
+    """Metrics of the trainer's logprobs, {s: [len]}, against the engine's for the same tokens of rollouts[s].
 
-    p99: the 99th percentile, of the rank where it is largest.
-    effective_sample_size: (sum w)^2 / (n sum w^2) of the ratios w, as a share of the tokens. No ratio is
-    truncated for any of them.
-    Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken
-    weight sync, a wrong temperature or mask, or a model that one side gets wrong: training on
-    would be off-policy and nobody would know. Raises RuntimeError with the worst tokens.
-    Over all ranks, a collective: every rank calls it, with or without any logprobs.
+    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight sync,
+    a wrong temperature, or a model that one side computes wrongly: training on would be off-policy, and nobody
+    would know. Raises RuntimeError with the worst tokens.
+    sampling_logp_difference: |trainer - engine|; its p99 is that of the rank where it is largest.
+    importance_sampling_ratio: w = exp(trainer - engine), of which nothing is truncated here.
+    effective_sample_size: (sum w)^2 / (n sum w^2), as a share of the tokens. kl: KL(engine || trainer), by k3.
+    A collective: every rank calls it, with or without any logprobs.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
-    theirs = torch.tensor([logp for s in logps for logp in rollouts[s].logprobs], device=device)   # [C]
+    theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)]).to(device)
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    k3 = ratio - 1 - (ours - theirs)                            # of KL(engine || trainer)
+    k3 = ratio - 1 - (ours - theirs)
     sums = torch.stack([torch.tensor(float(len(gap)), device=device),
                         *(x.sum() for x in (gap, ratio, ratio.square(), k3))])
     peaks = torch.full((4,), -math.inf, device=device)
@@ -89,22 +122,27 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
         peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    if sums[0] == 0:                                           # nothing to train on, nothing to go wrong
-        return dict(zip(METRICS, (0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0)))
     gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
+    gap_p99, gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, 1, -1], device=device)).tolist()
+    # Where no token was trained on, nothing can have gone wrong.
+    if sums[0] == 0:
+        gap_mean, gap_p99, gap_max, kl = 0.0, 0.0, 0.0, 0.0
+        ratio_mean, ratio_max, ratio_min, square_mean = 1.0, 1.0, 1.0, 1.0
     if not gap_mean <= bound:
         tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]
         worst = [(*tokens[c], ours[c]) for c in gap.argsort(descending=True)[:8].tolist()]
         raise RuntimeError(
             f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
             "The worst tokens here:\n" + "\n".join(
-                f"  {tokenizer.decode(r.completion_ids[:t])!r} + {tokenizer.decode(r.completion_ids[t])!r}: "
+                f"  {tokenizer.decode(r.sampled_ids[:t])!r} + {tokenizer.decode(r.sampled_ids[t])!r}: "
                 f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst)
-            + ("\nA mixture-of-experts model on vLLM's CPU build comes out wrong after a weight sync: take "
-               "--engine=hf for it" if device == "cpu" else ""))
-    gap_p99, gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, 1, -1], device=device)).tolist()
-    return dict(zip(METRICS, (gap_mean, gap_p99, gap_max, ratio_min, ratio_mean, ratio_max,
-                              ratio_mean ** 2 / square_mean, kl)))
+            + ("\nvLLM's CPU build computes a mixture-of-experts model wrongly after a weight sync: take "
+               "--engine=hf for such a model" if device == "cpu" else ""))
+    return {f"sampling/{name}": value for name, value in {
+        "sampling_logp_difference/mean": gap_mean, "sampling_logp_difference/p99": gap_p99,
+        "sampling_logp_difference/max": gap_max, "importance_sampling_ratio/min": ratio_min,
+        "importance_sampling_ratio/mean": ratio_mean, "importance_sampling_ratio/max": ratio_max,
+        "effective_sample_size": ratio_mean ** 2 / square_mean, "kl": kl}.items()}
 
 
 def give_float32_head(model):
@@ -127,7 +165,7 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first generate compiles for 30 s
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs, but may fail to load
-        if tensor_parallel_size > 1:
+        if tensor_parallel_size > 1 and not self.cuda:
             self._unlink_shared_memory()
             dist.barrier()
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -172,8 +210,8 @@ class VLLMEngine:
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params,
                                     use_tqdm=False)
         self._sleep()
-        return [Rollout(list(request.prompt_token_ids), list(sample.token_ids), sample.logprobs.logprobs,
-                        sample.finish_reason)
+        return [Rollout.single(request.prompt_token_ids, sample.token_ids, sample.logprobs.logprobs,
+                               sample.finish_reason)
                 for request in outputs for sample in sorted(request.outputs, key=lambda sample: sample.index)
                 for _ in range(copies)]
 
@@ -189,7 +227,8 @@ class VLLMEngine:
         self._wake()                                           # shutting down asleep would unmap memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
-        self._unlink_shared_memory()
+        if len(self.group) > 1 and not self.cuda:
+            self._unlink_shared_memory()
 
     @staticmethod
     def _unlink_shared_memory():
@@ -265,7 +304,7 @@ class HFEngine:
                 rows, mask = rows[kept], mask[kept]
                 cache.batch_select_indices(kept)
             logits = self._forward(tokens[rows, t][:, None], mask, cache)
-        return [Rollout(prompts[r // n], ids[:length], logps[:length], "length" if cut else "stop")
+        return [Rollout.single(prompts[r // n], ids[:length], logps[:length], "length" if cut else "stop")
                 for r, (ids, logps, length, cut) in enumerate(zip(*(
                     x.tolist() for x in (tokens, logprobs, lengths, alive))))]
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, beside checkpoints: metrics, sample completions, settings, the script."""
+"""What a run writes down as it goes: metrics, sample completions, settings, the script, and lines on the console."""
 import contextlib
 import errno
 import json
@@ -8,25 +8,37 @@ import shutil
 import time
 from collections import defaultdict
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from weights import claim
+import ranks
+from checkpoint import claim
+from data import prompt_text
+from rewards import content
+
+# What the console shows of a step: its word for it, the metric, the format.
+CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5.1f"),
+           ("entropy", "entropy", ".3f"), ("explained var", "critic/vf_explained_var", ".2f"),
+           ("grad norm", "grad_norm", ".2f"), ("logprob gap", "sampling/sampling_logp_difference/max", ".1e"))
 
 
 class RunLog:
     """metrics.jsonl and the same for TensorBoard, samples.jsonl, config.json, the script, a console.
 
-    Rank 0 writes; on other ranks all but the clock does nothing. A run that goes on from first_step drops the
-    lines of that step and of later ones: it writes them again.
+    Rank 0 writes. A run that goes on from first_step drops the lines of that step and of later ones, because it
+    writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree on, and by
+    `mean` and `sum`, which are taken over all ranks when the step ends.
     """
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
         self.master, self.out_dir = dist.get_rank() == 0, out_dir
-        self.timing, self.waiting = defaultdict(float), defaultdict(list)
+        self.sample_interval = settings.get("sample_interval", 0)
+        self.waiting = defaultdict(list)
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
+        self.start(first_step)
         if self.master:
             claim(out_dir)
             for name in ("metrics.jsonl", "samples.jsonl"):
@@ -36,39 +48,105 @@ class RunLog:
                 json.dump(settings | {"out_dir": out_dir}, file, indent=1)
             self.board = SummaryWriter(out_dir, purge_step=first_step)
 
+    # ------------------------------------------------------------ a step's figures
+
+    def start(self, step):
+        """Begin the line of a step."""
+        self.metrics, self.timing, self.totals = {"step": step}, defaultdict(float), {}
+        self.samples, self.started = [], time.perf_counter()
+
     @contextlib.contextmanager
     def timed(self, name):
-        """Adds the seconds that the block takes, the GPU's part included, to timing["timing_s/name"]."""
+        """Add the seconds that the block takes, the GPU's part included, to timing_s/name."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.timing[f"timing_s/{name}"] += time.perf_counter() - start
 
+    def mean(self, name, values):
+        """Take values, a tensor or list, into the step's mean over everything that all ranks have given by this name.
+
+        A name without any values is logged as 0. Nothing here waits for a GPU.
+        """
+        values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
+        total, count = self.totals.get(name, (0.0, 0))
+        self.totals[name] = total + values.sum(), count + values.numel()
+
+    def sum(self, name, value):
+        """Add a number, or a tensor of one number, to the step's sum over all ranks."""
+        total, _ = self.totals.get(name, (0.0, None))
+        self.totals[name] = total + torch.as_tensor(value).detach(), None
+
+    def nothing(self, *names):
+        """Have these means logged as 0 if the step gives them no value."""
+        for name in names:
+            self.mean(name, [])
+
+    def rollouts(self, rollouts, timeouts):
+        """Note what the step has sampled, all ranks' rollouts, and show some of it. timeouts: of this rank."""
+        self.metrics |= rollout_metrics(rollouts)
+        self.sum("rewards/timeouts", timeouts)
+        first = [r for r, other in zip(rollouts, [None, *rollouts]) if other is None or r.row is not other.row]
+        self.samples = [{"step": self.metrics["step"], "prompt": r.row["prompt"],
+                         "completion": content(r.completion), "reward": r.score,
+                         "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in first[:8]]
+
+    def groups(self, stds):
+        """Note the spread of the scores of each prompt's rollouts, [P]."""
+        self.metrics |= {"reward_std": stds.double().mean().item(),
+                         "frac_reward_zero_std": (stds == 0).double().mean().item()}
+
+    def evaluation(self, results):
+        """Note the results of an evaluation and show those over all prompts."""
+        self.metrics |= results
+        self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
+            f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == 1))
+
+    def end(self, tokens):
+        """Write the step: a line to metrics.jsonl and TensorBoard, a few samples, a line on the console.
+
+        tokens: how many the step has read and sampled.
+        """
+        self.timing["timing_s/step"] = seconds = time.perf_counter() - self.started
+        self.metrics["perf/throughput"] = tokens / seconds
+        self.write()
+        if self.master:
+            self._append("samples.jsonl", self.samples)
+        if self.metrics["step"] % self.sample_interval == 0:
+            self.say("\n".join(f"    {prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
+                               f"reward {s['reward']:g}, truth {s['truth']}" for s in self.samples[:4]))
+        timing = {name.removeprefix("timing_s/"): value for name, value in self.timing.items()}
+        self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
+            f"{word} {self.metrics[name]:{form}}" for word, name, form in CONSOLE if name in self.metrics)
+            + f" | {timing.pop('step'):.1f} s: " + ", ".join(f"{name} {value:.1f}" for name, value in timing.items()))
+        with contextlib.suppress(OSError):
+            self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}")
+            self.bar.update()
+
+    def write(self):
+        """Write the line of this step to metrics.jsonl and TensorBoard. A collective."""
+        self.metrics = over_all_ranks(self.totals) | self.metrics | self.timing
+        if self.master:
+            self._append("metrics.jsonl", [self.metrics])
+            # Where this fails, the file above has said why.
+            with contextlib.suppress(OSError):
+                for name, value in self.metrics.items():
+                    self.board.add_scalar(name, value, self.metrics["step"])
+                self.board.flush()
+
+    # ------------------------------------------------------------ files and console
+
     def say(self, text):
         if self.master:
-            with contextlib.suppress(OSError):                  # a console that is a file on a full disk
+            # The console may be a file on a full disk.
+            with contextlib.suppress(OSError):
                 tqdm.write(text)
-
-    def advance(self, **shown):
-        """Move the bar on by a step, with these figures beside it."""
-        with contextlib.suppress(OSError):
-            self.bar.set_postfix(**shown)
-            self.bar.update()
 
     def close(self):
         self.flush()
         with contextlib.suppress(OSError):
             self.bar.close()
-
-    def metrics(self, values):
-        """Write a step's metrics, a dict of numbers with its "step"."""
-        if self.master:
-            self._append("metrics.jsonl", [values])
-            with contextlib.suppress(OSError):                  # the file above says what went wrong
-                for name, value in values.items():
-                    self.board.add_scalar(name, value, values["step"])
-                self.board.flush()
 
     def eval_scores(self):
         """{step: eval/mean@k} of all lines so far; empty on other ranks than 0."""
@@ -79,29 +157,6 @@ class RunLog:
             lines = [json.loads(line) for line in file]
         return {line["step"]: value for line in lines for name, value in line.items()
                 if name.startswith("eval/mean@")}
-
-    def samples(self, rows):
-        """Write sample completions, dicts with their "step"."""
-        if self.master:
-            self._append("samples.jsonl", rows)
-
-    def rollouts(self, folder, settings, rollouts, scores, greedy):
-        """Write the rollouts of a step to rollouts.jsonl in `folder`, the checkpoint that sampled them.
-
-        The settings and "step", then a line for each. greedy: a score of each prompt, in its first line, or
-        empty.
-        """
-        if self.master:
-            lines = [settings] + [vars(r) | {"score": score} for r, score in zip(rollouts, scores)]
-            for line, value in zip(lines[1::len(rollouts) // max(1, len(greedy))], greedy):
-                line["greedy"] = value
-            path = os.path.join(folder, "rollouts.jsonl")
-            try:
-                with open(path + ".part", "w") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in lines)
-                os.replace(path + ".part", path)
-            except OSError as error:
-                self.say(f"{path} could not be written: {error}")
 
     def flush(self):
         """Write what a full disk has not taken before."""
@@ -118,13 +173,60 @@ class RunLog:
                 try:
                     if file.write(lines) < len(lines):
                         raise OSError(errno.ENOSPC, "no space for all of it")
-                    os.fsync(file.fileno())                     # before a checkpoint that counts on them
+                    # A checkpoint is about to count on these lines.
+                    os.fsync(file.fileno())
                 except OSError:
                     file.truncate(size)
                     raise
             self.waiting[name].clear()
         except OSError as error:
             self.say(f"{name} could not be written, its lines wait: {error}")
+
+
+def over_all_ranks(totals):
+    """{name: the mean, or for a count of None the sum, over all ranks} of {name: (total, count)}. A collective."""
+    own = [(name, float(total), count) for name, (total, count) in totals.items()]
+    summed = {}
+    for name, total, count in ranks.gathered(own):
+        before, counted = summed.get(name, (0.0, 0))
+        summed[name] = before + total, None if count is None else counted + count
+    return {name: total if count is None else total / max(count, 1) for name, (total, count) in summed.items()}
+
+
+def rollout_metrics(rollouts):
+    """What a log says of sampled and scored rollouts; scores and parts that are NaN count for nothing."""
+    lengths = [len(r.logprobs) for r in rollouts]
+    scores = np.array([r.score for r in rollouts])
+    parts = defaultdict(list)
+    for r in rollouts:
+        for name, value in r.parts.items():
+            parts[name].append(value)
+    mean = lambda values: float(np.nanmean(values)) if not np.isnan(values).all() else 0.0
+    return {"reward": mean(scores), "rewards/unscored": int(np.isnan(scores).sum()),
+            **{f"rewards/{name}/mean": mean(values) for name, values in parts.items()},
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/min_length": min(lengths), "completions/max_length": max(lengths),
+            "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts)}
+
+
+def save_rollouts(path, settings, rollouts, greedy=None):
+    """Write rollouts and the settings that they were made with to a JSONL file that replay.py reads.
+
+    greedy: the scores of ReMax's greedy completions, one per prompt. Returns None, or what went wrong.
+    """
+    group = len(rollouts) // len(greedy) if greedy is not None else 0
+    try:
+        with open(path + ".part", "w") as file:
+            file.write(json.dumps(settings) + "\n")
+            for s, r in enumerate(rollouts):
+                line = {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
+                        "finish_reason": r.finish_reason, "score": r.score, "completion": r.completion}
+                if group and s % group == 0:
+                    line["greedy"] = float(greedy[s // group])
+                file.write(json.dumps(line) + "\n")
+        os.replace(path + ".part", path)
+    except OSError as error:
+        return f"{path} could not be written: {error}"
 
 
 def peak_memory():

@@ -1,4 +1,4 @@
-"""What may be written on a command line and in a config file, and what is refused with which words."""
+"""What a command line and a config file may say is taken, and the rest is refused with these words."""
 import ast
 import subprocess
 import sys
@@ -48,7 +48,7 @@ DEFAULTS = {"model": "base", "separator": "#### # ", "learning_rate": 2e-4, "max
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Call configure as the script would, from the folder that holds it and its config files."""
+    """Calls configure as the script would, from the folder that holds it and its config files."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -72,7 +72,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refusal(run, capsys):
-    """The one line on stderr that a refused command line leaves."""
+    """Returns the one line on stderr that a refused command line leaves."""
     def refusal(*argv, **configs):
         with pytest.raises(SystemExit) as stop:
             run(*argv, **configs)
@@ -249,7 +249,7 @@ a heading of two lines
 
 
 def test_as_a_script(tmp_path):
-    """In a process of its own: sys.argv is read, changed globals are seen, exit codes are the shell's."""
+    """In a process of its own the script reads sys.argv, sees its changed globals, returns exit codes."""
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def shell(*argv):
@@ -269,21 +269,131 @@ def test_script_without_rules(tmp_path):
         configure({"__file__": str(tmp_path / "train.py"), "max_steps": 1}, [])
 
 
+# ---------------------------------------------------------------- settings of another file
+
+COMMON = '''"""What several scripts share."""
+import math
+elsewhere = 1
+# ----------------------------------------------------------------
+device = "cpu"               # above any heading
+# optimizer,
+# in two lines
+max_steps = 100              # the script has its own default
+weight_decay = 0.0           # AdamW's
+# output, of which nothing is left
+model = "shared"             # the script has its own
+# logging
+log_interval = 5             # steps;
+                             # 0: never
+# ----------------------------------------------------------------
+after = 1
+'''
+IMPORTING = '''"""Trains."""
+from math import *
+# ----------------------------------------------------------------
+epochs = 1                   # above any heading
+# the rest
+from common import *         # what several scripts share
+# model
+model = "base"               # folder or hub id
+# loop
+max_steps = 7                # of this script
+# ----------------------------------------------------------------
+'''
+
+
+@pytest.fixture
+def import_run(tmp_path, monkeypatch):
+    """Calls configure as a script would that imports the settings of common.py."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+    def import_run(*argv, script=IMPORTING, common=COMMON):
+        monkeypatch.delitem(sys.modules, "common", raising=False)
+        (tmp_path / "train.py").write_text(script)
+        (tmp_path / "common.py").write_text(common)
+        namespace = {"__file__": str(tmp_path / "train.py"), "__name__": "script"}
+        exec(script, namespace)
+        before = dict(namespace)
+        settings = configure(namespace, argv)
+        assert namespace == before | settings
+        return settings
+    return import_run
+
+
+def test_imported_settings_are_the_scripts_own(import_run, tmp_path):
+    defaults = {"epochs": 1, "model": "base", "max_steps": 7, "device": "cpu", "weight_decay": 0.0,
+                "log_interval": 5}
+    assert list(import_run().items()) == list(defaults.items())
+    (tmp_path / "recipe.py").write_text("weight_decay = 1\nmodel = 'x'\n")
+    assert import_run(f"{tmp_path}/recipe.py", "--log_interval=0", "--max_steps=1") == {
+        "epochs": 1, "model": "x", "max_steps": 1, "device": "cpu", "weight_decay": 1.0, "log_interval": 0}
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--weight_decoy=1", "unknown setting --weight_decoy; did you mean --weight_decay? (--help lists all)"),
+    ("--max_step=1", "unknown setting --max_step; did you mean --max_steps? (--help lists all)"),
+    ("--elsewhere=1", "unknown setting --elsewhere"), ("--after=1", "unknown setting --after"),
+    ("--pi=3", "unknown setting --pi"), ("--common=1", "unknown setting --common"),
+    ("--log_interval=often", "--log_interval must be a whole number, not `often`")])
+def test_imported_settings_are_refused_like_the_scripts_own(import_run, capsys, flag, message):
+    with pytest.raises(SystemExit):
+        import_run(flag)
+    assert capsys.readouterr().err.startswith(f"train.py: {message}")
+
+
+def test_help_shows_imported_settings_last(import_run, capsys):
+    with pytest.raises(SystemExit):
+        import_run("--help")
+    assert capsys.readouterr().out == '''\
+Trains.
+  --epochs=1          above any heading
+
+model
+  --model='base'      folder or hub id
+
+loop
+  --max_steps=7       of this script
+
+common.py
+  --device='cpu'      above any heading
+
+common.py: optimizer,
+in two lines
+  --weight_decay=0.0  AdamW's
+
+common.py: logging
+  --log_interval=5    steps;
+                      0: never
+'''
+
+
+def test_an_import_must_not_overwrite_what_stands_above_it(import_run):
+    with pytest.raises(AssertionError, match=r"train.py: `from common import \*` overwrites max_steps"):
+        import_run(script=IMPORTING.replace("from common", "max_steps = 1\nfrom common"))
+
+
 RECIPES = sorted(Path(__file__).parents[1].glob("config/*.py"))
+
+
+def defaults_of(script):
+    """Returns a script's globals as its block and that of settings.py set them, without running either."""
+    namespace, keys = {"__file__": str(script), "__doc__": ""}, {key for key, _ in read_layout(script)}
+    for path in (script.with_name("settings.py"), script):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in keys:
+                namespace[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    return namespace
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
 def test_every_recipe_fits_the_script_that_it_names(recipe):
     root = recipe.parents[1]
-    scripts = ("train_grpo.py", "train_ppo.py")
-    names = [name for name in scripts if name in recipe.read_text()] or scripts[:1]
+    scripts = [path.name for path in root.glob("train_*.py")]
+    names = [name for name in scripts if name in recipe.read_text()] or ["train_grpo.py"]
     names = ["tiny.py"] if recipe.read_text().startswith('"""For tiny.py') else names
     for name in names:
-        layout = read_layout(root / name)
-        script = {"__file__": str(root / name), "__doc__": ""}
-        for node in ast.parse((root / name).read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in {key for key, _ in layout}:
-                script[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+        script = defaults_of(root / name)
         defaults = dict(script)
         settings = configure(script, [str(recipe)])
         assert any(settings[key] != defaults[key] for key in settings)

@@ -1,4 +1,5 @@
-"""Every problem is solved again by other means, the checker has tables of cases, every error is provoked."""
+"""Every problem is solved again by other means, and every error is provoked."""
+import copy
 import json
 import math
 import re
@@ -25,9 +26,10 @@ def function_of(text, names="x"):
 
 def solve_absolute_value(text):
     left, right = text.removeprefix("Larger solution of ").split("=")
-    f, far = function_of(left), Fraction(10 ** 6)                    # convex: its far right side is a line
+    # The function is convex and a line on its far right, where the larger solution lies.
+    f, far = function_of(left), Fraction(10 ** 6)
     x = far - (f(far) - int(right)) / (f(far + 1) - f(far))
-    assert f(x) == int(right) and f(x + 1) > f(x)                    # a solution, and f only grows beyond it
+    assert f(x) == int(right) and f(x + 1) > f(x)
     return x
 
 
@@ -65,7 +67,8 @@ def solve_polynomial_remainder(text):
     polynomial, root = re.fullmatch(r"Remainder of \((.*)\)/\(x([+-]\d+)\)", text).groups()
     remainder = {int(power or bool(x)): int(sign + (k or "1")) for sign, k, x, power in
                  re.findall(r"([+-]?)(\d*)(x?)\^?((?<=\^)\d+)?(?=[+-]|$)", polynomial) if k or x}
-    while (degree := max(remainder)) > 0:                            # subtract lead * x^(degree-1) * divisor
+    # Long division: subtract lead * x^(degree-1) * divisor until a constant is left.
+    while (degree := max(remainder)) > 0:
         lead = remainder.pop(degree)
         remainder[degree - 1] = remainder.get(degree - 1, 0) - lead * int(root)
     return remainder[0]
@@ -88,7 +91,8 @@ def solve_systems(text, wanted=""):
         f = function_of(left, "xy")
         rows.append((f(1, 0), f(0, 1), int(right)))
     (a, b, e), (c, d, f) = rows
-    return {"x": (e * d - b * f), "y": (a * f - e * c)}[wanted] / (a * d - b * c)      # Cramer's rule
+    # Cramer's rule
+    return {"x": (e * d - b * f), "y": (a * f - e * c)}[wanted] / (a * d - b * c)
 
 
 def text_of(row):
@@ -151,7 +155,7 @@ def test_templates_have_many_problems(template):
     rng = data.random.Random(0)
     texts = {template(rng, 1)[0] for _ in range(8000)}
     assert len(texts) >= 400
-    assert sum(data.zlib.crc32(text.encode()) % 8 == 0 for text in texts) >= 40       # held out
+    assert sum(map(data.held_out, texts)) >= 40
 
 
 @pytest.mark.parametrize("task", ["algebra", "countdown"])
@@ -161,6 +165,9 @@ def test_generation(task):
     assert texts("train", 200, seed=1) == texts("train", 200, seed=1)
     assert texts("train", 200, seed=1) != texts("train", 200, seed=2)
     assert data.load_rows(task, "train", 50, 7) == data.load_rows(task, "train", 200, 7)[:50]
+    assert texts("eval", 0) == texts("eval", 128)
+    # At difficulty 1 countdown has fewer problems than that.
+    assert len(texts("train", 0)) == {"algebra": 4096, "countdown": 2534}[task]
     train = {text for seed in range(4) for text in texts("train", 1000, seed=seed)}
     held_out = {text for seed in range(4) for text in texts("eval", 300, seed=seed)}
     assert len(train) > 1500 and len(held_out) > 300 and not train & held_out
@@ -169,12 +176,14 @@ def test_generation(task):
 @pytest.mark.parametrize("args, message", [
     (("algebra", "train", 10, 0, 0), "difficulty must be a whole number from 1, not 0"),
     (("algebra", "train", 10, 0, 1.5), "difficulty must be a whole number from 1, not 1.5"),
-    (("algebra", "train", 0), "train_prompts must be at least 1"),
-    (("countdown", "eval", 0), "eval_prompts must be at least 1"),
-    (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems; "
-                                   "asked for 1000000: lower eval_prompts"),
+    (("algebra", "train", -1), "train_prompts must not be negative, but is -1"),
+    (("file", "eval", -1), "eval_prompts must not be negative, but is -1"),
+    (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
+                                   "not 1000000: lower eval_prompts"),
     (("algebr", "train", 10), "task must be algebra, countdown, gsm8k or file, not 'algebr'"),
-    (("file", "eval", 10), "task file needs eval_file"),
+    (("file", "train", 10), "task file needs train_file"),
+    (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
+    (("file", "eval", 10), "task file needs eval_file, or train_file"),
 ])
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):
@@ -198,7 +207,8 @@ def test_countdown_is_solvable(difficulty):
         assert text_of(row) == f"Use {', '.join(map(str, row['numbers']))} once each to make {row['target']}"
         assert row["target"] >= 0 and eval(row["answer"]) == row["target"]
         assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == row["numbers"]
-    assert rewards.score(rewards.countdown, rows, [row["solution"] for row in rows], 5)[0] == [1.0] * 300
+    completions = [[{"role": "assistant", "content": row["solution"]}] for row in rows]
+    assert rewards.score(rewards.countdown, rows, completions, 5)[0] == [1.0] * 300
     assert set("+-*/") <= set("".join(row["answer"] for row in rows))
 
 
@@ -251,7 +261,8 @@ def test_gsm8k(tmp_path, monkeypatch):
     assert first == {"prompt": [{"role": "user", "content": asked}], "answer": "72", "source": "gsm8k",
                      "solution": GSM8K[0]["answer"]}
     assert second["answer"] == "1234" and data.load_rows("gsm8k", "train", 1) == [first]
-    assert rewards.score(rewards.accuracy, [first, second], ["#### 72", "#### 72"], 5)[0] == [1.0, 0.0]
+    completion = [{"role": "assistant", "content": "#### 72"}]
+    assert rewards.score(rewards.accuracy, [first, second], [completion] * 2, 5)[0] == [1.0, 0.0]
 
 
 def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
@@ -296,8 +307,10 @@ def test_file_rows(tmp_path, kind, row, answer, source):
         pyarrow = pytest.importorskip("pyarrow")
         import pyarrow.parquet
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), path)
-    rows = data.load_rows("file", "train", 0, file=path)
-    assert len(rows) == 2 and rows[0] == rows[1] and data.load_rows("file", "train", 1, file=path) == rows[:1]
+    rows = data.load_rows("file", "train", 0, train_file=path, eval_file="any")
+    assert len(rows) == 2 and rows[0] == rows[1]
+    assert data.load_rows("file", "train", 1, train_file=path, eval_file="any") == rows[:1]
+    assert data.load_rows("file", "eval", 0, train_file="any", eval_file=path) == rows
     assert rows[0].get("answer") == answer and rows[0].get("source") == source
     assert {key: value for key, value in rows[0].items() if key in row and key != "answer"} == \
            {key: value for key, value in row.items() if key != "answer"}
@@ -325,11 +338,13 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
     ({"prompt": 5}, "prompt must be a string or a list of messages, not int"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not dict"),
     ({"prompt": "1+1?"}, "no answer, ground_truth, reward_model.ground_truth or solution"),
+    (r'{"prompt": "1+1? \ud83d"}', "the prompt has half a surrogate pair"),
 ])
 def test_file_errors_name_the_line(tmp_path, row, message):
     path = write(tmp_path / "rows.jsonl", GOOD, "", row, GOOD)
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:3: {re.escape(message)}"):
-        data.load_rows("file", "train", 1, file=path)       # though only the first row is asked for
+        # The whole file is checked, though only the first row is asked for.
+        data.load_rows("file", "train", 1, train_file=path)
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -344,7 +359,7 @@ def test_file_errors(tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: ?{re.escape(message)}"):
-        data.load_rows("file", "train", 0, file=str(path))
+        data.load_rows("file", "train", 0, train_file=str(path))
 
 
 def test_parquet_errors_name_the_row(tmp_path):
@@ -353,10 +368,68 @@ def test_parquet_errors_name_the_row(tmp_path):
     path = str(tmp_path / "rows.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD, {"prompt": "1+1?", "answer": None}]), path)
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 2: no answer"):
-        data.load_rows("file", "train", 0, file=path)
+        data.load_rows("file", "train", 0, train_file=path)
+
+
+def sides(path):
+    """Returns the prompts of a file's training rows and of those that are held out."""
+    return [[row["prompt"] for row in data.load_rows("file", split, 0, train_file=path)]
+            for split in ("train", "eval")]
+
+
+def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
+    """The hash is crc32, so the same rows are held out on every machine, in every order and in every file."""
+    texts = [f"{i}+{i}=?" for i in range(800)]
+    train, held_out = sides(write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts)))
+    assert held_out == [text for text in texts if data.zlib.crc32(text.encode()) % 8 == 0]
+    assert sorted(train + held_out) == sorted(texts) and 70 < len(held_out) < 130
+    twice = [{"prompt": text, "answer": answer} for answer in "23" for text in reversed(texts[:100])]
+    train, held_out = sides(write(tmp_path / "twice.jsonl", *twice))
+    assert len(train + held_out) == 200 and not set(train) & set(held_out)
+    # All messages count, not only the last one, and a string counts as the one message with its text.
+    last = {"role": "user", "content": "Solve it."}
+    messages = [[{"role": "system", "content": text}, last] for text in texts]
+    train, held_out = sides(write(tmp_path / "messages.jsonl", *({"prompt": m} for m in messages)))
+    assert 70 < len(held_out) < 130
+    users = [[{"role": "user", "content": text}] for text in texts]
+    train, held_out = sides(write(tmp_path / "users.jsonl", *({"prompt": user} for user in users)))
+    assert [user[0]["content"] for user in held_out] == [t for t in texts if data.held_out(t)]
+
+
+def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
+    train_file = write(tmp_path / "train.jsonl", *({"prompt": f"{i}?"} for i in range(40)))
+    eval_file = write(tmp_path / "eval.jsonl", *({"prompt": f"{i}?"} for i in range(30, 60)))
+    load = lambda split: data.load_rows("file", split, 0, train_file=train_file, eval_file=eval_file)
+    assert load("train") == [{"prompt": f"{i}?"} for i in range(40)]
+    assert load("eval") == [{"prompt": f"{i}?"} for i in range(30, 60)]
+
+
+@pytest.mark.parametrize("held_out, count", [(False, 0), (True, 3)])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
+    texts = [text for text in map(str, range(100)) if data.held_out(text) == held_out][:3]
+    path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* here {count} of 3, "):
+        data.load_rows("file", split, 0, train_file=path)
 
 
 # ------------------------------------------------------------------------------------------ prompt stream
+
+
+@pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
+def test_epoch_rows_are_those_of_the_stream_in_which_none_rests(num_rows, count):
+    position = 0
+    for step in range(3 * num_rows):
+        rows, after = data.next_rows(num_rows, position, count, 5, {})
+        assert data.epoch_rows(num_rows, step * count, count, 5) == rows and after == position + count
+        position = after
+    with pytest.raises(ValueError, match=f"prompts_per_step={num_rows + 1} is more than the {num_rows} "):
+        data.epoch_rows(num_rows, 0, num_rows + 1, 5)
+
+
+def test_the_order_of_rows_stays_what_it_was():
+    """A run that is resumed with a later version of this file goes on with the prompts that are due."""
+    assert data.epoch_rows(10, 7, 6, 3) == [0, 5, 3, 7, 4, 3]
 
 
 def stream(num_rows, count, steps, history):
@@ -388,7 +461,8 @@ def test_rows_are_a_function_of_seed_and_position():
 def test_a_visit_is_recorded():
     history = {}
     data.record_visits(history, [4, 7, 9], [1.0, 0.0, 0.5], [0.0, 0.0, 0.5], skip_after=2)
-    history = json.loads(json.dumps(history))                               # as a checkpoint keeps it
+    # A checkpoint keeps the history as JSON.
+    history = json.loads(json.dumps(history))
     data.record_visits(history, [7, 4], [0.0, 0.75], [0.0, 0.4], skip_after=2)
     assert history == {"4": {"means": [1.0, 0.75], "alike": 0, "rest": 0},
                        "7": {"means": [0.0, 0.0], "alike": 2, "rest": 1},
@@ -396,7 +470,8 @@ def test_a_visit_is_recorded():
 
 
 def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
-    for skip_after, visited in (0, range(10)), (1, [0, 2, 5, 9]), (2, [0, 1, 3, 6]):    # in which epochs
+    # visited: the epochs in which they are not resting
+    for skip_after, visited in (0, range(10)), (1, [0, 2, 5, 9]), (2, [0, 1, 3, 6]):
         history, epochs, position = {}, [[] for _ in range(10)], 0
         while position < 200:
             rows, position = data.next_rows(20, position, 1, 5, history)
@@ -406,7 +481,8 @@ def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
         for row in range(20):
             assert [e for e in range(10) if row in epochs[e]] == list(visited if row < 6 else range(10))
     history = {str(row): {"means": [], "alike": 3, "rest": 2} for row in range(20)}
-    assert sorted(stream(20, 20, 1, history)) == list(range(20))            # all rest: the next epoch but one
+    # Where all rest, the rows are those of the next epoch but one.
+    assert sorted(stream(20, 20, 1, history)) == list(range(20))
 
 
 # ------------------------------------------------------------------------------------------------ prompts
@@ -432,6 +508,96 @@ def test_encode_prompt(tokenizer):
 def test_encode_prompt_errors(tokenizer):
     with pytest.raises(ValueError, match="system_prompt"):
         data.encode_prompt(tokenizer, "1+1?", system_prompt="Be brief.")
-    tokenizer.chat_template = None
+    without = copy.deepcopy(tokenizer)
+    without.chat_template = None
     with pytest.raises(ValueError, match="no chat template; --chat=false"):
-        data.encode_prompt(tokenizer, [{"role": "user", "content": "1+1?"}])
+        data.encode_prompt(without, [{"role": "user", "content": "1+1?"}])
+
+
+SETTINGS = {"task": "algebra", "train_prompts": 300, "eval_prompts": 40, "seed": 0, "difficulty": 1,
+            "train_file": "", "eval_file": "", "chat": True, "system_prompt": "", "max_prompt_length": 24}
+
+
+class Counting:
+    """Counts how often a tokenizer encodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.chat_template, self.calls = tokenizer, tokenizer.chat_template, 0
+
+    def __call__(self, text):
+        self.calls += 1
+        return self.tokenizer(text)
+
+    def apply_chat_template(self, *args, **kwargs):
+        self.calls += 1
+        return self.tokenizer.apply_chat_template(*args, **kwargs)
+
+
+@pytest.fixture
+def load_prompts():
+    import tiny
+    counting = Counting(tiny.make_tokenizer())
+
+    def load_prompts(**settings):
+        counting.calls = 0
+        return *data.load_prompts(counting, SETTINGS | settings), counting.calls
+    return load_prompts
+
+
+def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
+    train_set, eval_set, note, calls = load_prompts(seed=3)
+    for prompts, split, count, seed in (train_set, "train", 300, 3), (eval_set, "eval", 40, 0):
+        rows = data.load_rows("algebra", split, count, seed)
+        pairs = [(row, data.encode_prompt(tokenizer, row["prompt"])) for row in rows]
+        assert prompts == [data.Prompt(row, ids) for row, ids in pairs if len(ids) <= 24]
+        assert 0 < len(prompts) < count and max(len(prompt.ids) for prompt in prompts) == 24
+    assert calls == 340
+    n, m = len(train_set), len(eval_set)
+    assert note == (
+        f"The run trains on {n} prompts (300 generated problems, less {300 - n} that are longer than "
+        f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, less "
+        f"{40 - m} that are longer than max_prompt_length=24 tokens).")
+    _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
+    assert "trains on 4,096 prompts (4,096 generated problems, less 0 that" in note
+    assert "on 128 held-out prompts (128 generated problems, less 0" in note
+
+
+def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_prompts, tokenizer):
+    prompt = load_prompts(system_prompt="Be brief.", max_prompt_length=99)[0][0]
+    assert tokenizer.decode(prompt.ids) == (
+        f"<|system|>Be brief.<|end|><|user|>{text_of(prompt.row)}<|end|><|assistant|>")
+    prompt = load_prompts(chat=False, difficulty=2, max_prompt_length=99)[0][0]
+    assert tokenizer.decode(prompt.ids) == text_of(prompt.row) + "\n"
+    assert prompt.row == data.load_rows("algebra", "train", 1, 0, 2)[0]
+
+
+def test_load_prompts_from_files(load_prompts, tmp_path):
+    rows = [{"prompt": f"{i}+1?" + " " * (i % 2 * 30)} for i in range(200)]
+    path, other = write(tmp_path / "rows.jsonl", *rows), write(tmp_path / "other.jsonl", *rows[:50])
+    train, held_out = sides(path)
+    train_set, eval_set, note, calls = load_prompts(
+        task="file", train_file=path, train_prompts=100, eval_prompts=0)
+    assert [prompt.row["prompt"] for prompt in train_set] == [t for t in train[:100] if len(t) <= 24]
+    assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
+    assert calls == 100 + len(held_out)
+    assert (f"(the first 100 of {len(train)} rows of {path} that a hash of the prompt does not hold out, "
+            f"less {100 - len(train_set)} that are longer") in note
+    assert (f"(all {len(held_out)} rows of {path} that a hash of the prompt holds out, less "
+            f"{len(held_out) - len(eval_set)} that are longer") in note
+    train_set, eval_set, note, calls = load_prompts(
+        task="file", train_file=path, eval_file=other, train_prompts=0)
+    assert (len(train_set), len(eval_set), calls) == (100, 20, 240)
+    assert f"on 100 prompts (all 200 rows of {path}, less 100 that" in note
+    assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}, less 20 that" in note
+
+
+@pytest.mark.parametrize("split, files", [("train", ("long", "short")), ("eval", ("short", "long"))])
+def test_load_prompts_wants_one_that_fits_on_each_side(load_prompts, tmp_path, split, files):
+    write(tmp_path / "short.jsonl", *[{"prompt": "1?"}] * 7)
+    write(tmp_path / "long.jsonl", *[{"prompt": "1" * length} for length in (30, 27, 28)])
+    train_file, eval_file = (str(tmp_path / f"{name}.jsonl") for name in files)
+    message = f"max_prompt_length=24: none of the 3 {split} prompts fits; the shortest has 27 tokens"
+    with pytest.raises(ValueError, match=message):
+        load_prompts(task="file", train_file=train_file, eval_file=eval_file)
+    with pytest.raises(ValueError, match="train_prompts must not be negative"):
+        load_prompts(task="file", train_file=train_file, eval_file=eval_file, train_prompts=-1)

@@ -1,4 +1,4 @@
-"""Every formula of losses.py against a slow, obvious reference in float64 loops, and numbers done by hand."""
+"""Every formula of losses.py against slow, obvious references in float64 loops, and by hand."""
 import itertools
 import math
 import statistics
@@ -19,6 +19,11 @@ def seeded():
 KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "opo", "pass_at_k", "reinforce++", "reinforce++_baseline",
          "remax"]
 OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k"]      # nothing but the group's rewards matters
+
+
+def advantages(kind, rewards, G, lengths=None, greedy=None, pass_k=2):
+    """As the training scripts call them: found by name, and given every keyword."""
+    return losses.ADVANTAGES[kind](rewards, G, lengths=lengths, greedy=greedy, pass_k=pass_k)
 
 
 def slow_advantages(rewards, G, kind, lengths=None, greedy=None, pass_k=2):
@@ -62,13 +67,17 @@ def slow_advantages(rewards, G, kind, lengths=None, greedy=None, pass_k=2):
     return result
 
 
+def test_the_advantages_are_these():
+    assert list(losses.ADVANTAGES) == KINDS
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("G", [2, 4, 7])
-def test_group_advantages(kind, G):
+def test_advantages(kind, G):
     rewards = torch.randn(5 * G, dtype=torch.float64)
     rewards[::3] = rewards[::3].round()
     lengths, greedy = torch.randint(1, 9, (5 * G,)), torch.randn(5, dtype=torch.float64)
-    adv = losses.group_advantages(rewards, G, kind, lengths, greedy, 2)
+    adv = advantages(kind, rewards, G, lengths, greedy)
     assert adv.tolist() == pytest.approx(
         slow_advantages(rewards.tolist(), G, kind, lengths.tolist(), greedy.tolist()))
 
@@ -81,12 +90,13 @@ def test_group_std(G):
     nan = math.nan
     some = torch.tensor([0.1, 0.1, 0.1, 0.0, nan, 2.0, nan, nan, 3.0, nan, nan, nan])
     assert losses.group_std(some, 3).tolist() == [0, pytest.approx(math.sqrt(2)), 0, 0]
+    assert losses.group_std(some, 3).dtype == torch.float64
 
 
 @pytest.mark.parametrize("pass_k", [1, 2, 3, 6])
 def test_pass_at_k_advantages(pass_k):
     rewards = torch.tensor([float(i < right) for right in range(7) for i in range(6)], dtype=torch.float64)
-    adv = losses.group_advantages(rewards, 6, "pass_at_k", pass_k=pass_k)
+    adv = advantages("pass_at_k", rewards, 6, pass_k=pass_k)
     assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), 6, "pass_at_k", pass_k=pass_k))
     assert adv[:6].tolist() == adv[-6:].tolist() == [0] * 6
     torch.testing.assert_close(adv.view(7, 6).sum(1), torch.zeros(7, dtype=torch.float64))
@@ -96,24 +106,53 @@ def test_pass_at_k_advantages(pass_k):
                                    / groups.std(1, keepdim=True, correction=0))
 
 
+@pytest.mark.parametrize("pass_k", [1, 2, 3, 4])
+def test_pass_at_k_draws_from_scored_completions(pass_k):
+    nan = math.nan
+    groups = [1.0, 0, nan, 0], [nan, 0, 0, nan], [1, 1, nan, nan], [0, nan, 1, nan]
+    rewards = torch.tensor(groups, dtype=torch.float64).flatten()
+    adv = advantages("pass_at_k", rewards, 4, pass_k=pass_k)
+    assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), 4, "pass_at_k", pass_k=pass_k))
+    assert adv.any() == (pass_k < 3)                # three are scored at most, one of them right
+
+
+def test_pass_at_k_draws_four_where_nothing_is_said():
+    rewards = torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0], dtype=torch.float64)
+    expected = slow_advantages(rewards.tolist(), 6, "pass_at_k", pass_k=4)
+    assert losses.ADVANTAGES["pass_at_k"](rewards, 6).tolist() == pytest.approx(expected) and any(expected)
+
+
+def test_one_scored_completion_in_the_batch_has_no_spread():
+    rewards = torch.tensor([math.nan, 3, math.nan, math.nan])
+    assert advantages("grpo_batch", rewards, 2).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_advantages_have_the_dtype_of_the_scores(kind, dtype):
+    rewards = torch.tensor([1.0, math.nan, 0, 2], dtype=dtype)
+    adv = advantages(kind, rewards, 2, torch.tensor([1, 2, 3, 4]), torch.zeros(2))
+    assert adv.dtype == dtype and adv.shape == rewards.shape and adv[1] == 0
+
+
 @pytest.mark.parametrize("kind, expected", [
     ("grpo", [1.5, -0.5, -0.5, -0.5]),
     ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
     ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),
     ("opo", [0.9, -0.1, -0.1, -0.1]),               # the right one has a tenth of the tokens
     ("pass_at_k", [1, -1 / 3, -1 / 3, -1 / 3])])    # with k = 2 half of the six draws succeed
-def test_group_advantages_by_hand(kind, expected):
+def test_advantages_by_hand(kind, expected):
     lengths = torch.tensor([2, 6, 6, 6])
-    adv = losses.group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, kind, lengths, None, 2)
+    adv = advantages(kind, torch.tensor([1.0, 0, 0, 0]), 4, lengths)
     assert adv.tolist() == pytest.approx(expected, abs=4e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_group_advantages_without_spread_or_score(kind):
+def test_advantages_without_spread_or_score(kind):
     nan = math.nan
     rewards = torch.tensor([1.0, 1, 1, 0, nan, 2, nan, nan, 3, nan, nan, nan], dtype=torch.float64)
     lengths, greedy = torch.arange(1, 13), torch.tensor([1.0, 0, 1, 5], dtype=torch.float64)
-    adv = losses.group_advantages(rewards, 3, kind, lengths, greedy, 2).tolist()
+    adv = advantages(kind, rewards, 3, lengths, greedy).tolist()
     assert adv == pytest.approx(slow_advantages(rewards.tolist(), 3, kind, lengths.tolist(), greedy.tolist()))
     assert adv[4] == 0 and adv[6:8] == [0, 0] and adv[9:] == [0, 0, 0] and all(map(math.isfinite, adv))
     if kind in OF_THE_GROUP:
@@ -122,14 +161,14 @@ def test_group_advantages_without_spread_or_score(kind):
 
 def test_a_greedy_completion_without_a_score_is_no_baseline():
     greedy = torch.tensor([math.nan, 1.0])
-    adv = losses.group_advantages(torch.tensor([0.0, 2, 0, 2]), 2, "remax", torch.ones(4), greedy)
+    adv = advantages("remax", torch.tensor([0.0, 2, 0, 2]), 2, torch.ones(4), greedy)
     assert adv.tolist() == [0, 0, -1, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_scored_teaches_nothing(kind):
     nothing = torch.full((4,), math.nan)
-    adv = losses.group_advantages(nothing, 2, kind, torch.ones(4).long(), torch.ones(2))
+    adv = advantages(kind, nothing, 2, torch.ones(4).long(), torch.ones(2))
     assert not adv.any() and not losses.group_std(nothing, 2).any()
 
 
@@ -137,11 +176,12 @@ def test_nothing_scored_teaches_nothing(kind):
 def test_completions_without_tokens_have_finite_advantages(kind):
     rewards, lengths = torch.tensor([1.0, 0, 0, 1]), torch.tensor([0, 3, 2, 0])
     for tokens in (lengths, 0 * lengths):
-        assert losses.group_advantages(rewards, 2, kind, tokens, torch.ones(2)).isfinite().all()
+        for pass_k in (1, 2, 4):
+            assert advantages(kind, rewards, 2, tokens, torch.ones(2), pass_k).isfinite().all()
 
 
 def test_the_epsilon_of_grpo_damps_a_small_spread():
-    adv = losses.group_advantages(torch.tensor([0.0, 2e-4, 0.0, 2e-4], dtype=torch.float64), 4, "grpo")
+    adv = advantages("grpo", torch.tensor([0.0, 2e-4, 0.0, 2e-4], dtype=torch.float64), 4)
     std = 2e-4 / math.sqrt(3)
     assert adv.tolist() == pytest.approx([-1e-4 / (std + 1e-4), 1e-4 / (std + 1e-4)] * 2)
 
@@ -152,18 +192,20 @@ def test_the_epsilon_of_grpo_damps_a_small_spread():
 def test_equal_rewards_give_exactly_nothing(kind, reward, G):
     lengths = torch.randint(1, 9, (G,))
     rewards = torch.full((G,), reward)                            # float32: a mean rounds
-    assert not losses.group_advantages(rewards, G, kind, lengths).any()
+    for pass_k in (1, 2):
+        assert not advantages(kind, rewards, G, lengths, pass_k=pass_k).any()
     assert losses.group_std(rewards, G).tolist() == [0]
 
 
 def test_a_group_never_sees_another():
-    rewards = torch.rand(12)
+    rewards = torch.randn(12)
     moved = rewards.clone()
     moved[8:] += 5
     lengths = torch.randint(1, 9, (12,))
     for kind in OF_THE_GROUP:
-        torch.testing.assert_close(losses.group_advantages(rewards, 4, kind, lengths)[:8],
-                                   losses.group_advantages(moved, 4, kind, lengths)[:8])
+        adv = advantages(kind, rewards, 4, lengths)
+        assert adv[:8].any()
+        torch.testing.assert_close(adv[:8], advantages(kind, moved, 4, lengths)[:8])
 
 
 @pytest.mark.parametrize("length, penalty", [(1, 0), (12, 0), (13, -0.25), (14, -0.5), (16, -1), (20, -1)])
@@ -174,7 +216,11 @@ def test_overlong_penalty(length, penalty):
 
 # ---------------------------------------------------------------- aggregation
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length", "sequence_sum"])
+def test_the_aggregations_are_these():
+    assert losses.AGGREGATIONS == ("token_mean", "sequence_mean", "constant_length", "sequence_sum")
+
+
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
 def test_sequence_weights(aggregation):
     lengths = [3, 1, 5, 2]
     token_losses = [torch.randn(n, dtype=torch.float64) for n in lengths]
@@ -190,14 +236,15 @@ def test_sequence_weights(aggregation):
         total = 0.0
         for rows in split:
             weight = losses.sequence_weights(torch.tensor([lengths[r] for r in rows]), aggregation,
-                                             sum(lengths), 4, 8)
+                                             num_tokens=sum(lengths), num_sequences=4, max_length=8)
+            assert weight.dtype == torch.float32
             total += sum((w.double() * token_losses[r]).sum().item() for w, r in zip(weight, rows))
         assert total == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------- policy loss
 
-LOSSES = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov"]
+KINDS_OF_LOSS = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov"]
 CLIPPED = ["clip", "gspo", "gmpo", "clip_cov"]                    # on both sides, as adv pushes
 LENGTHS = [3, 1, 60, 20, 116]                                     # of the sequences of the tests below
 
@@ -205,6 +252,12 @@ LENGTHS = [3, 1, 60, 20, 116]                                     # of the seque
 def mean(values):
     """The mean over its sequence at each token, as MicroBatch.mean gives it."""
     return torch.cat([part.mean().expand(len(part)) for part in values.split(LENGTHS)])
+
+
+def policy_loss(kind, logp, old, adv, mean=None, epsilon=0.2, epsilon_high=0.2, dual_clip=0.0, marked=None):
+    """As the training scripts call them: found by name, and given every keyword."""
+    return losses.LOSSES[kind](logp, old, adv, mean=mean, epsilon=epsilon, epsilon_high=epsilon_high,
+                               dual_clip=dual_clip, marked=marked)
 
 
 def slow_policy_loss(logp, old, adv, marked, low, high, kind):
@@ -233,7 +286,11 @@ def slow_policy_loss(logp, old, adv, marked, low, high, kind):
     return loss, down, up
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+def test_the_losses_are_these():
+    assert list(losses.LOSSES) == KINDS_OF_LOSS
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LOSS)
 def test_policy_loss(kind):
     old = -torch.rand(200, dtype=torch.float64) * 3
     drift = torch.cat([torch.full((n,), d).double() for n, d in zip(LENGTHS, (0.0, 0.0, 0.0, 0.3, -0.1))])
@@ -243,7 +300,7 @@ def test_policy_loss(kind):
     if kind in ("gspo", "gmpo"):                                  # of tokens: below
         weight = mean(weight)
     low, high = (0.02, 0.03) if kind == "gspo" else (0.2, 0.28)
-    loss, down, up = losses.policy_loss(logp, old, adv, mean, low, high, kind, marked=marked)
+    loss, down, up = policy_loss(kind, logp, old, adv, mean, low, high, marked=marked)
     (weight * loss).sum().backward()
     slow = lambda values: [slow_policy_loss(*sequence, low, high, kind) for sequence in zip(
         *([part.tolist() for part in x.split(LENGTHS)] for x in (values, old, adv, marked)))]
@@ -257,19 +314,19 @@ def test_policy_loss(kind):
         weights = [min(math.exp(p - o), 1 + high) for p, o in zip(logp.tolist(), old.tolist())]
         held = lambda values: sum(-w * c * a * p for w, c, a, p in zip(weight.tolist(), weights, adv.tolist(),
                                                                        values.tolist()))
-    for c in range(200):                                          # by differences, a token at a time
+    for c in range(200):                                          # by differences, one token after another
         step = torch.zeros(200, dtype=torch.float64)
         step[c] = 1e-6
         slope = (held(logp.detach() + step) - held(logp.detach() - step)) / 2e-6
         assert logp.grad[c].item() == pytest.approx(slope, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", KINDS_OF_LOSS)
 def test_extreme_ratios_stay_finite(kind):
     logp = torch.tensor([-300.0, 0, -1, -1e4] * 50, requires_grad=True)
     old = torch.tensor([0.0, -300, -1, 0] * 50)
     adv = torch.cat([torch.full((n,), float(a)) for n, a in zip(LENGTHS, (1, -1, 2, -2, 0))])
-    loss, _, _ = losses.policy_loss(logp, old, adv, mean, 0.2, 0.28, kind, marked=torch.arange(200) < 9)
+    loss, _, _ = policy_loss(kind, logp, old, adv, mean, 0.2, 0.28, marked=torch.arange(200) < 9)
     loss.sum().backward()
     assert loss.isfinite().all() and logp.grad.isfinite().all()
 
@@ -281,7 +338,7 @@ def test_a_weight_of_a_token_weighs_its_own_gradient(kind):
     logp = (old + 0.3 * torch.randn(200, dtype=torch.float64)).requires_grad_()
     adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 2.0, -1.0))])
     weight = torch.rand(200, dtype=torch.float64)
-    (weight * losses.policy_loss(logp, old, adv, mean, 0.2, 0.28, kind)[0]).sum().backward()
+    (weight * policy_loss(kind, logp, old, adv, mean, 0.2, 0.28)[0]).sum().backward()
     expected = []
     for p, o, a, w in zip(*(x.split(LENGTHS) for x in (logp.detach(), old, adv, weight))):
         ratios = [math.exp(x - y) for x, y in zip(p.tolist(), o.tolist())]
@@ -302,8 +359,8 @@ def test_a_weight_of_a_token_weighs_its_own_gradient(kind):
     (1.0, 2.0, -2.0, -2.0)])      # on policy: the plain policy gradient
 def test_clip_by_hand(ratio, adv, loss, gradient):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    value = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64),
-                               torch.tensor([adv], dtype=torch.float64), None, 0.2, 0.28, "clip")[0]
+    value = policy_loss("clip", logp, torch.zeros(1, dtype=torch.float64),
+                        torch.tensor([adv], dtype=torch.float64), None, 0.2, 0.28)[0]
     value.backward()
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient))
 
@@ -312,33 +369,63 @@ def test_clip_by_hand(ratio, adv, loss, gradient):
     (2.9, -1.0, 2.9, 2.9, False),     # pushed down, within the second bound
     (3.1, -1.0, 3.0, 0.0, True),      # beyond it: bounded, and without gradient
     (1e4, -2.0, 6.0, 0.0, True),
+    (3.1, 0.0, 0.0, 0.0, False),      # nothing to bound
     (3.1, 1.0, -1.28, 0.0, True),     # a positive advantage knows the first bound alone
     (0.5, -1.0, 0.8, 0.0, False)])    # and the lower bound stays
 def test_dual_clip_by_hand(ratio, adv, loss, gradient, high):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    value, _, clipped = losses.policy_loss(logp, torch.zeros(1, dtype=torch.float64),
-                                           torch.tensor([adv], dtype=torch.float64), None, 0.2, 0.28, "clip",
-                                           3.0)
+    value, _, clipped = policy_loss("clip", logp, torch.zeros(1, dtype=torch.float64),
+                                    torch.tensor([adv], dtype=torch.float64), None, 0.2, 0.28, 3.0)
     value.backward()
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient)) and clipped.item() == high
 
 
-def test_dual_clip_against_its_definition():
+@pytest.mark.parametrize("kind", ["clip", "gspo", "clip_cov"])
+def test_dual_clip_against_its_definition(kind):
     old = torch.zeros(500, dtype=torch.float64)
     logp, adv = (torch.randn(500, dtype=torch.float64) for _ in range(2))
-    value = losses.policy_loss(logp, old, adv, None, 0.2, 0.2, "clip", 1.5)[0]
+    # Each token is a sequence of its own here, and none is marked.
+    value = policy_loss(kind, logp, old, adv, lambda x: x, dual_clip=1.5, marked=old > 0)[0]
     for x, a, v in zip(logp.tolist(), adv.tolist(), value.tolist()):       # eq. 5, an objective to maximise
         clipped = min(math.exp(x) * a, min(max(math.exp(x), 0.8), 1.2) * a)
         assert -v == pytest.approx(max(clipped, 1.5 * a) if a < 0 else clipped)
 
 
 def test_all_losses_are_the_policy_gradient_at_ratio_one():
-    for kind in LOSSES:
+    for kind in KINDS_OF_LOSS:
         logp = (-torch.rand(200)).requires_grad_()
         adv = torch.cat([torch.full((n,), a) for n, a in zip(LENGTHS, torch.randn(5).tolist())])
         marked = torch.rand(200) < 0.1
-        losses.policy_loss(logp, logp.detach(), adv, mean, 0.2, 0.2, kind, marked=marked)[0].sum().backward()
+        policy_loss(kind, logp, logp.detach(), adv, mean, marked=marked)[0].sum().backward()
         torch.testing.assert_close(logp.grad, -adv * ~(marked & (kind == "clip_cov")))
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LOSS)
+def test_bounds_of_0_2_and_no_dual_clip_where_nothing_is_said(kind):
+    old = -torch.rand(200, dtype=torch.float64)
+    logp, adv = old + 0.5 * torch.randn(200), torch.randn(200, dtype=torch.float64)
+    marked = torch.rand(200) < 0.1
+    for got, expected in zip(losses.LOSSES[kind](logp, old, adv, mean=mean, marked=marked),
+                             policy_loss(kind, logp, old, adv, mean, 0.2, 0.2, 0.0, marked)):
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("log_ratio, bounded", [(19.0, 19.0), (21.0, 20.0), (-19.0, -19.0), (-21.0, -20.0)])
+def test_log_ratios_are_bounded_at_20(log_ratio, bounded):
+    """Pushed back towards a ratio of 1, and with a wide bound for cispo: no other clipping acts."""
+    one = torch.ones(1, dtype=torch.float64)
+    adv, expected = -math.copysign(1, log_ratio), math.exp(bounded)
+    loss_of = lambda kind: policy_loss(kind, log_ratio * one, 0 * one, adv * one, lambda x: x, 0.2, 1e12,
+                                       marked=one > 0)[0].item()
+    for kind in ("clip", "gspo", "gmpo"):
+        assert loss_of(kind) == pytest.approx(-expected * adv, rel=1e-12)
+    assert loss_of("cispo") == pytest.approx(-expected * adv * log_ratio, rel=1e-12)
+    assert loss_of("kl_cov") == pytest.approx(-expected * adv + abs(bounded), rel=1e-12)
+    for correction, length in (("token_truncate", 1), ("token_mask", 1), ("sequence_truncate", 2),
+                               ("sequence_mask", 2)):
+        weight = losses.correction_weights(log_ratio / length * one, 0 * one, correction, mean=lambda x: x,
+                                           lengths=length * one, low=0.0, high=1e12)
+        assert weight.item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_covariance_marks():
@@ -375,7 +462,7 @@ def test_correction_weights(correction):
     length = torch.cat([torch.full((n,), float(n), dtype=torch.float64) for n in LENGTHS])
     sampled[:64] = old[:64] + 0.1 * torch.randn(64, dtype=torch.float64)
     sampled[84:] -= 0.5                                           # the last sequence: too likely by far
-    got = losses.correction_weights(old, sampled, mean, length, correction, 0.8, 1.3)
+    got = losses.correction_weights(old, sampled, correction, mean=mean, lengths=length, low=0.8, high=1.3)
     expected = []
     for o, s in zip(old.split(LENGTHS), sampled.split(LENGTHS)):
         ratios = [math.exp(a - b) for a, b in zip(o.tolist(), s.tolist())]
@@ -391,19 +478,44 @@ def test_correction_weights(correction):
         else:
             expected += [1.0] * len(ratios)
     assert got.tolist() == pytest.approx(expected) and (len(set(expected)) > 1) == (correction != "none")
-    on_policy = losses.correction_weights(old, old, mean, length, correction, 0.8, 1.3)
+    on_policy = losses.correction_weights(old, old, correction, mean=mean, lengths=length, low=0.8, high=1.3)
     assert on_policy.tolist() == [1.0] * 200
 
 
 def test_extreme_gaps_stay_finite():
     old, sampled = torch.tensor([-300.0, 0] * 100), torch.tensor([0.0, -300] * 100)
     for correction in losses.CORRECTIONS:
-        assert losses.correction_weights(old, sampled, mean, mean(old), correction, 0.5, 2.0).isfinite().all()
+        weight = losses.correction_weights(old, sampled, correction, mean=mean, lengths=mean(old), low=0.5,
+                                           high=2.0)
+        assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("correction, gap, expected", [
+    ("geometric_mask", 0.005, 1.0),         # the sequence's product is e^0.58 and does not count
+    ("geometric_mask", 0.015, 0.0),
+    ("sequence_mask", 0.005, 0.0),
+    ("sequence_truncate", 0.005, 1.01),
+    ("token_mask", 0.005, math.exp(0.005))])
+def test_corrections_of_a_long_sequence(correction, gap, expected):
+    sampled = torch.zeros(200, dtype=torch.float64)
+    length = torch.tensor(LENGTHS, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
+    got = losses.correction_weights(sampled + gap, sampled, correction, mean=mean, lengths=length, low=0.99,
+                                    high=1.01)
+    assert got[-116:].tolist() == pytest.approx([expected] * 116)
+
+
+def test_the_corrections_are_these():
+    assert losses.CORRECTIONS == (
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 # ---------------------------------------------------------------- KL
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+", "k3_is"])
+def test_the_kl_estimators_are_these():
+    assert losses.KL_ESTIMATORS == ("k1", "k2", "k3", "k3+", "k3_is")
+
+
+@pytest.mark.parametrize("kind", losses.KL_ESTIMATORS)
 def test_kl_value_and_gradient(kind):
     logp = (-torch.rand(100, dtype=torch.float64) * 3).requires_grad_()
     ref, old = (-torch.rand(100, dtype=torch.float64) * 3 for _ in range(2))
@@ -417,6 +529,49 @@ def test_kl_value_and_gradient(kind):
                     "k3+": (ratio - 1 - math.log(ratio), -math.log(ratio)),
                     "k3_is": (moved * (ratio - 1 - math.log(ratio)), -moved * math.log(ratio))}[kind]
         assert (value, gradient) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("d", [-1000.0, -70.0, -1.0, 0.0, 1.0, 59.0, 61.0, 1000.0])
+def test_kl_of_distant_policies(d):
+    """exp(d) is held at e^60, and has no gradient beyond; all else goes on as the formulas say."""
+    k3, slope = math.exp(min(d, 60)) - 1 - d, 1 - (math.exp(d) if d < 60 else 0)
+    for kind, value, gradient in [("k1", -d, 1), ("k2", d * d / 2, -d), ("k3", k3, slope), ("k3+", k3, -d)]:
+        logp = torch.tensor([-5.0], dtype=torch.float64, requires_grad=True)
+        kl = losses.kl_penalty(logp, logp.detach() + d, kind)
+        kl.backward()
+        assert (kl.item(), logp.grad.item()) == pytest.approx((value, gradient), rel=1e-12)
+
+
+@pytest.mark.parametrize("logp", [-1.0, -6.0, -20.9, -22.0, -50.0, -300.0])
+def test_k3_is_of_a_policy_that_has_left_its_samples(logp):
+    """However far the policy falls: the value nears ratio * exp(d) = exp(ref - old), and the gradient 0."""
+    old, ref = -1.0, -2.0
+    logps = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
+    kl = losses.kl_penalty(logps, torch.tensor([ref]).double(), "k3_is", torch.tensor([old]).double())
+    kl.backward()
+    d, ratio = ref - logp, math.exp(logp - old)
+    assert kl.item() == pytest.approx(ratio * (math.exp(d) - 1 - d), rel=1e-4, abs=1e-6)
+    assert logps.grad.item() == pytest.approx(-ratio * d, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("logp, ref, old, value", [
+    (-85.0, -100.0, -60.0, math.exp(-40) + 14 * math.exp(-20)),      # the ratio is held at e^-20
+    (-1.0, -2.0, -26.0, math.exp(24)),                               # and at e^20, times 1 + d = 0
+    (-1.0, -4.0, -26.0, math.exp(22) + 2 * math.exp(20)),
+    (-100.0, -1.0, -90.0, math.exp(60) - 100 * math.exp(-10))])      # exp(ref - old) is held at e^60
+def test_k3_is_at_its_bounds(logp, ref, old, value):
+    kl = losses.kl_penalty(*(torch.tensor([x], dtype=torch.float64) for x in (logp, ref)), "k3_is",
+                           torch.tensor([old], dtype=torch.float64))
+    assert kl.item() == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", losses.KL_ESTIMATORS)
+def test_extreme_kl_stays_finite_in_float32(kind):
+    logp, ref, old = torch.tensor(list(itertools.product([0.0, -100, -1e4], repeat=3))).T
+    logp = logp.clone().requires_grad_()
+    kl = losses.kl_penalty(logp, ref, kind, old)
+    kl.sum().backward()
+    assert kl.dtype == torch.float32 and kl.isfinite().all() and logp.grad.isfinite().all()
 
 
 def test_kl_estimators_by_enumeration():
@@ -446,12 +601,10 @@ def test_kl_estimators_by_enumeration():
 
 
 @pytest.mark.parametrize("call, key", [
-    (lambda: losses.group_advantages(torch.ones(4), 4, "gae"), "advantage='gae'"),
-    (lambda: losses.sequence_weights(torch.ones(1), "mean", 1, 1, 1), "loss_aggregation='mean'"),
-    (lambda: losses.policy_loss(torch.ones(1), torch.ones(1), torch.ones(1), None, 0.2, 0.2, "ppo"),
-     "loss_type='ppo'"),
-    (lambda: losses.correction_weights(torch.ones(1), torch.ones(1), None, None, "tis", 0.5, 2.0),
-     "engine_correction='tis'"),
+    (lambda: losses.sequence_weights(torch.ones(1), "mean", num_tokens=1, num_sequences=1, max_length=1),
+     "loss_aggregation='mean'"),
+    (lambda: losses.correction_weights(torch.ones(1), torch.ones(1), "tis", mean=None, lengths=None, low=0.5,
+                                       high=2.0), "engine_correction='tis'"),
     (lambda: losses.kl_penalty(torch.ones(1), torch.ones(1), "k4"), "kl_estimator='k4'")])
 def test_an_unknown_choice_names_the_key(call, key):
     with pytest.raises(ValueError, match=key):

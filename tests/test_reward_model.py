@@ -1,7 +1,8 @@
-"""A reward model trained here to prefer digits: its scores, its errors, and policies that follow it."""
+"""A reward model is trained here to prefer digits: its scores, its errors, and policies that follow it."""
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
                           Qwen3ForCausalLM, Qwen3ForSequenceClassification)
 
 import data
+import rewards
 import tiny
-from model import load_critic
-from reward_model import RewardModel
+from models import load_critic
+from reward_models import RewardModel
 from test_train_grpo import launch, refused
 
 ROWS = data.load_rows("algebra", "train", 64)
@@ -28,14 +30,17 @@ def digits(text):
     return sum(c.isdigit() for c in text) / max(len(text), 1)
 
 
-def conversation(tokenizer, row, text):
-    return tokenizer.apply_chat_template([*row["prompt"], {"role": "assistant", "content": text}],
-                                         return_dict=False)
+def answer(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def conversation(tokenizer, prompt, completion):
+    return tokenizer.apply_chat_template(prompt + completion, return_dict=False)
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    """A folder with a Qwen3 of one label that prefers digits, trained on pairs (Bradley and Terry's loss)."""
+    """Returns a folder with a Qwen3 of one label, trained on pairs to prefer digits (Bradley and Terry)."""
     path = str(tmp_path_factory.mktemp("judge"))
     tokenizer, rng = tiny.make_tokenizer(), random.Random(0)
     torch.manual_seed(0)
@@ -45,7 +50,8 @@ def judge(tmp_path_factory):
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for step in range(80):
         pairs = [sorted([text_with_digits(rng), text_with_digits(rng)], key=digits) for _ in range(32)]
-        ids = [conversation(tokenizer, rng.choice(ROWS), text) for pair in pairs for text in pair]
+        ids = [conversation(tokenizer, rng.choice(ROWS)["prompt"], answer(text))
+               for pair in pairs for text in pair]
         batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")
         worse, better = model(**batch).logits.view(-1, 2).unbind(1)
         loss = -torch.nn.functional.logsigmoid(better - worse).mean()
@@ -64,16 +70,26 @@ def load(path, token_budget=500):
 def test_scores_are_the_models_own_whatever_the_batch(judge):
     rng, model = random.Random(1), AutoModelForSequenceClassification.from_pretrained(judge)
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    rows, texts = ROWS[:20], [text_with_digits(rng) for _ in range(20)]
+    prompts, texts = [row["prompt"] for row in ROWS[:20]], [text_with_digits(rng) for _ in range(20)]
+    completions = list(map(answer, texts))
+    # Every fourth conversation has several turns.
+    for i in range(0, 20, 4):
+        completions[i] = answer("abc") + [{"role": "user", "content": "12?"}] + completions[i]
     alone = []
-    for row, text in zip(rows, texts):
+    for prompt, completion in zip(prompts, completions):
         with torch.no_grad():
-            alone.append(model(torch.tensor([conversation(tokenizer, row, text)])).logits.item())
+            alone.append(model(torch.tensor([conversation(tokenizer, prompt, completion)])).logits.item())
     for token_budget in (1, 200, 100_000):
-        assert load(judge, token_budget).score(rows, texts) == pytest.approx(alone, abs=1e-5)
-    right = sum((alone[i] > alone[i + 1]) == (digits(texts[i]) > digits(texts[i + 1]))
+        assert load(judge, token_budget).score(prompts, completions) == pytest.approx(alone, abs=1e-5)
+
+
+def test_it_is_a_reward_model_indeed(judge):
+    rng = random.Random(1)
+    texts = [text_with_digits(rng) for _ in range(20)]
+    scores = load(judge).score([row["prompt"] for row in ROWS[:20]], list(map(answer, texts)))
+    right = sum((scores[i] > scores[i + 1]) == (digits(texts[i]) > digits(texts[i + 1]))
                 for i in range(0, 20, 2))
-    assert right >= 9                                           # so it is a reward model indeed
+    assert right >= 9
 
 
 def test_a_string_prompt_is_continued(judge):
@@ -81,7 +97,24 @@ def test_a_string_prompt_is_continued(judge):
     ids = AutoTokenizer.from_pretrained(judge)("12+34=46").input_ids
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits.item()
-    assert ours.score([{"prompt": "12+34"}], ["=46"]) == pytest.approx([expected], abs=1e-5)
+    assert ours.score(["12+34"], ["=46"]) == pytest.approx([expected], abs=1e-5)
+
+
+def scorer_of(path):
+    settings = {"reward": "none", "task": "algebra", "reward_timeout": 1.0, "reward_weight": 1.0,
+                "reward_model": str(path), "reward_model_weight": 2.0, "token_budget": 500}
+    return rewards.Scorer(settings, torch.device("cpu"), torch.float32)
+
+
+def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
+    scorer, rows = scorer_of(judge), ROWS[:3]
+    rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}) for row in rows]
+    scorer.try_on(ROWS)
+    assert scorer(rollouts) == 0
+    expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)
+    for rollout, value in zip(rollouts, expected, strict=True):
+        assert rollout.parts == {"reward_model": pytest.approx(value, abs=1e-5)}
+        assert rollout.score == pytest.approx(2 * value, abs=1e-5)
 
 
 def test_a_critic_may_start_from_a_reward_model(judge, mesh):
@@ -112,7 +145,7 @@ def metrics_of(out_dir):
 
 
 def test_the_policy_follows_the_reward_model(judge, folder, digits_file, tmp_path):
-    """The digits are only logged: what the policy learns, it learns from the reward model."""
+    """The digits are only logged, so what the policy learns, it learns from the reward model."""
     launch("train_ppo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", f"--reward_model={judge}",
            digits_file, "--reward_weight=0", "--max_steps=40", "--critic_warmup_steps=2",
            "--critic_learning_rate=3e-3", "--lr_decay=constant", *SMALL)
@@ -166,12 +199,20 @@ def broken(judge, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("script", ["train_ppo.py", "train_grpo.py"])
 @pytest.mark.parametrize("name, message", [
     ("three_labels", "has 3 labels: a reward model has one"), ("headless", "not a trained reward model"),
     ("small_vocabulary", "embedding only 50"), ("nan", "no finite score for any completion, such as"),
     ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
-def test_a_broken_reward_model(broken, folder, tmp_path, name, message, script):
+def test_a_broken_reward_model(broken, name, message):
+    with pytest.raises(ValueError, match=f"reward_model={broken / name}.*{message}"):
+        scorer_of(broken / name).try_on(ROWS)
+
+
+@pytest.mark.parametrize("script", ["train_ppo.py", "train_grpo.py"])
+@pytest.mark.parametrize("name, message", [
+    ("three_labels", "has 3 labels: a reward model has one"),
+    ("nan", "no finite score for any completion, such as")])
+def test_a_run_refuses_a_broken_reward_model(broken, folder, tmp_path, name, message, script):
     arguments = [f"--model={folder}", f"--reward_model={broken / name}", "--reward=none"]
     refused(arguments, message, tmp_path, script)
 
@@ -179,10 +220,14 @@ def test_a_broken_reward_model(broken, folder, tmp_path, name, message, script):
 def test_a_conversation_that_is_too_long(judge):
     model = load(judge)
     model.max_length = 90
-    both = model.score(ROWS[:2], ["1234567890" * 30, "12"])
-    assert math.isnan(both[0]) and both[1] == pytest.approx(load(judge).score(ROWS[1:2], ["12"])[0], abs=1e-5)
-    with pytest.raises(ValueError, match="no finite score for any completion.* at most 90 tokens"):
-        model.score(ROWS[:1], ["1234567890" * 30])
+    prompts, long = [row["prompt"] for row in ROWS[:2]], answer("1234567890" * 30)
+    both = model.score(prompts, [long, answer("12")])
+    assert math.isnan(both[0])
+    assert both[1] == pytest.approx(load(judge).score(prompts[1:], [answer("12")])[0], abs=1e-5)
+    with pytest.raises(ValueError, match="no finite score for any completion.*12345.* at most 90 tokens"):
+        model.score(prompts[:1], [long])
+
+
 
 
 def test_reward_none_needs_a_reward_model(folder, tmp_path):

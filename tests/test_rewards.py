@@ -1,11 +1,14 @@
-"""The answer checker against a long table, and rewards in every form, good and bad."""
+"""A long table holds what the answer checker must say, and rewards come in every form, good and bad."""
 import math
 import signal
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import reward_models
 import rewards
 from test_data import MESSAGES, VERL, write
 
@@ -125,6 +128,11 @@ def test_check_answer(text, truth, right):
 # ------------------------------------------------------------------------------------------------ rewards
 
 
+def messages(*texts):
+    """Returns completions of prompts that are messages: for each text the assistant's message with it."""
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
 ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "level": i} for i in range(4)]
 TEXTS = [f"Answer: {i}" for i in range(4)]
 
@@ -177,8 +185,21 @@ def test_a_reward_gets_columns_that_all_rows_have(tmp_path):
     assert rewards.score(reward, rows, ["x", "y"], 5)[0] == [1.0, 2.0]
     assert seen == [(["a", "b"], ["x", "y"], {"answer": ["1", "2"]})]
     seen.clear()
-    rewards.score(reward, [{"prompt": MESSAGES}, {"prompt": "b"}], ["x", "y"], 5)
-    assert seen == [([MESSAGES, "b"], [[{"role": "assistant", "content": "x"}], "y"], {})]
+    turns = [{"role": "assistant", "content": "x"}, {"role": "tool", "content": "1"},
+             {"role": "assistant", "content": "z"}]
+    rewards.score(reward, [{"prompt": MESSAGES}, {"prompt": "b"}], [turns, "y"], 5)
+    assert seen == [([MESSAGES, "b"], [turns, "y"], {})]
+
+
+@pytest.mark.parametrize("completion, text", [
+    ("Answer: 2", "Answer: 2"), ("", ""), (messages("Answer: 2")[0], "Answer: 2"),
+    ([*messages("Answer: 1")[0], {"role": "tool", "content": "no"}, *messages("Answer: 2")[0]], "Answer: 2"),
+    ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
+    ([{"role": "assistant", "tool_calls": []}], ""),
+])
+def test_content(completion, text):
+    assert rewards.content(completion) == text
+    assert rewards.accuracy([None], [completion], ["2"]) == [float("2" in text)]
 
 
 def test_a_reward_gets_only_the_columns_it_takes(tmp_path):
@@ -197,7 +218,7 @@ def test_a_reward_file_may_define_dataclasses(tmp_path):
 
 
 class Array(list):
-    """Like a tensor: gives its numbers by tolist()."""
+    """Gives its numbers by tolist(), like a tensor."""
     tolist = list.copy
 
 
@@ -217,7 +238,8 @@ NAN = float("nan")
 def test_what_a_reward_may_return(returned, totals, parts):
     def plain(completions):
         return returned
-    parts = parts or {"plain": totals}                              # without parts it is its own only part
+    # A reward without parts is its own only part.
+    parts = parts or {"plain": totals}
     parts = {name: pytest.approx(values, nan_ok=True) for name, values in parts.items()}
     assert rewards.score(plain, ROWS, TEXTS, 5) == (pytest.approx(totals, nan_ok=True), parts, 0)
 
@@ -265,12 +287,14 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
 def test_verl_reward(tmp_path, row, right):
     reward = reward_file(tmp_path, VERL_REWARD)
     start = time.perf_counter()
-    totals, parts, timeouts = rewards.score(reward, [row] * 4, [right, "wrong", "hang", "plain"], 0.3)
+    completions = [right, "wrong", "hang", "plain"]
+    completions = completions if isinstance(row["prompt"], str) else messages(*completions)
+    totals, parts, timeouts = rewards.score(reward, [row] * 4, completions, 0.3)
     assert (totals, timeouts) == ([1.0, 0.0, 0.0, 0.25], 1) and time.perf_counter() - start < 20
     assert parts == {"score": pytest.approx([1, 0, NAN, NAN], nan_ok=True),
                      "acc": pytest.approx([1, 0, NAN, NAN], nan_ok=True)}
     with pytest.raises(RuntimeError, match="reward raised KeyError: 'oops'; the completion is 'raise'"):
-        rewards.score(reward, [row] * 2, [right, "raise"], 5)
+        rewards.score(reward, [row] * 2, messages(right, "raise"), 5)
 
 
 def test_verl_reward_without_a_truth(tmp_path):
@@ -299,8 +323,9 @@ def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
     start = time.perf_counter()
     assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3) == (
         [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, 1)
-    assert 0.6 <= time.perf_counter() - start < 20              # the batch's limit, then the hanging one's
-    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1) [::2] == ([0.0], 1)
+    # The limit ran out for all of them together and then for the one that hangs.
+    assert 0.6 <= time.perf_counter() - start < 20
+    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1)[::2] == ([0.0], 1)
 
 
 def test_a_reward_that_swallows_everything_is_interrupted_again(tmp_path):
@@ -313,7 +338,8 @@ def test_no_limit_and_no_leftover(tmp_path):
     reward = reward_file(tmp_path, "import time\ndef reward(completions): time.sleep(0.2); return [1.0] * 4")
     assert rewards.score(reward, ROWS, TEXTS, 0)[::2] == ([1.0] * 4, 0)
     assert rewards.score(reward, ROWS, TEXTS, 0.25)[2] == 0
-    time.sleep(0.1)                                                  # past the limit: no alarm is left
+    # The limit has passed by now, and no alarm goes off any more.
+    time.sleep(0.1)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before
 
@@ -323,38 +349,157 @@ def test_a_reward_that_raises(tmp_path):
     with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'") as info:
         rewards.score(reward, ROWS, ["a", "b", "raise", "c"], 5)
     assert isinstance(info.value.__cause__, ValueError)
+    # It raises after the one that hangs.
     with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'"):
-        rewards.score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)   # after the hanging one
+        rewards.score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)
+    # It raises for all together, but for none alone.
     reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
     with pytest.raises(RuntimeError, match="reward raised AssertionError: .*; the completion is 'Answer: 0'"):
-        rewards.score(reward, ROWS, TEXTS, 5)                           # only the batch raises
+        rewards.score(reward, ROWS, TEXTS, 5)
+    reward = reward_file(tmp_path, "def reward(completions): raise KeyError(1)")
+    with pytest.raises(RuntimeError, match="reward raised KeyError: 1; the completion is 'b'"):
+        rewards.score(reward, [{"prompt": MESSAGES}], [messages("a")[0] + messages("b")[0]], 5)
 
 
-def test_try_reward_finds_what_is_broken_beforehand(tmp_path):
+# ------------------------------------------------------------------------------------------------ rollouts
+
+
+SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_weight": 1.0, "reward_model": "",
+            "reward_model_weight": 1.0, "token_budget": 100}
+
+
+def rollout(row, completion, score=NAN, **parts):
+    return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts)
+
+
+@pytest.fixture
+def scorer(tmp_path, monkeypatch):
+    """Makes a Scorer with the reward of a source and a stand-in for a reward model: it counts digits."""
+    class Digits:
+        def __init__(self, *arguments):
+            self.arguments, self.seen = arguments, []
+
+        def score(self, prompts, completions):
+            self.seen.append((prompts, completions))
+            if self.arguments[0] == "broken":
+                raise ValueError("no score at all")
+            texts = map(rewards.content, completions)
+            return [sum(c.isdigit() for c in text) if text else NAN for text in texts]
+
+    def scorer(source="", **settings):
+        (tmp_path / "my_reward.py").write_text(source)
+        spec = {"reward": f"{tmp_path}/my_reward.py:reward"} if source else {}
+        return rewards.Scorer(SETTINGS | spec | settings, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(reward_models, "RewardModel", Digits)
+    return scorer
+
+
+def test_scorer_puts_scores_on_rollouts(scorer):
+    row = {"prompt": MESSAGES, "answer": "2"}
+    rollouts = [rollout(row, messages("Answer: 2")[0]), rollout(row, messages("Answer: 3")[0]),
+                rollout(ROWS[3], "Answer: 3")]
+    assert scorer()(rollouts) == 0
+    assert [r.score for r in rollouts] == [1.0, 0.0, 1.0]
+    assert [r.parts for r in rollouts] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
+    assert rollouts[2].row is ROWS[3] and rollouts[2].completion == "Answer: 3"
+    assert scorer()([]) == 0 and scorer(reward_model="some/model")([]) == 0
+
+
+def test_scorer_keeps_parts_and_timeouts(scorer):
+    source = ("def reward(data_source, solution_str, ground_truth):\n"
+              "    while solution_str == 'hang': pass\n"
+              "    return {'both': {'a': 1, 'b': 2}, 'one': {'a': 3}, 'none': None}[solution_str]\n")
+    rollouts = [rollout(row, text) for row, text in zip(ROWS, ["both", "hang", "one", "none"])]
+    assert scorer(source, reward_timeout=0.3)(rollouts) == 1
+    assert [r.score for r in rollouts] == [3.0, 0.0, 3.0, pytest.approx(NAN, nan_ok=True)]
+    assert [r.parts for r in rollouts] == [
+        pytest.approx({"a": a, "b": b}, nan_ok=True) for a, b in [(1, 2), (NAN, NAN), (3, NAN), (NAN, NAN)]]
+
+
+def test_scorer_adds_a_reward_model(scorer):
+    source = "def reward(completions): return [None if '?' in c else len(c) for c in completions]"
+    both = scorer(source, reward_model="some/model", reward_weight=10.0, reward_model_weight=0.5)
+    rollouts = [rollout(row, text) for row, text in zip(ROWS, ["12a", "1?2", "", "abc"])]
+    assert both(rollouts) == 0
+    assert both.model.arguments == ("some/model", torch.device("cpu"), torch.float32, 100)
+    assert both.model.seen == [([row["prompt"] for row in ROWS], ["12a", "1?2", "", "abc"])]
+    # What the reward leaves unscored adds nothing; what the model cannot score is not scored.
+    assert [r.score for r in rollouts] == [31.0, 1.0, pytest.approx(NAN, nan_ok=True), 30.0]
+    assert [r.parts for r in rollouts] == [
+        pytest.approx({"reward": a, "reward_model": b}, nan_ok=True)
+        for a, b in [(3, 2), (NAN, 2), (0, NAN), (3, 0)]]
+    alone = scorer(reward="none", reward_model="some/model", reward_model_weight=2.0)
+    assert alone(rollouts) == 0
+    assert [r.score for r in rollouts] == [4.0, 4.0, pytest.approx(NAN, nan_ok=True), 0.0]
+    assert rollouts[0].parts == {"reward_model": 2} and alone.reward is None
+    with pytest.raises(ValueError, match="reward=none needs a reward_model"):
+        scorer(reward="none")
+
+
+def test_try_on_finds_what_is_broken_beforehand(scorer):
     for source, message in [
             ("def reward(completions): raise KeyError('oops')", "raised KeyError: 'oops'"),
             ("def reward(completions): return [1.0]", "returned 1 values, not a list of 2"),
             ("def reward(completions, colour): return [1.0]", "needs a column colour"),
-            ("def reward(completions):\n while True: pass", "took more than reward_timeout=0.2")]:
+            ("def reward(completions):\n while True: pass",
+             "reward reward took more than reward_timeout=0.2 seconds for one completion")]:
         with pytest.raises(ValueError, match=message):
-            rewards.try_reward(reward_file(tmp_path, source), ROWS, 0.2)
-    rewards.try_reward(rewards.accuracy, ROWS[:1], 5)
+            scorer(source, reward_timeout=0.2).try_on(ROWS)
+    scorer().try_on(ROWS[:1])
+    with pytest.raises(ValueError, match="no score at all"):
+        scorer(reward_model="broken").try_on(ROWS)
+
+
+def test_try_on_makes_completions_in_the_form_of_the_prompts(scorer):
+    source = "seen = []\ndef reward(prompts, completions): seen.append((prompts, completions)); return [0, 0]"
+    for rows, prompts, form in [(ROWS, ["What is 0?", "What is 1?"], list),
+                                (ROWS[:1], ["What is 0?"] * 2, list),
+                                ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
+        tried = scorer(source, reward_model="some/model")
+        tried.try_on(rows)
+        assert tried.reward.__globals__["seen"] == [(prompts, form(["Answer: 0", ""]))]
+        assert tried.model.seen == [([prompts[0]] * 2, form(["Answer: 0", "0"]))]
 
 
 # --------------------------------------------------------------------------------------------- evaluation
 
 
+def rollouts_of(*results):
+    """Makes rollouts of (source, score, answer), where the last turn has the answer."""
+    turn = messages("Answer: 9")[0]
+    return [rollout({"prompt": MESSAGES, "source": source},
+                    turn + messages("I do not know" if answer is None else f"Answer: {answer}")[0], score)
+            for source, score, answer in results]
+
+
 def test_evaluation_by_hand():
-    results = [("a", 0, "3"), ("a", 1, "2"), ("a", 1, "2"), ("a", 0, None),         # majority 2: right
-               ("a", 0, "7"), ("a", 1, "5"), ("a", 0, "7"), ("a", 0, "1"),         # majority 7: wrong
-               ("b", 0, None), ("b", 0, None), ("b", 0, None), ("b", 0, None),      # no answers, no votes
-               ("b", 1, "1"), ("b", 0, "2"), ("b", 0, "3"), ("b", 0, "4")]          # a tie: the first answer
-    assert rewards.evaluation(results, 4) == {
+    results = [
+        # The majority says 2, which is right, then 7, which is wrong.
+        ("a", 0, "3"), ("a", 1, "2"), ("a", 1, "2"), ("a", 0, None),
+        ("a", 0, "7"), ("a", 1, "5"), ("a", 0, "7"), ("a", 0, "1"),
+        # Without answers there are no votes; in a tie the first answer wins.
+        ("b", 0, None), ("b", 0, None), ("b", 0, None), ("b", 0, None),
+        ("b", 1, "1"), ("b", 0, "2"), ("b", 0, "3"), ("b", 0, "4")]
+    assert rewards.evaluation(rollouts_of(*results), 4) == {
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
         "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
-    assert rewards.evaluation([("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3")], 2) == {
+    unscored = rollouts_of(("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3"))
+    assert rewards.evaluation(unscored, 2) == {
         "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
         "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
-    assert rewards.evaluation([(None, 0.5, "x"), (None, 0.25, "y")], 2) == {
+    no_source = [rollout({"prompt": "p"}, "Answer: x", 0.5), rollout({"prompt": "p"}, "Answer: y", 0.25)]
+    assert rewards.evaluation(no_source, 2) == {
         "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}
+
+
+def test_evaluation_has_the_mean_of_each_part():
+    row = {"prompt": "p"}
+    rollouts = [rollout(row, "Answer: x", 0.5, right=1.0, brief=NAN, none=NAN),
+                rollout(row, "Answer: x", 0.5, right=0.0, brief=-0.5, none=NAN),
+                rollout(row, "Answer: x", NAN, right=NAN, late=0.25), rollout(row, "", 0.5, right=0.0)]
+    parts = {"right": 1 / 3, "brief": -0.5, "none": 0.0, "late": 0.25}
+    assert rewards.part_means(rollouts, "rewards") == {f"rewards/{name}/mean": parts[name] for name in parts}
+    assert rewards.evaluation(rollouts, 2) == {
+        "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
+        **{f"eval/rewards/{name}/mean": parts[name] for name in parts}}

@@ -1,8 +1,8 @@
 """
 All that needs a GPU to be tested or measured, each part under its command.
 
-    python bench_gpu.py                                      # all parts
-    python bench_gpu.py --parts=default,speed                # some
+    python -m bench.gpu                                      # all parts
+    python -m bench.gpu --parts=default,speed                # some
 
     tests       tests/test_cuda.py
     default     both training scripts on the tiny model; GRPO again with logits rounded to bfloat16
@@ -10,9 +10,9 @@ All that needs a GPU to be tested or measured, each part under its command.
     speed       training and sampling of Qwen3-0.6B's shape, its memory, the attention kernel
     base        a larger base model, made with tiny.py
     larger      GRPO of that base, and the result sampled anew
-    trl         bench_trl.py's update of Qwen3-0.6B's shape
+    trl         bench/against_trl.py's update of Qwen3-0.6B's shape
 
-What fails is named at the end; the rest is run all the same.
+What fails is named at the end, and does not keep the rest from running.
 """
 import json
 import os
@@ -90,10 +90,10 @@ def train(name, command):
 
 
 def bench(name, arguments):
-    """bench.py's figures, on this shape; the first makes the model, in out_dir/shape."""
+    """bench/step.py's figures, on this shape; the first makes the model, in out_dir/shape."""
     made = os.path.join(out_dir, "shape", "model")
     arguments += f" --model={made}" if os.path.isdir(made) else f" {shape} --work={out_dir}/shape"
-    if done := call(name, f"{sys.executable} bench.py --token_budget={token_budget} --json=true {arguments}"):
+    if done := call(name, f"{sys.executable} -m bench.step --token_budget={token_budget} --json=true {arguments}"):
         figures = next(json.loads(line) for line in done[0].splitlines() if line.startswith("{"))
         print(*(f"  {key:34} {value:12.4g}" for key, value in figures.items()), sep="\n", flush=True)
 
@@ -127,6 +127,6 @@ if "larger" in chosen and (folder := train("larger", command)):
         print(*("  " + line for line in done[0].splitlines() if line.startswith("eval/")
                 and line.count("/") == 1), sep="\n")
 if "trl" in chosen:
-    if done := call("trl", f"{sys.executable} bench_trl.py --trl={trl} --only=Qwen3 --pairs=3"):
+    if done := call("trl", f"{sys.executable} -m bench.against_trl --trl={trl} --only=Qwen3 --pairs=3"):
         print(done[0])
 sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

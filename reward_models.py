@@ -1,21 +1,22 @@
-"""A reward model: a Hugging Face sequence-classification model with one label scores prompt and completion.
+"""A reward model scores conversations: a Hugging Face sequence-classification model with one label.
 
-It judges text, not the policy's tokens: the conversation is written again in its own chat template, in its
-own tokens. Each rank has a whole copy of it, which waits in host memory while it is not used.
+It judges text, not the policy's tokens: its own tokenizer and chat template render the conversation again.
+Each rank has a whole copy of it, which waits in host memory while it is not used.
 """
 import math
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from model import check_model
+from models import check_model
 
 
 class RewardModel:
-    """score(rows, texts) -> a float for each completion, by the model in `path` (a folder or hub id).
+    """Loads the reward model in `path` (a folder or hub id), whose `score` scores conversations.
 
-    Raises ValueError for a model that is none (several labels, no trained head), or whose tokenizer has more
-    tokens than it embeds. dtype: of weights and computation. token_budget: tokens in a batch, with padding.
+    device: where it computes. dtype: of its weights and its computation. token_budget: the largest number of
+    tokens in a batch, with padding. Raises ValueError for a model that is no reward model (several labels, or
+    no trained head), that names no pad token, or whose tokenizer has more tokens than it embeds.
     """
 
     def __init__(self, path, device, dtype, token_budget):
@@ -23,12 +24,14 @@ class RewardModel:
         config, self.tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
         if config.num_labels != 1:
             raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
-        text_config = config.get_text_config()  # the one that the model's own forward reads
+        # This is the config that the model's own forward reads.
+        text_config = config.get_text_config()
         embedded = text_config.vocab_size
         if len(self.tokenizer) > embedded:
             raise ValueError(f"reward_model={path}: its tokenizer has {len(self.tokenizer)} tokens, but its "
                              f"embedding only {embedded}: not the tokenizer that it was trained with")
-        if getattr(text_config, "pad_token_id", None) is None:      # a score is read at the last other token
+        # The model reads the score at the last token that is no padding.
+        if getattr(text_config, "pad_token_id", None) is None:
             text_config.pad_token_id = self.tokenizer.pad_token_id
         if text_config.pad_token_id is None:
             raise ValueError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
@@ -43,14 +46,15 @@ class RewardModel:
         self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
 
     @torch.no_grad()
-    def score(self, rows, texts):
-        """The score of each completion text as the answer to its row's prompt; NaN where there is none.
+    def score(self, prompts, completions):
+        """Returns the score of each completion as the continuation of its prompt, NaN where there is none.
 
-        A string prompt is continued by the text as it is. A conversation has none that is too long for the
-        model, or whose score is not finite. Raises ValueError if no completion has one, and for messages if
-        the tokenizer has no chat template.
+        prompts: strings or lists of messages. completions: for each a string, which the prompt is continued
+        by as it is, or a list of the messages that follow. A conversation has no score if it is too long for
+        the model or if its score is not finite. Raises ValueError if no completion has a score, and for
+        messages if the tokenizer has no chat template.
         """
-        ids = [self._encode(row["prompt"], text) for row, text in zip(rows, texts)]
+        ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions)]
         longest_first = sorted((i for i in range(len(ids)) if len(ids[i]) <= self.max_length),
                                key=lambda i: len(ids[i]), reverse=True)
         scores = [math.nan] * len(ids)
@@ -69,14 +73,13 @@ class RewardModel:
         self.model.to("cpu")
         if all(map(math.isnan, scores)):
             raise ValueError(f"reward_model={self.path} has no finite score for any completion, such as "
-                             f"{texts[0][:500]!r}; it reads at most {self.max_length} tokens")
+                             f"{completions[0]!r:.500}; it reads at most {self.max_length} tokens")
         return scores
 
-    def _encode(self, prompt, text):
+    def _encode(self, prompt, completion):
         if isinstance(prompt, str):
-            return self.tokenizer(prompt + text).input_ids
+            return self.tokenizer(prompt + completion).input_ids
         if self.tokenizer.chat_template is None:
             raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
                              "chat template")
-        return self.tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": text}],
-                                                  return_dict=False)
+        return self.tokenizer.apply_chat_template([*prompt, *completion], return_dict=False)

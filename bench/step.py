@@ -1,15 +1,16 @@
 """
-How fast and how large: training step, weight sync and rollouts, beside what the machine can do.
+How fast a step is and how much memory it takes: the update, the weight sync, the rollouts.
 
-    python bench.py                                                     # 1 M parameters, 64 short sequences
-    python bench.py --hidden_size=512 --num_heads=16 --num_layers=9 --completion_length=256       # 28 M
-    torchrun bench.py --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 --token_budget=16384
-    python bench.py --engine=vllm --cycles=100           # and 100 times: sample, train, sync, as a run does
+    python -m bench.step                                                # 1 M parameters, 64 short sequences
+    python -m bench.step --hidden_size=512 --num_heads=16 --num_layers=9 --completion_length=256       # 28 M
+    torchrun -m bench.step --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 \
+        --token_budget=16384
+    python -m bench.step --engine=vllm --cycles=100      # and 100 times: sample, train, sync, as a run does
 
-The update is train_grpo.py's, on random tokens and without its metrics. Figures are those of one rank, and
-medians of `repeats`, after one that is left out. --work=folder keeps model and rollouts, as for bench_trl.py.
-"Bare" is LLM.generate with logprobs, of the same engine but awake all the time and without a seed for each
-prompt. On a GPU sync and rollouts include the engine's waking and falling asleep.
+The update is train_grpo.py's, on random tokens and without its metrics. Figures are of one rank, and medians of
+`repeats` after one that is left out. --work=folder keeps model and rollouts, which bench/against_trl.py uses.
+"Bare" is LLM.generate with logprobs, by the same engine, but awake all the time and without a seed per prompt.
+On a GPU the times of sync and rollouts include the engine's waking and falling asleep.
 """
 import gc
 import json as json_module
@@ -24,12 +25,13 @@ import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 import losses
-import model as model_file
+import packing
 import ranks
 import rollout
 import weights
 from configurator import check, configure
-from model import load_policy, micro_batches
+from models import load_policy
+from packing import micro_batches
 from runlog import peak_memory
 # ------------------------------------------------------------------------------------------------------------
 # model
@@ -50,7 +52,7 @@ kernel = True                   # CUDA: attention by PyTorch's kernel for sequen
                                 # by the loop that stands in for it elsewhere
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
 float32_head = True             # with bfloat16: logits in float32 all the same
-engine = ""                     # vllm, hf: rollouts, too; empty: none
+engine = ""                     # vllm, hf: measure rollouts as well; empty: none
 vllm_gpu_memory_utilization = 0.4
 cycles = 0                      # with an engine: of rollout, update and sync, to see whether memory grows
 repeats = 5
@@ -116,28 +118,29 @@ rng = random.Random(rank)
 length = {"uniform": lambda i: rng.randint(1, completion_length), "equal": lambda i: completion_length,
           "skewed": lambda i: completion_length // (16 if i % 8 else 1)}[lengths]
 tokens = lambda count: [rng.randrange(config.vocab_size) for _ in range(count)]
-rollouts = [rollout.Rollout(tokens(prompt_length), tokens(size), [-1.0] * size, "stop")
+rollouts = [rollout.Rollout.single(tokens(prompt_length), tokens(size), [-1.0] * size, "stop")
             for size in map(length, range(sequences))]
 if rank == 0:
     with open(os.path.join(work, "rollouts.json"), "w") as file:
-        json_module.dump([vars(r) for r in rollouts], file)
+        json_module.dump([{"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.sampled_ids.tolist(),
+                           "logprobs": r.logprobs.tolist()} for r in rollouts], file)
 
 # ---------------------------------------------------------------- training
 if not kernel:
-    model_file.kernel_takes = lambda query, value: False
+    packing.kernel_takes = lambda query, value: False
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
-lens = torch.tensor([len(r.completion_ids) for r in rollouts], device=device)
-weight = losses.sequence_weights(lens, "token_mean", lens.sum() * world_size, sequences, completion_length)
+lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
+weight = losses.sequence_weights(lens, "token_mean", num_tokens=lens.sum() * world_size,
+                                 num_sequences=sequences, max_length=completion_length)
 
 
 def update():
-    for batch, live in micro_batches(rollouts, range(sequences), token_budget, device):
+    for batch in micro_batches(rollouts, range(sequences), token_budget, device):
         logp, entropy = policy(batch, 1.0)
-        token_loss, _, _ = losses.policy_loss(
-            logp, logp.detach(), batch.spread(adv), batch.mean, 0.2, 0.2, "clip")
-        loss = live * (batch.spread(weight) * token_loss).sum()
+        token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.spread(adv))
+        loss = (batch.spread(weight) * token_loss).sum()
         (loss * world_size).backward()
     if torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().isfinite().item():
         optimizer.step()
@@ -147,7 +150,7 @@ def update():
 update()
 first_update = since_launch()
 train_seconds = seconds(update)
-sizes = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
+sizes = [len(r.ids) for r in rollouts]
 head = config.vocab_size * config.hidden_size
 matrices = sum(p.numel() for name, p in policy.hf.named_parameters() if p.dim() > 1 and "embed" not in name
                and "lm_head" not in name)
@@ -168,7 +171,7 @@ figures = {
 
 # ---------------------------------------------------------------- weight sync, rollouts
 if engine:
-    made, prompts = sequences * completion_length, [r.prompt_ids for r in rollouts]
+    made, prompts = sequences * completion_length, [r.prompt_ids.tolist() for r in rollouts]
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
                                            vllm_gpu_memory_utilization, float32_head=float32_head)
     sample = lambda: sampler.generate(prompts, 1, range(sequences), completion_length, 1.0)

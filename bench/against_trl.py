@@ -2,9 +2,9 @@
 The same work here and under TRL's GRPOTrainer, in alternating pairs. TRL has an environment of its own:
 
     python -m venv out/trl && out/trl/bin/pip install torch==2.13.0 transformers==5.19.0 trl==1.16.0
-    python bench_trl.py                                                                      # half an hour
+    python -m bench.against_trl                                                              # half an hour
 
-The update is bench.py's: TRL gets its model and rollouts (by rollout_func), so both train on the same tokens,
+The update is bench/step.py's: TRL gets its model and rollouts (by rollout_func), so both train on the same tokens,
 and is timed from having scored them until the optimizer has stepped. The whole step is train_grpo.py's with
 --engine=hf, generation and reward included: model, problems, batch and optimizer are the same, TRL generates
 by itself, and train_grpo.py does not compute completions without advantage. Figures are medians over the
@@ -29,7 +29,7 @@ trl = "out/trl/bin/python"      # the interpreter that has TRL
 only = ""                       # a word in the name of the lines to measure; empty: all
 pairs = 5
 # of the runs under TRL, which this script starts itself
-work = ""                       # a folder that bench.py left, or a model's to generate with
+work = ""                       # a folder that bench/step.py left, or a model's to generate with
 micro_batch = 64                # sequences TRL trains on at a time
 repeats = 5                     # steps, after one that is left out
 # ------------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ configure(globals())
 
 # ---------------------------------------------------------------- under TRL
 def run_under_trl():
-    """GRPOTrainer on bench.py's rollouts, or on algebra problems: prints a line a step, then its figures."""
+    """GRPOTrainer on bench/step.py's rollouts, or on algebra problems: prints a line a step, then its figures."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -138,8 +138,8 @@ for name, steps, size, *arguments in (
         for _ in range(pairs):
             with tempfile.TemporaryDirectory() as folder:
                 same = f"--work={folder}", f"--repeats={steps}"
-                for figures, command in ((ours, (sys.executable, "bench.py", "--json=true", *arguments)),
-                                         (theirs, (trl, "bench_trl.py", f"--micro_batch={size}"))):
+                for figures, command in ((ours, (sys.executable, "-m", "bench.step", "--json=true", *arguments)),
+                                         (theirs, (trl, "-m", "bench.against_trl", f"--micro_batch={size}"))):
                     figures.append(json.loads(run("", *command, *same)[1]))
         compare(name, "s", [r["update (s)"] for r in ours], [r["s"] for r in theirs])
         compare("    its peak memory", "GB", [r["peak memory (GB)"] for r in ours], [r["GB"] for r in theirs])
@@ -152,7 +152,7 @@ if only in "whole step, launch":
             launch_here.append(seconds)
             with open(f"{folder}/run/metrics.jsonl") as file:
                 ours.append(statistics.median(json.loads(line)["timing_s/step"] for line in list(file)[1:10]))
-        seconds, figures = run("step", trl, "bench_trl.py", "--work=out/tiny", "--repeats=9")
+        seconds, figures = run("step", trl, "-m", "bench.against_trl", "--work=out/tiny", "--repeats=9")
         launch_there.append(seconds)
         theirs.append(json.loads(figures)["s"])
     compare("whole step", "s", ours, theirs)

@@ -1,177 +1,23 @@
-"""Policy and critic: Hugging Face models under FSDP2 that read packed sequences; logprobs without logits.
-
-Packing. A micro-batch is one row of T tokens holding several sequences (prompt + completion each)
-without padding; `position_ids` restart at each sequence and attention stays inside it. Per-token
-results are flat over completion tokens only, `[C]`, in the order of the row: entry c is about
-completion token c and is read from the hidden state one token before it. T tokens in a
-micro-batch, S sequences, C completion tokens, H hidden size, V vocabulary.
 """
-import inspect
+Policy and critic: Hugging Face models under FSDP2 that read packed rows (packing.py); logprobs without logits.
+
+T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
+"""
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.attention import varlen
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
-                          AutoModelForTokenClassification)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.utils import logging
 
-import ranks
+from packing import micro_batches
 
-logging.disable_progress_bar()  # its bars for every load and save would tear the run's own apart
-LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # that exist at one time, twice: 128 MB and 1 GB in float32
-
-
-# ---------------------------------------------------------------- packing
-
-@dataclass
-class MicroBatch:
-    sequences: list              # which of all sequences are in it, in order
-    input_ids: torch.Tensor      # [1, T]
-    position_ids: torch.Tensor   # [1, T], restarting at 0 in each sequence
-    bounds: list                 # S + 1 offsets: sequence s is input_ids[0, bounds[s]:bounds[s + 1]]
-    offsets: torch.Tensor        # [S + 1] the same, for kernels
-    index: torch.Tensor          # [C] where in the row each completion token is predicted: one before itself
-    targets: torch.Tensor        # [C] the completion tokens
-    owner: torch.Tensor          # [C] which of this micro-batch's sequences each of them belongs to
-    rows: torch.Tensor           # [S] `sequences` as a tensor
-    lengths: list                # S: completion tokens of each sequence; they sum to C
-
-    def flat(self, tensors):
-        """Per-token tensors by sequence (a dict or list of [len]) -> those of this micro-batch, flat [C]."""
-        return torch.cat([tensors[s] for s in self.sequences])
-
-    def spread(self, values):
-        """One value a sequence, for all sequences [N] -> that value at each completion token here, [C]."""
-        return values[self.rows][self.owner]
-
-    def mean(self, values):
-        """Mean of per-token values over their sequence, at each of its tokens; [C] -> [C], with gradient."""
-        sums = lambda x: x.new_zeros(len(self.sequences)).index_add(0, self.owner, x)
-        return (sums(values) / sums(torch.ones_like(values)).clamp(min=1))[self.owner]
-
-    def split(self, flat):
-        """Per-token values of this micro-batch [C] -> {sequence: its [len] values}."""
-        return dict(zip(self.sequences, flat.split(self.lengths)))
-
-
-def deal(rollouts, chosen, num_ranks):
-    """Deal rollouts[s] for s in chosen to num_ranks lists of about as many tokens each, longest first.
-
-    Each goes to the rank that has the fewest tokens so far (Graham 1969, LPT): the heaviest rank has at most
-    4/3 of what is possible, and within a few percent of the mean where there are many sequences a rank.
-    Example: sizes 9, 5, 4, 3 for 2 ranks -> 9 + 3 and 5 + 4.
-    """
-    shares, loads = [[] for _ in range(num_ranks)], [0] * num_ranks
-    for s in sorted(chosen, key=lambda s: size(rollouts[s]), reverse=True):
-        least = loads.index(min(loads))
-        shares[least].append(s)
-        loads[least] += size(rollouts[s])
-    return shares
-
-
-def size(rollout):
-    return len(rollout.prompt_ids) + len(rollout.completion_ids)
-
-
-def pack(rollouts, chosen, token_budget, device):
-    """Pack rollouts[s] for s in chosen (anything with prompt_ids and completion_ids) into few MicroBatches.
-
-    At most token_budget tokens each; first fit, longest first. Every completion token is a target, the EOS
-    among them even where the pad token has the same id; no prompt token is. Raises ValueError for a sequence
-    that is longer than token_budget.
-    Padded, 64 completions of 1 to 64 tokens behind prompts of 40 would be 1.4 times as many tokens, and 4.2
-    times where every eighth has 512 tokens and the others 32. Packing takes 1.2 ms of their update's 250.
-    Example: prompts [5, 6] and [5] with completions [7, 8] and [9], budget 8 -> one micro-batch 5 6 7 8 | 5 9
-    with index [1, 2, 4] and targets [7, 8, 9]: token 7 is predicted at position 1, 8 at 2, 9 at 4.
-    """
-    bins, free = [], []
-    for s in sorted(chosen, key=lambda s: size(rollouts[s]), reverse=True):
-        if size(rollouts[s]) > token_budget:
-            raise ValueError(f"a sequence of {size(rollouts[s])} tokens does not fit "
-                             f"token_budget={token_budget}")
-        fits = next((b for b, room in enumerate(free) if room >= size(rollouts[s])), None)
-        if fits is None:
-            fits = len(bins)
-            bins.append([])
-            free.append(token_budget)
-        bins[fits].append(s)
-        free[fits] -= size(rollouts[s])
-
-    tensor = lambda values, dtype=torch.long: torch.tensor(values, dtype=dtype, device=device)
-    batches = []
-    for packed in bins:
-        ids, positions, bounds, index, targets, owner, lengths = [], [], [0], [], [], [], []
-        for s in packed:
-            prompt, completion = rollouts[s].prompt_ids, rollouts[s].completion_ids
-            first = len(ids) + len(prompt)              # where the completion begins in the micro-batch
-            index += range(first - 1, first + len(completion) - 1)
-            targets += completion
-            owner += [len(lengths)] * len(completion)
-            lengths.append(len(completion))
-            ids += prompt + completion
-            positions += range(len(prompt) + len(completion))
-            bounds.append(len(ids))
-        batches.append(MicroBatch(packed, tensor([ids]), tensor([positions]), bounds,
-                                  tensor(bounds, torch.int32), tensor(index), tensor(targets), tensor(owner),
-                                  tensor(packed), lengths))
-    return batches
-
-
-def micro_batches(rollouts, chosen, token_budget, device):
-    """[(MicroBatch, live)] of the chosen rollouts: `pack`, for networks that are sharded over the ranks.
-
-    Their forward and backward are collectives, so a rank with fewer MicroBatches than another one, or none,
-    gets idle turns (live False), whose results count for nothing. Collective itself.
-    """
-    batches = pack(rollouts, chosen, token_budget, device)
-    turns = max(1, int(ranks.largest([len(batches)])[0]))       # one at least: a gradient of 0 is one, too
-    idle = (batches or pack(rollouts, [0], token_budget, device))[0]
-    return [(batch, True) for batch in batches] + [(idle, False)] * (turns - len(batches))
-
-
-# PyTorch 2.11's kernel takes fewer heads of key and value than of query unasked; later ones want to be asked.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
-
-
-def kernel_takes(query, value):
-    """Whether PyTorch's CUDA kernel for sequences of several lengths computes such attention."""
-    head = query.shape[-1]
-    return (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head % 8 == 0 and head <= 256
-            and value.shape[-1] == head and torch.cuda.get_device_capability(query.device) >= (8, 0))
-
-
-def packed_attention(module, query, key, value, attention_mask, scaling, bounds=None, offsets=None,
-                     sliding_window=None, softcap=None, s_aux=None, **_):
-    """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
-
-    Work grows with sum(len^2), not with T^2, and no T x T mask exists: by PyTorch's kernel for sequences of
-    several lengths, where kernel_takes says so, else by a loop of its fused kernel over them. Raises
-    ValueError for what neither computes: a sequence beyond the model's sliding window, softcapped scores,
-    attention sinks.
-    """
-    sizes = [end - start for start, end in zip(bounds, bounds[1:])]
-    if sliding_window is not None and max(sizes) > sliding_window:
-        raise ValueError(f"sequence of {max(sizes)} tokens exceeds the model's sliding window of "
-                         f"{sliding_window}; lower max_prompt_length or max_completion_length")
-    if softcap is not None or s_aux is not None:
-        raise ValueError("the model's attention has softcapped scores or sinks; packed attention has neither")
-    if kernel_takes(query, value):
-        rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                  # [T, heads, d]
-        output = varlen.varlen_attn(*rows, offsets, offsets, max(sizes), max(sizes), scale=scaling,
-                                    window_size=(-1, 0), **GROUPED)     # (-1, 0): all before, none behind
-        return output.unsqueeze(0), None
-    # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T: a tenth of
-    # the update of 64 short sequences.
-    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-               for q, k, v in zip(*(x.split(sizes, dim=2) for x in (query, key, value)))]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register("packed", packed_attention)     # and no mask function: none is made
+# Its bars for every load and save would tear the run's own bar apart.
+logging.disable_progress_bar()
+# Logits that exist at one time, twice: 128 MB and 1 GB in float32.
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}
 
 
 # ---------------------------------------------------------------- logprobs without logits
@@ -302,6 +148,12 @@ class Critic(nn.Module):
 
 # ---------------------------------------------------------------- loading and sharding
 
+def precision(dtype, logprob_gap, device):
+    """(the dtype that layers compute in, the mean logprob gap to the engine that is allowed), from the settings."""
+    name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, name), logprob_gap or {"float32": 1e-3, "bfloat16": 0.05}[name]
+
+
 def check_model(path, key="model", tokenizer=True):
     """Raise ValueError if `path` is a folder without config, weights or tokenizer, or not to be found.
 
@@ -324,6 +176,15 @@ def check_model(path, key="model", tokenizer=True):
                                               for f in files)}.items():
         if not found:
             raise ValueError(f"{key}={path}: no {what} in this folder")
+
+
+def check_critic(path, policy_path):
+    """Raise ValueError for a critic_model that is not there, or that cannot read the policy's tokens."""
+    check_model(path, "critic_model", tokenizer=False)
+    size, policy_size = (AutoConfig.from_pretrained(p).vocab_size for p in (path, policy_path))
+    if size != policy_size:
+        raise ValueError(f"critic_model={path} has a vocabulary of {size} tokens, the model one of "
+                         f"{policy_size}: the critic has to read the policy's tokens")
 
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, float32_head=True):
@@ -393,3 +254,25 @@ def offload(optimizer, device):
     optimizer.register_step_pre_hook(lambda *_: move(device))
     optimizer.register_step_post_hook(lambda *_: move("cpu"))
     optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # a resumed run's
+
+
+# ---------------------------------------------------------------- whole rollouts, without gradient
+
+def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
+    """A policy's logprobs of the sampled tokens of rollouts[s] for s in chosen: {s: [len]}. A collective."""
+    return per_token(policy, lambda batch: policy(batch, temperature)[0], rollouts, chosen, token_budget)
+
+
+def token_values(critic, rollouts, chosen, token_budget):
+    """A critic's values of the states before the sampled tokens, as token_logprobs does. A collective."""
+    return per_token(critic, critic, rollouts, chosen, token_budget)
+
+
+@torch.no_grad()
+def per_token(network, forward, rollouts, chosen, token_budget):
+    found = {}
+    for batch in micro_batches(rollouts, chosen, token_budget, next(network.parameters()).device):
+        found |= batch.split(forward(batch))
+    # Without a backward FSDP2 leaves the root gathered.
+    network.reshard()
+    return found

@@ -1,0 +1,325 @@
+"""
+DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476), a whole run in one file: train_grpo.py with another way
+to choose what a step trains on. Read that one first; here `# DAPO` marks each difference.
+
+    torchrun train_dapo.py
+    torchrun train_dapo.py config/gpg.py
+
+1. Dynamic sampling (3.2): prompts whose completions all have the same score teach nothing. They are left out, and
+   further prompts are sampled until enough of them differ, in at most max_num_gen_batches rollouts per step.
+2. The score falls softly over the last overlong_buffer tokens before max_completion_length (3.4), or
+   --mask_truncated=true leaves completions that were cut off out of the loss.
+3. The upper clip bound is higher (3.1), and each token has the same weight (3.3).
+4. Not in the paper: with skip_after a prompt whose completions have had equal scores that many times in a row rests.
+What is left out is in no statistics, no loss and no denominator. With filter_groups=False, max_num_gen_batches=1,
+overlong_buffer=0 and train_grpo.py's other defaults the figures are those of train_grpo.py, bit for bit.
+"""
+import math
+import random
+import zlib
+
+import torch
+from transformers import AutoTokenizer
+
+import data
+import losses
+import ranks
+import rewards
+import rollout
+import tiny
+from checks import check_dapo, check_grpo, check_run
+from configurator import check, configure, input_errors
+from models import check_model, load_policy, offload, precision, token_logprobs
+from packing import deal, micro_batches
+from run import Run
+from weights import deadline, full_weights
+# ------------------------------------------------------------------------------------------------------------
+# what everybody sets first
+model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
+task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
+train_file = ""                 # JSONL or parquet, for task=file
+eval_file = ""                  # the same; empty: an eighth of train_file is held out
+reward = ""                     # file.py:function; empty: the task's own verifier; none: a reward model alone
+engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
+prompts_per_step = 32           # over all ranks
+num_generations = 8             # completions per prompt (G)
+max_prompt_length = 64          # tokens; longer prompts are left out
+max_completion_length = 64      # tokens; longer completions are cut off
+learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
+max_steps = 60                  # rollouts, each with its updates
+token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
+seed = 0                        # of generated training problems, their order, and sampling
+out_dir = ""                    # the run's folder; empty: a new one under out/
+resume = ""                     # auto: go on from the newest checkpoint in out_dir, if any; or a checkpoint
+from settings import *          # data, reward model, engine, precision, output: settings.py
+# what a step trains on                                                               # DAPO: these six settings
+filter_groups = True            # leave out prompts whose completions all have the same score
+max_num_gen_batches = 10        # rollouts per step, at most, until filter_groups has enough prompts
+skip_after = 0                  # visits in a row with equal scores, after which a prompt rests; 0: never
+overlong_buffer = 12            # tokens before max_completion_length over which the score falls; 0: none
+overlong_penalty = 1.0          # by how much it has fallen at the end
+mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
+# algorithm
+temperature = 1.0               # of sampling, and of the trainer's logprobs
+advantage = "grpo"              # a name in losses.ADVANTAGES: grpo, dr_grpo (no std), rloo, opo, remax, ...
+pass_k = 4                      # k of advantage=pass_at_k
+kl_coef = 0.0                   # weight of the KL to the initial model; 0: no reference model
+kl_in = "loss"                  # or reward: taken off each completion's score, summed over its tokens
+kl_estimator = "k3"             # see losses.kl_penalty; in the loss k2, k3, k3+ or k3_is, in the reward k1
+updates_per_step = 4            # optimizer steps per rollout, each on its share of the completions
+old_logprobs = "trainer"        # the ratio's denominator: computed by the trainer, or the engine's own
+loss_type = "clip"              # a name in losses.LOSSES: clip (PPO), gspo, gmpo, cispo, sapo, gpg, ...
+epsilon = 0.2                   # the ratio is clipped below 1 - epsilon
+epsilon_high = 0.28             # and above 1 + epsilon_high
+dual_clip = 0.0                 # clips the ratio at this where the advantage is negative, e.g. 3; 0: nowhere
+cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov act on
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO), sequence_sum
+engine_correction = "none"      # weights for the gap between engine and trainer: losses.correction_weights
+correction_low = 0.5            # masks: weight 0 where the ratio is lower
+correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
+entropy_coef = 0.0              # weight of the entropy bonus
+entropy_decay = "constant"      # of that weight, down to 0 at max_steps: linear, cosine; or constant
+# optimizer
+warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
+lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
+weight_decay = 0.0              # AdamW's
+beta1 = 0.9                     # AdamW's, for the mean of the gradient
+beta2 = 0.95                    # AdamW's, for its square
+grad_clip = 1.0                 # largest norm of the gradient; 0: no clipping
+# evaluation and checkpoints
+eval_interval = 10              # steps; the first and the last model are always evaluated
+eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k
+save_interval = 20              # steps; the last model is always saved
+# ------------------------------------------------------------------------------------------------------------
+settings = configure(globals())
+
+# ---------------------------------------------------------------- set-up: processes, data, models, engine
+# One process per device, under torchrun or alone; FSDP2 shards over the mesh, which is all of them.
+rank, world_size, device, mesh = ranks.set_up()
+check_run(settings, world_size)
+check_grpo(settings)
+check_dapo(settings)
+B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
+N = prompts_per_step * G                                        # completions per step, on all ranks
+compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
+kl_in_loss = kl_coef > 0 and kl_in == "loss"
+# Whether a loss moves the policy on rollouts whose advantage is 0, too.
+moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
+run = Run(settings, __file__, position=None, history={})        # DAPO: the place in the prompts, their visits
+state = run.state
+if state["position"] is None:                                   # a new run, or one that train_grpo.py began
+    state["position"] = run.first_step * prompts_per_step
+with input_errors():
+    base = tiny.ensure() if model == "tiny" else model
+    check_model(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings)
+    check(len(train_set) >= prompts_per_step * max_num_gen_batches,                     # DAPO
+          f"max_num_gen_batches={max_num_gen_batches} times prompts_per_step={prompts_per_step} is more than "
+          f"the {len(train_set)} training prompts")
+    scorer = rewards.Scorer(settings, device, compute_dtype)
+    scorer.try_on([prompt.row for prompt in train_set])
+
+    start = run.resumed or base
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
+    reference = (load_policy(base, mesh, compute_dtype, trained=False, float32_head=float32_head)
+                 if kl_coef > 0 else None)
+    optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
+                                  weight_decay=weight_decay, fused=True)
+    if offload_optimizer:
+        offload(optimizer, device)
+    rollout_engine = rollout.start_engine(
+        engine, start, tokenizer, compute_dtype, max_prompt_length + max_completion_length,
+        vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
+networks = {"": (policy, optimizer)}                            # what a checkpoint holds, by subfolder
+log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
+
+
+def decay(kind, progress):
+    return {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
+
+
+def learning_rate_at(step):
+    if step < warmup_steps:
+        return learning_rate * (step + 1) / warmup_steps
+    return learning_rate * decay(lr_decay, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+
+
+def sample(prompts, n, names, temperature=temperature):
+    """n rollouts per prompt, adjacent. A prompt's name makes its seed, the same on any number of ranks."""
+    seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
+    return rollout.generate(rollout_engine, tokenizer, prompts, n, seeds, max_completion_length, temperature)
+
+
+def evaluate():
+    """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
+    mine = range(rank, len(eval_set), world_size)
+    rollouts = sample([eval_set[i] for i in mine], eval_samples, [f"eval {i}" for i in mine])
+    # A few of them show that the engine has the policy's weights.
+    logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
+    rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
+    scorer(rollouts)
+    return rewards.evaluation(ranks.gathered(rollouts), eval_samples)
+
+
+# ---------------------------------------------------------------- for a few variants; plain GRPO calls none of it
+def greedy_scores(prompts, names):
+    """ReMax's baseline: the score of a greedy completion of each of all ranks' prompts, [prompts_per_step]."""
+    rollouts = sample(prompts, 1, names, temperature=0)
+    scorer(rollouts)
+    return torch.tensor(ranks.gathered([r.score for r in rollouts]), device=device)
+
+
+def kl_to_reference(rollouts):
+    """For kl_in=reward: KL to the initial model, summed over the tokens of each rollout, [N]."""
+    sums, mine = torch.zeros(N, device=device), deal(rollouts, range(N), world_size)[rank]
+    for s, ref_logp in token_logprobs(reference, rollouts, mine, token_budget, temperature).items():
+        engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
+        sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
+    return torch.tensor(ranks.total(sums), device=device)
+
+
+def covariance_marks(rollouts, counted, adv, step):
+    """The tokens that clip_cov and kl_cov act on: {s: a bool [len]} for all counted ones, on every rank."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
+    logps = [torch.from_numpy(rollouts[s].logprobs) for s in counted]
+    marks = losses.covariance_marks(logps, adv[counted].cpu(), loss_type, cov_share, generator)
+    return {s: mark.to(device) for s, mark in zip(counted, marks)}
+
+
+# ---------------------------------------------------------------- the loop
+for step in range(run.first_step, max_steps + 1):
+    log.start(step)
+
+    # ------------------------------------------------------------ 0 evaluate, save, stop
+    stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
+    if step == max_steps or step % eval_interval == 0 and not stopping:
+        with log.timed("eval"):
+            log.evaluation(evaluate())
+    if step == max_steps or step % save_interval == 0 or stopping:
+        run.save(networks, tokenizer)
+    if step == max_steps or stopping:
+        break
+
+    # ------------------------------------------------------------ 1 rollout, 2 reward
+    # DAPO: a rollout of further prompts, until the completions of enough prompts differ in score.
+    drawn, sampled, timeouts = [], [], 0                        # rows, and all ranks' rollouts of them
+    for gen_batch in range(max_num_gen_batches):
+        with log.timed("gen"):
+            rows, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step, seed,
+                                                     state["history"])
+            mine = range(rank * B, (rank + 1) * B)              # each rank has prompts of its own
+            prompts = [train_set[rows[i]] for i in mine]
+            names = [f"{step} {gen_batch * prompts_per_step + i}" for i in mine]
+            own_rollouts = sample(prompts, G, names)            # B * G
+        with log.timed("reward"):
+            timeouts += scorer(own_rollouts)                    # gives each its score
+            greedy = greedy_scores(prompts, names) if advantage == "remax" else None
+        drawn += rows
+        sampled += ranks.gathered(own_rollouts)                 # from here on every rank has all of them
+        stds = losses.group_std(torch.tensor([r.score for r in sampled]), G)            # [prompts so far]
+        different = stds.nonzero()[:, 0].tolist()
+        if len(different) >= prompts_per_step:
+            break
+    log.rollouts(sampled, timeouts)
+    log.groups(stds)
+    means = torch.tensor([r.score for r in sampled]).view(-1, G).nanmean(1).tolist()
+    data.record_visits(state["history"], drawn, means, stds.tolist(), skip_after)
+    # The step has the first prompts that differ, and others where there are not enough of them.
+    others = (stds == 0).nonzero()[:, 0].tolist()
+    kept = sorted((different + others)[:prompts_per_step])
+    rollouts = [sampled[p * G + g] for p in kept for g in range(G)]                     # N
+    run.keep_rollouts(rollouts, greedy)
+
+    # ------------------------------------------------------------ 3 advantage
+    scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
+    left_out = (stds[kept] == 0).repeat_interleave(G).to(device) & filter_groups        # DAPO: [N]
+    if overlong_buffer:                                                                 # DAPO
+        scores = scores + overlong_penalty * losses.overlong_penalty(lengths, max_completion_length,
+                                                                     overlong_buffer)
+    if kl_coef > 0 and kl_in == "reward":
+        total_kl = kl_to_reference(rollouts)                                            # [N]
+        log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
+        scores = scores - kl_coef * total_kl
+    scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
+    log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)    # [N]
+    cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device) & mask_truncated
+    counted = (~left_out & ~cut_off).nonzero()[:, 0].tolist()                           # DAPO: in the loss
+    log.metrics |= {"train/num_gen_batches": gen_batch + 1, "train/frac_counted": len(counted) / N,
+                    "train/resting_prompts": sum(row["rest"] > 0 for row in state["history"].values())}
+
+    # ------------------------------------------------------------ 4 shares; old and reference logprobs
+    # Each update gets rollouts of all prompts. Those of an update that this rank computes are its share.
+    order = random.Random(f"{seed} {step}").sample(counted, len(counted))      # DAPO: of what is counted
+    updates = [order[u::updates_per_step] for u in range(updates_per_step)]
+    # A rollout without advantage has no gradient, unless another term gives it one. It counts in the denominators
+    # below, but nothing is computed for it, which makes the default run 1.7 times as fast.
+    computed = set(counted).intersection(counted if moves_without_advantage else adv.nonzero()[:, 0].tolist())
+    shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
+    own = sum(shares, [])
+    engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in own}  # {s: [len]}
+    # With one update the policy that computes is still the one that sampled: its own forward gives the old logprobs.
+    several = updates_per_step > 1 and old_logprobs == "trainer"
+    with log.timed("old_log_prob"):
+        old_logps = token_logprobs(policy, rollouts, own, token_budget, temperature) if several else {}
+    with log.timed("ref"):
+        ref_logps = token_logprobs(reference, rollouts, own, token_budget, temperature) if kl_in_loss else {}
+    marked = covariance_marks(rollouts, counted, adv, step) if loss_type in ("clip_cov", "kl_cov") else None
+
+    # ------------------------------------------------------------ 5 update
+    with log.timed("update_actor"):
+        optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
+        entropy_bonus = entropy_coef * decay(entropy_decay, step / max_steps)
+        new_logps = {}                                          # {s: [len]}
+        for u, (update, share) in enumerate(zip(updates, shares)):
+            # The denominators count the update of all ranks, before it is split, so the gradient is the same for
+            # any number of ranks, any micro-batch size and any packing.
+            weight = losses.sequence_weights(
+                lengths, loss_aggregation, num_tokens=lengths[update].sum().clamp(min=1),
+                num_sequences=max(1, len(update)), max_length=max_completion_length)    # [N]
+            for batch in micro_batches(rollouts, share, token_budget, device):
+                logp, entropy = policy(batch, temperature)                              # [C], [C]
+                new_logps |= batch.split(logp.detach())
+                engine_logp = batch.flat(engine_logps)                                  # [C]
+                old_logp = (engine_logp if old_logprobs == "engine" else
+                            batch.flat(old_logps) if several else logp.detach())        # [C]
+                token_loss, low, high = losses.LOSSES[loss_type](
+                    logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
+                    epsilon_high=epsilon_high, dual_clip=dual_clip,
+                    marked=batch.flat(marked) if marked else None)                      # [C] each
+                correction = losses.correction_weights(
+                    old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
+                    low=correction_low, high=correction_high)                           # [C]
+                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
+                      else torch.zeros_like(logp))                                      # [C]
+                token_loss = correction * token_loss + kl_coef * kl
+                if entropy_coef > 0:
+                    token_loss = token_loss - entropy_bonus * entropy
+                loss = (batch.spread(weight) * token_loss).sum()
+                (loss * world_size).backward()                  # FSDP averages over ranks: undo it
+                log.sum("loss", loss / updates_per_step)
+                log.mean("entropy", entropy)
+                log.mean("kl", kl)
+                log.mean("clip_ratio/low_mean", low)
+                log.mean("clip_ratio/high_mean", high)
+                log.mean("clip_ratio/region_mean", low | high)
+                log.mean("sampling/correction_mean", correction)
+            if u == 0:
+                # Nothing has moved yet: engine and trainer have the same weights, and must agree.
+                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound, tokenizer)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
+            if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted
+                optimizer.step()
+            optimizer.zero_grad()
+
+    # ------------------------------------------------------------ 6 weight sync
+    with log.timed("sync"), deadline(sync_timeout, f"the weight sync of step {step}"):
+        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
+
+    # ------------------------------------------------------------ 7 log
+    run.end_step(sampled)
+
+# ---------------------------------------------------------------- teardown
+run.end()

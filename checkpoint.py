@@ -30,9 +30,9 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {place in the folder: (model, optimizer)}; the policy's place is "", so that from_pretrained and
-    vLLM load the folder. state: a dict that JSON can hold. Afterwards the older checkpoints go, except the `keep`
-    newest and the best by eval_scores, {step: score}. Returns None, or what went wrong where the checkpoint could
-    not be written (a full disk, say): the older ones then stay. A collective.
+    vLLM load the folder. state: a dict that JSON can hold. Afterwards the older checkpoints go, except the
+    `keep` newest and the best by eval_scores, {step: score}. Returns None, or what went wrong where the
+    checkpoint could not be written (a full disk, say): the older ones then stay. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master = dist.get_rank() == 0
@@ -44,7 +44,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     except OSError as error:
         problem = repr(error)
     for place, (model, optimizer) in networks.items():
-        # These are collectives, so every rank makes them, whatever has gone wrong; one rank keeps the weights.
+        # These are collectives, so every rank makes them, whatever has gone wrong; one rank keeps the
+        # weights.
         whole = {name: tensor.cpu() for name, tensor in full_weights(model) if master}
         # Without this PyTorch would make a first step of its own to find out what the state is.
         has_steps = bool(optimizer.state)
@@ -141,7 +142,7 @@ def number(folder):
 
 
 def damage(folder):
-    """What is wrong with a checkpoint, its first file that is missing, cut short or altered; None if nothing is."""
+    """What is wrong with a checkpoint, by the first file that is missing, cut short or altered; or None."""
     try:
         with open(os.path.join(folder, "trainer", "checksums.json")) as file:
             checksums = json.load(file)
@@ -159,8 +160,8 @@ LOCKS = {}
 def claim(out_dir, patience=600):
     """Keep other runs out of a folder while this process lives.
 
-    Waits up to `patience` seconds for a run that is still in it, then raises ValueError: the workers of a torchrun
-    that was killed live on until the end of their step.
+    Waits up to `patience` seconds for a run that is still in it, then raises ValueError: the workers of a
+    torchrun that was killed live on until the end of their step.
     """
     out_dir = os.path.abspath(out_dir)
     if out_dir in LOCKS:
@@ -182,10 +183,10 @@ def claim(out_dir, patience=600):
 def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
 
-    An empty out_dir means the run that the resumed checkpoint belongs to, or `default` where none is resumed; any
-    other folder is claimed. resume=auto passes over damaged checkpoints and prints their names. Raises ValueError
-    for a resume that is not a checkpoint, is damaged or is not the newest of its run, and for a folder that holds
-    another run or only damaged checkpoints.
+    An empty out_dir means the run that the resumed checkpoint belongs to, or `default` where none is resumed;
+    any other folder is claimed. resume=auto passes over damaged checkpoints and prints their names. Raises
+    ValueError for a resume that is not a checkpoint, is damaged or is not the newest of its run, and for a
+    folder that holds another run or only damaged checkpoints.
     """
     if resume == "auto":
         if not out_dir:

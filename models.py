@@ -1,5 +1,6 @@
 """
-Policy and critic: Hugging Face models under FSDP2 that read packed rows (packing.py); logprobs without logits.
+Policy and critic: Hugging Face models under FSDP2 that read packed rows (packing.py), and logprobs without
+logits.
 
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
@@ -149,7 +150,7 @@ class Critic(nn.Module):
 # ---------------------------------------------------------------- loading and sharding
 
 def precision(dtype, logprob_gap, device):
-    """(the dtype that layers compute in, the mean logprob gap to the engine that is allowed), from the settings."""
+    """(the dtype that layers compute in, the largest mean logprob gap to the engine), from the settings."""
     name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, name), logprob_gap or {"float32": 1e-3, "bfloat16": 0.05}[name]
 

@@ -1,11 +1,11 @@
 """
 Packed rows: several sequences side by side in one row of tokens, without padding, and the attention for them.
 
-A sequence is a rollout: a prompt, then the tokens that the policy sampled, in one span or in several with other
-tokens between them. A micro-batch is one row of T tokens that holds S sequences. `position_ids` restart at each
-sequence and attention stays inside it. Per-token tensors hold sampled tokens only, flat, [C], in the order of the
-row: entry c is about sampled token c and is read from the hidden state one place before it. Prompts and inserted
-tokens are never in them, so there is no mask that could be wrong.
+A sequence is a rollout: a prompt, then the tokens that the policy sampled, in one span or in several with
+other tokens between them. A micro-batch is one row of T tokens that holds S sequences. `position_ids` restart
+at each sequence and attention stays inside it. Per-token tensors hold sampled tokens only, flat, [C], in the
+order of the row: entry c is about sampled token c and is read from the hidden state one place before it.
+Prompts and inserted tokens are never in them, so there is no mask that could be wrong.
 """
 import inspect
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class MicroBatch:
     position_ids: torch.Tensor   # [1, T], restarting at 0 in each sequence
     bounds: list                 # S + 1 offsets: sequence s is input_ids[0, bounds[s]:bounds[s + 1]]
     offsets: torch.Tensor        # [S + 1] the same, for kernels
-    index: torch.Tensor          # [C] where in the row each sampled token is predicted: one place before itself
+    index: torch.Tensor          # [C] where in the row each sampled token is predicted: one place before it
     targets: torch.Tensor        # [C] the sampled tokens
     owner: torch.Tensor          # [C] which of this micro-batch's sequences each of them belongs to
     rows: torch.Tensor           # [S] `sequences` as a tensor
@@ -53,8 +53,9 @@ class MicroBatch:
 def deal(rollouts, chosen, num_ranks):
     """Deal rollouts[s] for s in chosen to num_ranks lists of about equally many tokens, longest first.
 
-    Each sequence goes to the rank that has the fewest tokens so far (Graham 1969, LPT). The heaviest rank then has
-    at most 4/3 of the best possible share, and is within a few percent of the mean where each rank has many.
+    Each sequence goes to the rank that has the fewest tokens so far (Graham 1969, LPT). The heaviest rank
+    then has at most 4/3 of the best possible share, and is within a few percent of the mean where each rank
+    has many.
     Example: sizes 9, 5, 4, 3 for 2 ranks -> 9 + 3 and 5 + 4.
     """
     shares, loads = [[] for _ in range(num_ranks)], [0] * num_ranks
@@ -68,11 +69,11 @@ def deal(rollouts, chosen, num_ranks):
 def pack(rollouts, chosen, token_budget, device):
     """Pack rollouts[s] for s in chosen (anything with ids, spans and logprobs) into few MicroBatches.
 
-    Each holds at most token_budget tokens; first fit, longest first. The tokens inside the spans are the targets,
-    the EOS among them even where the pad token has the same id; no other token is. Raises ValueError for a
-    sequence that is longer than token_budget.
-    Padded instead, 64 completions of 1 to 64 tokens behind prompts of 40 would be 1.4 times as many tokens, and
-    4.2 times where every eighth has 512 tokens and the others 32. Packing takes 1.2 ms of their update's 250.
+    Each holds at most token_budget tokens; first fit, longest first. The tokens inside the spans are the
+    targets, the EOS among them even where the pad token has the same id; no other token is. Raises ValueError
+    for a sequence that is longer than token_budget. Padded instead, 64 completions of 1 to 64 tokens behind
+    prompts of 40 would be 1.4 times as many tokens, and 4.2 times where every eighth has 512 tokens and the
+    others 32. Packing takes 1.2 ms of their update's 250.
     Example: prompts [5, 6] and [5] with completions [7, 8] and [9], budget 8 -> one micro-batch 5 6 7 8 | 5 9
     with index [1, 2, 4] and targets [7, 8, 9]: token 7 is predicted at place 1, 8 at 2, 9 at 4.
     """
@@ -111,16 +112,17 @@ def micro_batch(packed, sequences, device):
 
 def idle(device):
     # A MicroBatch that predicts nothing, C = 0: whatever is made of it has the value 0 and a gradient of 0.
-    zero, none = torch.zeros(1, 1, dtype=torch.long, device=device), torch.empty(0, dtype=torch.long, device=device)
-    return MicroBatch([], zero, zero, [0, 1], torch.tensor([0, 1], dtype=torch.int32, device=device), none, none,
-                      none, none, [])
+    zero = torch.zeros(1, 1, dtype=torch.long, device=device)
+    none = torch.empty(0, dtype=torch.long, device=device)
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    return MicroBatch([], zero, zero, [0, 1], offsets, none, none, none, none, [])
 
 
 def micro_batches(rollouts, chosen, token_budget, device):
-    """The MicroBatches of the chosen rollouts, as many on each rank, for networks that are sharded over the ranks.
+    """The MicroBatches of the chosen rollouts, equally many on each rank, for networks that are sharded.
 
-    Their forward and backward are collectives. A rank that has fewer MicroBatches than another therefore also gets
-    idle ones that predict nothing: each of their per-token tensors is empty. A collective itself.
+    Their forward and backward are collectives. A rank that has fewer MicroBatches than another therefore also
+    gets idle ones that predict nothing: each of their per-token tensors is empty. A collective itself.
     """
     batches = pack(rollouts, chosen, token_budget, device)
     # One turn at least: a gradient of 0 is a gradient.
@@ -162,8 +164,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling, bounds=
         output = varlen.varlen_attn(*rows, offsets, offsets, max(sizes), max(sizes), scale=scaling,
                                     window_size=(-1, 0), **GROUPED)
         return output.unsqueeze(0), None
-    # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T, which is a tenth
-    # of the update of 64 short sequences.
+    # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T, which is a
+    # tenth of the update of 64 short sequences.
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
                for q, k, v in zip(*(x.split(sizes, dim=2) for x in (query, key, value)))]
     return torch.cat(outputs, dim=2).transpose(1, 2), None

@@ -5,16 +5,16 @@ What a loss makes of rollouts that a run has kept: its value, its gradient and i
     python replay.py out/grpo-algebra-.../checkpoint-40 config/gspo.py --epsilon=1e-3
     python replay.py out/grpo-algebra-.../checkpoint-20 --new_policy=out/grpo-algebra-.../checkpoint-40
 
-Each checkpoint of train_grpo.py and train_dapo.py, except a run's last, holds the rollouts that its policy sampled
-next. Sections 3 to 5 of those scripts are computed again on them, as one update; no parameter changes and nothing
-is written. What you have changed in a script of your own, change here as well. Settings of sampling and of the
-optimizer have no effect. Next to the result stands what the run logged for that step. The two agree as long as no
-setting differs, dtype=auto means the same here, and the step made one update; with filter_groups the run's reward,
-reward_std and frac_reward_zero_std are of all prompts it sampled, those here of the ones it kept, and an entropy
-bonus does not decay here.
+Each checkpoint of train_grpo.py and train_dapo.py, except a run's last, holds the rollouts that its policy
+sampled next. Sections 3 to 5 of those scripts are computed again on them, as one update; no parameter changes
+and nothing is written. What you have changed in a script of your own, change here as well. Settings of
+sampling and of the optimizer have no effect. Next to the result stands what the run logged for that step. The
+two agree as long as no setting differs, dtype=auto means the same here, and the step made one update; with
+filter_groups the run's reward, reward_std and frac_reward_zero_std are of all prompts it sampled, those here
+of the ones it kept, and an entropy bonus does not decay here.
 
-On the policy that sampled all ratios are 1, and most losses are the same. --new_policy takes the policy of another
-checkpoint on the old rollouts: that is where clipping, corrections and bounds act.
+On the policy that sampled all ratios are 1, and most losses are the same. --new_policy takes the policy of
+another checkpoint on the old rollouts: that is where clipping, corrections and bounds act.
 """
 import json
 import math
@@ -68,8 +68,8 @@ checkpoint, kept, rows = "", {}, []
 if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
     checkpoint = sys.argv.pop(1).rstrip("/")
     check(os.path.isfile(f"{checkpoint}/rollouts.jsonl"),
-          f"{checkpoint} holds no rollouts.jsonl: not a checkpoint of train_grpo.py or train_dapo.py, or the last "
-          "of its run")
+          f"{checkpoint} holds no rollouts.jsonl: not a checkpoint of train_grpo.py or train_dapo.py, or the "
+          "last of its run")
     with open(f"{checkpoint}/rollouts.jsonl") as file, input_errors():
         kept, *rows = map(json.loads, file)
     # Runs from before this was a setting had no such head.
@@ -117,7 +117,8 @@ ref_logps = logprobs_by(reference) if kl_coef > 0 else {}
 left_out = (stds == 0).repeat_interleave(G) & filter_groups                             # [N]
 shaped, total_kl = scores, torch.zeros(N, device=device)
 if overlong_buffer:
-    shaped = shaped + overlong_penalty * losses.overlong_penalty(lengths, max_completion_length, overlong_buffer)
+    shaped = shaped + overlong_penalty * losses.overlong_penalty(lengths, max_completion_length,
+                                                                 overlong_buffer)
 if kl_coef > 0 and kl_in == "reward":
     total_kl = torch.stack([losses.kl_penalty(engine_logps[s], ref_logps[s], kl_estimator).sum()
                             for s in range(N)])                                         # [N]

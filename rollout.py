@@ -1,13 +1,15 @@
 """
 Rollout: prompts in, sampled tokens and their logprobs out. Two engines with the same three methods.
 
-    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> n Rollouts per prompt, adjacent
+    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> n Rollouts per prompt,
+    adjacent
     load_weights(named_tensors)                                              -> the next generate uses them
     close()
 
-Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in nats,
-are those of the distribution that was sampled from, after temperature, top_p and top_k. Each prompt has a seed of
-its own, and its completions have the seeds seed, seed + 1, ..., so a run repeats whatever else is in the batch.
+Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in
+nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each prompt has
+a seed of its own, and its completions have the seeds seed, seed + 1, ..., so a run repeats whatever else is
+in the batch.
 """
 import contextlib
 import glob
@@ -101,13 +103,13 @@ def end_tokens(model, tokenizer):
 def compare_logprobs(rollouts, logps, bound, tokenizer):
     """Metrics of the trainer's logprobs, {s: [len]}, against the engine's for the same tokens of rollouts[s].
 
-    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight sync,
-    a wrong temperature, or a model that one side computes wrongly: training on would be off-policy, and nobody
-    would know. Raises RuntimeError with the worst tokens.
-    sampling_logp_difference: |trainer - engine|; its p99 is that of the rank where it is largest.
-    importance_sampling_ratio: w = exp(trainer - engine), of which nothing is truncated here.
-    effective_sample_size: (sum w)^2 / (n sum w^2), as a share of the tokens. kl: KL(engine || trainer), by k3.
-    A collective: every rank calls it, with or without any logprobs.
+    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
+    sync, a wrong temperature, or a model that one side computes wrongly: training on would be off-policy, and
+    nobody would know. Raises RuntimeError with the worst tokens. sampling_logp_difference: |trainer -
+    engine|; its p99 is that of the rank where it is largest. importance_sampling_ratio: w = exp(trainer -
+    engine), of which nothing is truncated here. effective_sample_size: (sum w)^2 / (n sum w^2), as a share of
+    the tokens. kl: KL(engine || trainer), by k3. A collective: every rank calls it, with or without any
+    logprobs.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]

@@ -19,15 +19,16 @@ from runlog import RunLog, peak_memory, save_rollouts
 
 # A run that goes on has the same values of these; all other settings may change.
 SAME = ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "eval_file", "reward",
-        "reward_model", "max_prompt_length", "chat", "system_prompt", "prompts_per_step", "num_generations", "seed")
+        "reward_model", "max_prompt_length", "chat", "system_prompt", "prompts_per_step", "num_generations",
+        "seed")
 
 
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
-    settings: what configure returned. script: its __file__. state: what a new run's state holds besides the step;
-    it is saved with each checkpoint, and a resumed run has it back. Stops the script with a message where the
-    settings do not fit the folder or the checkpoint. A collective.
+    settings: what configure returned. script: its __file__. state: what a new run's state holds apart from
+    the step; it is saved with each checkpoint, and a resumed run has it back. Stops the script with a message
+    where the settings do not fit the folder or the checkpoint. A collective.
     """
 
     def __init__(self, settings, script, **state):
@@ -35,11 +36,11 @@ class Run:
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         located = None
         with input_errors():
-            # One clock, and one reader of checkpoints.
+            # There is one clock, and one reader of checkpoints.
             if dist.get_rank() == 0:
-                now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+                clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
                 located = checkpoint.locate_run(settings["out_dir"], settings["resume"],
-                                                f"out/{kind}-{settings['task']}-{now}")
+                                                f"out/{kind}-{settings['task']}-{clock}")
         self.out_dir, self.resumed = ranks.from_master(located)
         self.state = {"step": 0, "num_tokens": 0, "skipped_updates": {}, "settings": settings,
                       "world_size": self.world_size} | state
@@ -50,8 +51,8 @@ class Run:
             self.state |= checkpoint.load_state(self.resumed)
         before = self.state["settings"]
         for key in SAME:
-            check(settings.get(key) == before.get(key), f"{key}={settings.get(key)}, but {self.resumed} comes "
-                                                        f"from a run with {key}={before.get(key)}")
+            now, then = settings.get(key), before.get(key)
+            check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings["max_steps"]
         check(self.first_step <= self.max_steps,
               f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
@@ -59,28 +60,31 @@ class Run:
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; returns the RunLog.
 
-        networks: {place in a checkpoint: (model, optimizer)}. updates: optimizer steps per step, in words.
+        networks: {place in a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
+        updates: the updates of a step, in words.
         """
         if self.resumed:
             for place, (network, optimizer) in networks.items():
                 checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
         self.log = RunLog(self.out_dir, self.script, self.settings, self.first_step, self.max_steps)
         dist.barrier()
-        check(os.path.isdir(self.out_dir), f"out_dir={self.out_dir} is not on a file system that all ranks see")
+        check(os.path.isdir(self.out_dir),
+              f"out_dir={self.out_dir} is not on a file system that all ranks see")
         s, policy, self.engine = self.settings, networks[""][0], engine
         N = s["prompts_per_step"] * s["num_generations"]
+        million = sum(p.numel() for p in policy.parameters()) / 1e6
         self.log.say(
-            f"{self.out_dir}: {s['model']}, {sum(p.numel() for p in policy.parameters()) / 1e6:.2f} M parameters, "
-            f"on {self.world_size} x {next(policy.parameters()).device.type}, engine {engine.name}\n"
-            f"a step: {s['prompts_per_step']} prompts x {s['num_generations']} completions = {N} sequences -> "
-            f"{updates}, in micro-batches of at most {s['token_budget']} tokens\n"
-            f"the run: {self.max_steps} steps of {N} completions; every {s['eval_interval']} steps an evaluation\n"
-            f"{data_note}")
+            f"{self.out_dir}: {s['model']}, {million:.2f} M parameters, on {self.world_size} x "
+            f"{next(policy.parameters()).device.type}, engine {engine.name}\n"
+            f"a step: {s['prompts_per_step']} prompts x {s['num_generations']} completions = {N} sequences, "
+            f"then {updates}, in micro-batches of at most {s['token_budget']} tokens\n"
+            f"the run: {self.max_steps} steps; every {s['eval_interval']} steps an evaluation with "
+            f"{s['eval_samples']} completions per held-out prompt\n{data_note}")
         if self.resumed:
             ranks_before = self.state["world_size"]
             self.log.say(f"goes on from {self.resumed}" + ("" if ranks_before == self.world_size else (
-                f", which {ranks_before} ranks wrote: sums round differently on {self.world_size}, so the steps "
-                "are not bit for bit those of an unbroken run")))
+                f", which {ranks_before} ranks wrote: sums round differently on {self.world_size}, so the "
+                "steps are not bit for bit those of an unbroken run")))
         self.state |= {"settings": s, "world_size": self.world_size}
         self.signals = []
         for name in (signal.SIGTERM, signal.SIGINT):
@@ -88,8 +92,8 @@ class Run:
         return self.log
 
     def _signalled(self, number, frame):
-        # A launcher may pass on a signal that the process has had already, so only a person's second Ctrl-C, a
-        # while after the first, ends the run at once.
+        # A launcher may pass on a signal that the process has had already. Only a second Ctrl-C that comes a
+        # while after the first ends the run at once.
         if number == signal.SIGINT and self.signals and time.monotonic() - self.signals[0] > 1:
             os._exit(130)
         if not self.signals and dist.get_rank() == 0:
@@ -103,7 +107,7 @@ class Run:
         return self.stopped
 
     def may_step(self, name, norm):
-        """Whether a gradient's norm is finite; logs it, and a skipped update otherwise, under the network's name.
+        """Whether a gradient's norm is finite. Logs it, or a skipped update, under the network's name.
 
         Raises RuntimeError after max_skipped_updates skipped ones in a row.
         """
@@ -113,12 +117,13 @@ class Run:
         in_a_row = self.state["skipped_updates"]
         in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
         if in_a_row[name] >= self.settings["max_skipped_updates"]:
-            raise RuntimeError(f"step {self.state['step']}: {in_a_row[name]} updates of the {name} in a row were "
-                               "skipped, because the gradient was not finite (max_skipped_updates)")
+            raise RuntimeError(
+                f"step {self.state['step']}: {in_a_row[name]} updates of the {name} in a row were skipped, "
+                "because the gradient was not finite (max_skipped_updates)")
         return finite
 
     def keep_rollouts(self, rollouts, greedy=None):
-        """Write the step's rollouts into the checkpoint whose policy sampled them, if there is one, for replay.py."""
+        """Write the step's rollouts into the checkpoint whose policy sampled them, if any, for replay.py."""
         folder = os.path.join(self.out_dir, f"checkpoint-{self.state['step']}")
         if dist.get_rank() == 0 and self.state["step"] > 0 and os.path.isdir(folder):
             settings = self.settings | {"step": self.state["step"]}
@@ -126,7 +131,7 @@ class Run:
                 self.log.say(problem)
 
     def end_step(self, rollouts):
-        """Write the figures of a step that has made these rollouts, all ranks', and move on to the next step."""
+        """Write the figures of a step that has made these rollouts, all ranks' together; go to the next step."""
         tokens = sum(len(r.ids) for r in rollouts)
         self.state["step"] += 1
         self.state["num_tokens"] += tokens
@@ -135,9 +140,9 @@ class Run:
         self.log.end(tokens)
 
     def save(self, networks, tokenizer):
-        """Write a checkpoint of this step, unless the run has just begun here. Where that fails, the older ones stay.
+        """Write a checkpoint of this step, unless the run has just begun here. A collective.
 
-        Stops the script if it was the run's last. A collective.
+        Where that fails the older ones stay; the script stops only if it was the run's last.
         """
         step = self.state["step"]
         last, problem = step == self.max_steps or self.stopped, None
@@ -153,7 +158,8 @@ class Run:
             self.log.write()
         check(not (problem and last), "the last model could not be saved")
         if self.stopped and step < self.max_steps:
-            self.log.say(f"stopped by a signal after {step} steps; --out_dir={self.out_dir} --resume=auto goes on")
+            self.log.say(f"stopped by a signal after {step} steps; "
+                         f"--out_dir={self.out_dir} --resume=auto goes on")
 
     def end(self):
         """Close the log and the engine and leave the process group."""

@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: metrics, sample completions, settings, the script, and lines on the console."""
+"""What a run writes as it goes: metrics, sample completions, settings, the script, lines on the console."""
 import contextlib
 import errno
 import json
@@ -28,9 +28,9 @@ CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5
 class RunLog:
     """metrics.jsonl and the same for TensorBoard, samples.jsonl, config.json, the script, a console.
 
-    Rank 0 writes. A run that goes on from first_step drops the lines of that step and of later ones, because it
-    writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree on, and by
-    `mean` and `sum`, which are taken over all ranks when the step ends.
+    Rank 0 writes. A run that goes on from first_step drops the lines of that step and of later ones, because
+    it writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree on, and
+    by `mean` and `sum`, which are taken over all ranks when the step ends.
     """
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
@@ -65,7 +65,7 @@ class RunLog:
         self.timing[f"timing_s/{name}"] += time.perf_counter() - start
 
     def mean(self, name, values):
-        """Take values, a tensor or list, into the step's mean over everything that all ranks have given by this name.
+        """Take values, a tensor or list, into the step's mean over all that all ranks give under this name.
 
         A name without any values is logged as 0. Nothing here waits for a GPU.
         """
@@ -84,10 +84,10 @@ class RunLog:
             self.mean(name, [])
 
     def rollouts(self, rollouts, timeouts):
-        """Note what the step has sampled, all ranks' rollouts, and show some of it. timeouts: of this rank."""
+        """Note all ranks' rollouts of the step, and show some. timeouts: how many this rank's rewards had."""
         self.metrics |= rollout_metrics(rollouts)
         self.sum("rewards/timeouts", timeouts)
-        first = [r for r, other in zip(rollouts, [None, *rollouts]) if other is None or r.row is not other.row]
+        first = [r for i, r in enumerate(rollouts) if i == 0 or r.row is not rollouts[i - 1].row]
         self.samples = [{"step": self.metrics["step"], "prompt": r.row["prompt"],
                          "completion": content(r.completion), "reward": r.score,
                          "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in first[:8]]
@@ -119,7 +119,8 @@ class RunLog:
         timing = {name.removeprefix("timing_s/"): value for name, value in self.timing.items()}
         self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
             f"{word} {self.metrics[name]:{form}}" for word, name, form in CONSOLE if name in self.metrics)
-            + f" | {timing.pop('step'):.1f} s: " + ", ".join(f"{name} {value:.1f}" for name, value in timing.items()))
+            + f" | {timing.pop('step'):.1f} s: "
+            + ", ".join(f"{name} {value:.1f}" for name, value in timing.items() if value >= 0.05))
         with contextlib.suppress(OSError):
             self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}")
             self.bar.update()
@@ -184,13 +185,14 @@ class RunLog:
 
 
 def over_all_ranks(totals):
-    """{name: the mean, or for a count of None the sum, over all ranks} of {name: (total, count)}. A collective."""
+    # {name: (total, count)} of this rank -> {name: the mean over all ranks, or where count is None the sum}
     own = [(name, float(total), count) for name, (total, count) in totals.items()]
     summed = {}
     for name, total, count in ranks.gathered(own):
         before, counted = summed.get(name, (0.0, 0))
         summed[name] = before + total, None if count is None else counted + count
-    return {name: total if count is None else total / max(count, 1) for name, (total, count) in summed.items()}
+    return {name: total if count is None else total / max(count, 1)
+            for name, (total, count) in summed.items()}
 
 
 def rollout_metrics(rollouts):
@@ -206,7 +208,7 @@ def rollout_metrics(rollouts):
             **{f"rewards/{name}/mean": mean(values) for name, values in parts.items()},
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/min_length": min(lengths), "completions/max_length": max(lengths),
-            "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts)}
+            "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}
 
 
 def save_rollouts(path, settings, rollouts, greedy=None):

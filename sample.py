@@ -1,5 +1,5 @@
 """
-Generate from a checkpoint and score it: mean@k, pass@k and maj@k over a task's held-out problems or a file's rows.
+Generate from a checkpoint and score it: mean@k, pass@k, maj@k over held-out problems or the rows of a file.
 
     python sample.py --model=out/grpo-algebra-20260101-120000/checkpoint-60
     python sample.py --model=Qwen/Qwen3-1.7B --task=gsm8k --eval_samples=8 --max_completion_length=1024
@@ -50,17 +50,19 @@ with input_errors():
     base = tiny.ensure() if model == "tiny" else model
     check_model(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    prompts = [data.Prompt(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt)) for row in rows]
+    prompts = [data.Prompt(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
+               for row in rows]
     compute_dtype, _ = precision(dtype, 0, device)
     scorer = rewards.Scorer(settings | {"reward_model": ""}, device, compute_dtype)
     longest = max(len(ids) for _, ids in prompts) + max_completion_length
     print(f"loading {base} into the engine", flush=True)
     rollout_engine = rollout.start_engine(engine, base, tokenizer, compute_dtype, longest,
                                           vllm_gpu_memory_utilization, float32_head=float32_head)
-print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens", flush=True)
+print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
+      flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
-rollouts = rollout.generate(rollout_engine, tokenizer, prompts, samples, seeds, max_completion_length, temperature,
-                            top_p, top_k)
+rollouts = rollout.generate(rollout_engine, tokenizer, prompts, samples, seeds, max_completion_length,
+                            temperature, top_p, top_k)
 rollout_engine.close()
 
 if prompt:
@@ -71,7 +73,8 @@ if prompt:
 
 scorer(rollouts)
 for first in range(0, min(show, len(rows)) * samples, samples):
-    print(f"--- {data.prompt_text(rollouts[first].row['prompt'])}   (truth {rollouts[first].row.get('answer')})")
+    row = rollouts[first].row
+    print(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})")
     # Samples that are the same are shown once, with their number.
     texts = [rewards.content(r.completion) for r in rollouts[first:first + samples]]
     for text in dict.fromkeys(texts):

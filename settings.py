@@ -12,7 +12,7 @@ system_prompt = ""              # put before every message prompt, for example t
 reward_timeout = 10.0           # seconds for a batch; where it takes longer, for each completion. 0: no limit
 reward_model = ""               # a folder or hub id of a sequence-classification model with one label
 reward_model_weight = 1.0       # weight of its score
-reward_weight = 1.0             # weight of the reward function when a reward model is used as well; 0: only log
+reward_weight = 1.0             # weight of the reward where there is a reward model as well; 0: only logged
 # engine
 vllm_gpu_memory_utilization = 0.4  # share of the GPU's memory that vLLM may take while it is awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each rank has its own
@@ -22,8 +22,8 @@ sync_timeout = 600.0            # seconds after which a weight sync that hangs s
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are always float32
 float32_head = True             # with bfloat16: compute logits in float32 in trainer and engine
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
-offload_optimizer = False       # keep Adam's moments in host memory between updates: 8 bytes per parameter less
-max_skipped_updates = 5         # an update whose gradient is not finite is skipped; this many in a row stop the run
+offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
+max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # output
 keep_checkpoints = 2            # the newest ones; the best of those saved at an evaluation stays as well
 sample_interval = 20            # steps between tables of sample completions on the console

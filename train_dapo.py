@@ -1,18 +1,19 @@
 """
-DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476), a whole run in one file: train_grpo.py with another way
-to choose what a step trains on. Read that one first; here `# DAPO` marks each difference.
+DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476), a whole run in one file: train_grpo.py with another
+choice of what a step trains on. Read that file first; here `# DAPO` marks what differs.
 
     torchrun train_dapo.py
     torchrun train_dapo.py config/gpg.py
 
-1. Dynamic sampling (3.2): prompts whose completions all have the same score teach nothing. They are left out, and
-   further prompts are sampled until enough of them differ, in at most max_num_gen_batches rollouts per step.
-2. The score falls softly over the last overlong_buffer tokens before max_completion_length (3.4), or
+1. Dynamic sampling (3.2): prompts whose completions all have the same score teach nothing. They are left out,
+   and further prompts are sampled until enough of them differ, max_num_gen_batches times at most.
+2. The score falls linearly over the last overlong_buffer tokens before max_completion_length (3.4), or
    --mask_truncated=true leaves completions that were cut off out of the loss.
 3. The upper clip bound is higher (3.1), and each token has the same weight (3.3).
-4. Not in the paper: with skip_after a prompt whose completions have had equal scores that many times in a row rests.
-What is left out is in no statistics, no loss and no denominator. With filter_groups=False, max_num_gen_batches=1,
-overlong_buffer=0 and train_grpo.py's other defaults the figures are those of train_grpo.py, bit for bit.
+4. Not in the paper: with skip_after a prompt rests once its completions had equal scores that often in a row.
+What is left out is in no statistics, no loss and no denominator. With filter_groups=False,
+max_num_gen_batches=1, overlong_buffer=0 and the other defaults of train_grpo.py the figures are those of
+train_grpo.py, bit for bit.
 """
 import math
 import random
@@ -52,7 +53,7 @@ seed = 0                        # of generated training problems, their order, a
 out_dir = ""                    # the run's folder; empty: a new one under out/
 resume = ""                     # auto: go on from the newest checkpoint in out_dir, if any; or a checkpoint
 from settings import *          # data, reward model, engine, precision, output: settings.py
-# what a step trains on                                                               # DAPO: these six settings
+# what a step trains on; these six settings are DAPO's
 filter_groups = True            # leave out prompts whose completions all have the same score
 max_num_gen_batches = 10        # rollouts per step, at most, until filter_groups has enough prompts
 skip_after = 0                  # visits in a row with equal scores, after which a prompt rests; 0: never
@@ -73,7 +74,7 @@ epsilon = 0.2                   # the ratio is clipped below 1 - epsilon
 epsilon_high = 0.28             # and above 1 + epsilon_high
 dual_clip = 0.0                 # clips the ratio at this where the advantage is negative, e.g. 3; 0: nowhere
 cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov act on
-loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO), sequence_sum
+loss_aggregation = "token_mean" # token_mean, sequence_mean, constant_length or sequence_sum
 engine_correction = "none"      # weights for the gap between engine and trainer: losses.correction_weights
 correction_low = 0.5            # masks: weight 0 where the ratio is lower
 correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
@@ -103,8 +104,11 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 N = prompts_per_step * G                                        # completions per step, on all ranks
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# Whether a loss moves the policy on rollouts whose advantage is 0, too.
+# Some terms of the loss have a gradient even where the advantage is 0.
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
+# A step's only update finds the policy as it sampled: its own forward gives the old logprobs, at no cost. For
+# several updates they have to be computed before the first one.
+old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__, position=None, history={})        # DAPO: the place in the prompts, their visits
 state = run.state
 if state["position"] is None:                                   # a new run, or one that train_grpo.py began
@@ -153,8 +157,8 @@ def sample(prompts, n, names, temperature=temperature):
 
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    mine = range(rank, len(eval_set), world_size)
-    rollouts = sample([eval_set[i] for i in mine], eval_samples, [f"eval {i}" for i in mine])
+    own = range(rank, len(eval_set), world_size)
+    rollouts = sample([eval_set[i] for i in own], eval_samples, [f"eval {i}" for i in own])
     # A few of them show that the engine has the policy's weights.
     logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
     rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
@@ -162,9 +166,9 @@ def evaluate():
     return rewards.evaluation(ranks.gathered(rollouts), eval_samples)
 
 
-# ---------------------------------------------------------------- for a few variants; plain GRPO calls none of it
+# ---------------------------------------------------------------- three variants; plain GRPO calls none of it
 def greedy_scores(prompts, names):
-    """ReMax's baseline: the score of a greedy completion of each of all ranks' prompts, [prompts_per_step]."""
+    """ReMax's baseline: the score of one greedy completion per prompt, those of all ranks, [N / G]."""
     rollouts = sample(prompts, 1, names, temperature=0)
     scorer(rollouts)
     return torch.tensor(ranks.gathered([r.score for r in rollouts]), device=device)
@@ -172,8 +176,8 @@ def greedy_scores(prompts, names):
 
 def kl_to_reference(rollouts):
     """For kl_in=reward: KL to the initial model, summed over the tokens of each rollout, [N]."""
-    sums, mine = torch.zeros(N, device=device), deal(rollouts, range(N), world_size)[rank]
-    for s, ref_logp in token_logprobs(reference, rollouts, mine, token_budget, temperature).items():
+    sums, share = torch.zeros(N, device=device), deal(rollouts, range(N), world_size)[rank]
+    for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
         engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
         sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
     return torch.tensor(ranks.total(sums), device=device)
@@ -203,19 +207,19 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout, 2 reward
     # DAPO: a rollout of further prompts, until the completions of enough prompts differ in score.
-    drawn, sampled, timeouts = [], [], 0                        # rows, and all ranks' rollouts of them
+    drawn, sampled, timeouts = [], [], 0                        # row numbers, and all ranks' rollouts
     for gen_batch in range(max_num_gen_batches):
         with log.timed("gen"):
-            rows, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step, seed,
-                                                     state["history"])
-            mine = range(rank * B, (rank + 1) * B)              # each rank has prompts of its own
-            prompts = [train_set[rows[i]] for i in mine]
-            names = [f"{step} {gen_batch * prompts_per_step + i}" for i in mine]
+            picked, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step,
+                                                       seed, state["history"])
+            own = range(rank * B, (rank + 1) * B)               # each rank samples for prompts of its own
+            prompts = [train_set[picked[i]] for i in own]
+            names = [f"{step} {gen_batch * prompts_per_step + i}" for i in own]
             own_rollouts = sample(prompts, G, names)            # B * G
         with log.timed("reward"):
             timeouts += scorer(own_rollouts)                    # gives each its score
             greedy = greedy_scores(prompts, names) if advantage == "remax" else None
-        drawn += rows
+        drawn += picked
         sampled += ranks.gathered(own_rollouts)                 # from here on every rank has all of them
         stds = losses.group_std(torch.tensor([r.score for r in sampled]), G)            # [prompts so far]
         different = stds.nonzero()[:, 0].tolist()
@@ -234,7 +238,7 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 3 advantage
     scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
     lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
-    left_out = (stds[kept] == 0).repeat_interleave(G).to(device) & filter_groups        # DAPO: [N]
+    left_out = (stds[kept] == 0).repeat_interleave(G).to(device) & filter_groups        # [N]           DAPO
     if overlong_buffer:                                                                 # DAPO
         scores = scores + overlong_penalty * losses.overlong_penalty(lengths, max_completion_length,
                                                                      overlong_buffer)
@@ -251,21 +255,21 @@ for step in range(run.first_step, max_steps + 1):
                     "train/resting_prompts": sum(row["rest"] > 0 for row in state["history"].values())}
 
     # ------------------------------------------------------------ 4 shares; old and reference logprobs
-    # Each update gets rollouts of all prompts. Those of an update that this rank computes are its share.
+    # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(counted, len(counted))      # DAPO: of what is counted
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout without advantage has no gradient, unless another term gives it one. It counts in the denominators
-    # below, but nothing is computed for it, which makes the default run 1.7 times as fast.
-    computed = set(counted).intersection(counted if moves_without_advantage else adv.nonzero()[:, 0].tolist())
+    # A rollout without advantage has no gradient. It counts in the denominators below, but nothing is
+    # computed for it, which makes the default run 1.7 times as fast.
+    computed = set(order if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
-    own = sum(shares, [])
-    engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in own}  # {s: [len]}
-    # With one update the policy that computes is still the one that sampled: its own forward gives the old logprobs.
-    several = updates_per_step > 1 and old_logprobs == "trainer"
+    all_shares = sum(shares, [])
+    engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
-        old_logps = token_logprobs(policy, rollouts, own, token_budget, temperature) if several else {}
+        old_logps = (token_logprobs(policy, rollouts, all_shares, token_budget, temperature)
+                     if old_needs_forward else {})                                      # {s: [len]}
     with log.timed("ref"):
-        ref_logps = token_logprobs(reference, rollouts, own, token_budget, temperature) if kl_in_loss else {}
+        ref_logps = (token_logprobs(reference, rollouts, all_shares, token_budget, temperature)
+                     if kl_in_loss else {})                                             # {s: [len]}
     marked = covariance_marks(rollouts, counted, adv, step) if loss_type in ("clip_cov", "kl_cov") else None
 
     # ------------------------------------------------------------ 5 update
@@ -274,8 +278,8 @@ for step in range(run.first_step, max_steps + 1):
         entropy_bonus = entropy_coef * decay(entropy_decay, step / max_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # The denominators count the update of all ranks, before it is split, so the gradient is the same for
-            # any number of ranks, any micro-batch size and any packing.
+            # The denominators count the whole update, on all ranks, so that the gradient is the same for any
+            # number of ranks, any micro-batch size and any packing.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum().clamp(min=1),
                 num_sequences=max(1, len(update)), max_length=max_completion_length)    # [N]
@@ -284,7 +288,7 @@ for step in range(run.first_step, max_steps + 1):
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = (engine_logp if old_logprobs == "engine" else
-                            batch.flat(old_logps) if several else logp.detach())        # [C]
+                            batch.flat(old_logps) if old_needs_forward else logp.detach())      # [C]
                 token_loss, low, high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
                     epsilon_high=epsilon_high, dual_clip=dual_clip,
@@ -307,8 +311,9 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # Nothing has moved yet: engine and trainer have the same weights, and must agree.
-                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound, tokenizer)
+                # Nothing has moved yet, so engine and trainer have the same weights and must agree.
+                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound,
+                                                        tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted
                 optimizer.step()

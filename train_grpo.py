@@ -7,19 +7,18 @@ GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300), a whole run in one fi
     python train_grpo.py --help                              # every setting
 
 Each step samples G completions of each of its prompts and scores them. A completion's advantage is its score
-compared with the others of the same prompt, (r - mean) / std, and all its tokens get that advantage. The policy is
-then updated by PPO's clipped loss, without a critic, and the engine that samples gets the new weights.
-Without arguments this trains the small model of tiny.py on algebra problems, on a CPU and without network.
+compared with the other scores of the same prompt, (r - mean) / std, and all its tokens get that advantage.
+The policy is then updated with PPO's clipped loss, without a critic, and the engine that samples gets the new
+weights. Without arguments this trains the small model of tiny.py on algebra problems, on a CPU.
 
-Three defaults differ from the paper; config/grpo.py has the paper's own:
-1. Every token of the step has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper every
-   completion has, so that a token of a long completion counts for less: --loss_aggregation=sequence_mean.
-2. There is no KL term and so no reference model in memory; newer recipes with verifiable rewards drop it.
-   --kl_coef=0.04 adds the paper's. The reference is then the initial model throughout.
-3. Only the outcome is rewarded, not the single steps of a solution.
-As in the paper's runs a step makes one update. The policy is then the one that sampled: every ratio is 1 and nothing
-is clipped. With --updates_per_step=4 each update takes a quarter of the rollouts, and from the second on the policy
-has left the one that sampled.
+Two defaults differ from the paper, which config/grpo.py follows:
+1. Every token of the step has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper
+   every completion has, so a token of a long completion counts for less: --loss_aggregation=sequence_mean.
+2. There is no KL term, hence no reference model in memory; newer recipes with verifiable rewards drop both.
+   --kl_coef=0.04 is the paper's. The reference stays the initial model throughout.
+As in the paper's runs, a step makes one update. The policy is then still the one that sampled, so every ratio
+is 1 and nothing is clipped. With --updates_per_step=4 each update takes a quarter of the step's completions,
+and from the second update on the policy differs from the one that sampled them.
 """
 import math
 import random
@@ -73,7 +72,7 @@ epsilon = 0.2                   # the ratio is clipped below 1 - epsilon
 epsilon_high = 0.2              # and above 1 + epsilon_high; DAPO: 0.28
 dual_clip = 0.0                 # clips the ratio at this where the advantage is negative, e.g. 3; 0: nowhere
 cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov act on
-loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO), sequence_sum
+loss_aggregation = "token_mean" # token_mean, sequence_mean, constant_length or sequence_sum
 engine_correction = "none"      # weights for the gap between engine and trainer: losses.correction_weights
 correction_low = 0.5            # masks: weight 0 where the ratio is lower
 correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
@@ -102,8 +101,11 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 N = prompts_per_step * G                                        # completions per step, on all ranks
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# Whether a loss moves the policy on rollouts whose advantage is 0, too.
+# Some terms of the loss have a gradient even where the advantage is 0.
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
+# A step's only update finds the policy as it sampled: its own forward gives the old logprobs, at no cost. For
+# several updates they have to be computed before the first one.
+old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__)                                   # its folder, and where it goes on from
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
@@ -146,8 +148,8 @@ def sample(prompts, n, names, temperature=temperature):
 
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    mine = range(rank, len(eval_set), world_size)
-    rollouts = sample([eval_set[i] for i in mine], eval_samples, [f"eval {i}" for i in mine])
+    own = range(rank, len(eval_set), world_size)
+    rollouts = sample([eval_set[i] for i in own], eval_samples, [f"eval {i}" for i in own])
     # A few of them show that the engine has the policy's weights.
     logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
     rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
@@ -155,9 +157,9 @@ def evaluate():
     return rewards.evaluation(ranks.gathered(rollouts), eval_samples)
 
 
-# ---------------------------------------------------------------- for a few variants; plain GRPO calls none of it
+# ---------------------------------------------------------------- three variants; plain GRPO calls none of it
 def greedy_scores(prompts, names):
-    """ReMax's baseline: the score of a greedy completion of each of all ranks' prompts, [prompts_per_step]."""
+    """ReMax's baseline: the score of one greedy completion per prompt, those of all ranks, [N / G]."""
     rollouts = sample(prompts, 1, names, temperature=0)
     scorer(rollouts)
     return torch.tensor(ranks.gathered([r.score for r in rollouts]), device=device)
@@ -165,8 +167,8 @@ def greedy_scores(prompts, names):
 
 def kl_to_reference(rollouts):
     """For kl_in=reward: KL to the initial model, summed over the tokens of each rollout, [N]."""
-    sums, mine = torch.zeros(N, device=device), deal(rollouts, range(N), world_size)[rank]
-    for s, ref_logp in token_logprobs(reference, rollouts, mine, token_budget, temperature).items():
+    sums, share = torch.zeros(N, device=device), deal(rollouts, range(N), world_size)[rank]
+    for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
         engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
         sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
     return torch.tensor(ranks.total(sums), device=device)
@@ -196,9 +198,9 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
-        rows = data.epoch_rows(len(train_set), step * prompts_per_step, prompts_per_step, seed)
-        mine = range(rank * B, (rank + 1) * B)                  # each rank has prompts of its own
-        prompts, names = [train_set[rows[i]] for i in mine], [f"{step} {i}" for i in mine]
+        picked = data.epoch_rows(len(train_set), step * prompts_per_step, prompts_per_step, seed)
+        own = range(rank * B, (rank + 1) * B)                   # each rank samples for prompts of its own
+        prompts, names = [train_set[picked[i]] for i in own], [f"{step} {i}" for i in own]
         own_rollouts = sample(prompts, G, names)                # B * G
 
     # ------------------------------------------------------------ 2 reward
@@ -217,25 +219,25 @@ for step in range(run.first_step, max_steps + 1):
         total_kl = kl_to_reference(rollouts)                                            # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
         scores = scores - kl_coef * total_kl
-    log.metrics["rewards/shaped/mean"] = scores.nanmean().item()
+    log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)    # [N]
 
     # ------------------------------------------------------------ 4 shares; old and reference logprobs
-    # Each update gets rollouts of all prompts. Those of an update that this rank computes are its share.
+    # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout without advantage has no gradient, unless another term gives it one. It counts in the denominators
-    # below, but nothing is computed for it, which makes the default run 1.7 times as fast.
+    # A rollout without advantage has no gradient. It counts in the denominators below, but nothing is
+    # computed for it, which makes the default run 1.7 times as fast.
     computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
-    own = sum(shares, [])
-    engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in own}  # {s: [len]}
-    # With one update the policy that computes is still the one that sampled: its own forward gives the old logprobs.
-    several = updates_per_step > 1 and old_logprobs == "trainer"
+    all_shares = sum(shares, [])
+    engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
-        old_logps = token_logprobs(policy, rollouts, own, token_budget, temperature) if several else {}
+        old_logps = (token_logprobs(policy, rollouts, all_shares, token_budget, temperature)
+                     if old_needs_forward else {})                                      # {s: [len]}
     with log.timed("ref"):
-        ref_logps = token_logprobs(reference, rollouts, own, token_budget, temperature) if kl_in_loss else {}
+        ref_logps = (token_logprobs(reference, rollouts, all_shares, token_budget, temperature)
+                     if kl_in_loss else {})                                             # {s: [len]}
     marked = covariance_marks(rollouts, adv, step) if loss_type in ("clip_cov", "kl_cov") else None
 
     # ------------------------------------------------------------ 5 update
@@ -244,8 +246,8 @@ for step in range(run.first_step, max_steps + 1):
         entropy_bonus = entropy_coef * decay(entropy_decay, step / max_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # The denominators count the update of all ranks, before it is split, so the gradient is the same for
-            # any number of ranks, any micro-batch size and any packing.
+            # The denominators count the whole update, on all ranks, so that the gradient is the same for any
+            # number of ranks, any micro-batch size and any packing.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                                       # [N]
@@ -254,7 +256,7 @@ for step in range(run.first_step, max_steps + 1):
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = (engine_logp if old_logprobs == "engine" else
-                            batch.flat(old_logps) if several else logp.detach())        # [C]
+                            batch.flat(old_logps) if old_needs_forward else logp.detach())      # [C]
                 token_loss, low, high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
                     epsilon_high=epsilon_high, dual_clip=dual_clip,
@@ -277,8 +279,9 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # Nothing has moved yet: engine and trainer have the same weights, and must agree.
-                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound, tokenizer)
+                # Nothing has moved yet, so engine and trainer have the same weights and must agree.
+                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound,
+                                                        tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # not where it is infinite or NaN
                 optimizer.step()

@@ -8,13 +8,13 @@ PPO with a critic (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), a wh
 
 It reads like train_grpo.py; read that one first. What differs, as in Ziegler et al. 2019
 (https://arxiv.org/abs/1909.08593) and Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155):
-1. A critic, a second transformer with a scalar head and an optimizer of its own, learns the value of each state:
-   the prompt and the completion so far. One completion per prompt is enough, since no group is compared.
-2. The score is the reward of the last token. The KL to the initial model (k1), times kl_coef, is taken off the
-   reward of each token and is no term of the loss; its coefficient may adapt.
-3. Advantages come from GAE over the sampled tokens and are whitened over the global batch. A completion that was cut
-   off ends like any other: no value is assumed for what would have followed.
-4. Each rollout makes one or more epochs of several updates, with clipped ratios and clipped values.
+1. A critic, a second transformer with a scalar head and an optimizer of its own, learns the value of each
+   state: the prompt and the completion so far. One completion per prompt is enough: no group is compared.
+2. The score is the reward of the last token. The KL to the initial model (k1), times kl_coef, is taken off
+   the reward of each token and is no term of the loss. Its coefficient may adapt.
+3. Advantages come from GAE over the sampled tokens and are whitened over the global batch. A completion that
+   was cut off ends like any other: no value is assumed for what would have followed.
+4. Each step makes one or more passes of several updates over its rollouts, with clipped ratios and values.
 """
 import math
 import random
@@ -60,7 +60,7 @@ from settings import *          # data, reward model, engine, precision, output:
 temperature = 1.0               # of sampling, and of the trainer's logprobs
 critic_model = ""               # a folder or hub id to start the critic from; empty: the model
 critic_warmup_steps = 5         # steps that train the critic alone, at the beginning
-kl_coef = 0.0                   # KL to the initial model, taken off each token's reward; 0: no reference model
+kl_coef = 0.0                   # of the KL to the initial model, taken off each token's reward; 0: none
 kl_target = 0.0                 # nats per sequence: kl_coef adapts to keep the KL there; 0: kl_coef is fixed
 kl_horizon = 10000              # sequences within which kl_coef changes by at most 20%
 gamma = 1.0                     # discount of GAE, from 0 to 1
@@ -110,8 +110,8 @@ with input_errors():
 
     start = run.resumed or base
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
-    critic = load_critic(f"{run.resumed}/critic" if run.resumed else critic_model or base, mesh, compute_dtype,
-                         gradient_checkpointing)
+    critic_start = f"{run.resumed}/critic" if run.resumed else critic_model or base
+    critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing)
     reference = (load_policy(base, mesh, compute_dtype, trained=False, float32_head=float32_head)
                  if kl_coef > 0 else None)
     adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
@@ -123,7 +123,7 @@ with input_errors():
     rollout_engine = rollout.start_engine(
         engine, start, tokenizer, compute_dtype, max_prompt_length + max_completion_length,
         vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
-networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in a checkpoint, by subfolder
+networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 
 
@@ -144,8 +144,8 @@ def sample(prompts, n, names):
 
 def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    mine = range(rank, len(eval_set), world_size)
-    rollouts = sample([eval_set[i] for i in mine], eval_samples, [f"eval {i}" for i in mine])
+    own = range(rank, len(eval_set), world_size)
+    rollouts = sample([eval_set[i] for i in own], eval_samples, [f"eval {i}" for i in own])
     # A few of them show that the engine has the policy's weights.
     logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
     rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
@@ -169,9 +169,9 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
-        rows = data.epoch_rows(len(train_set), step * prompts_per_step, prompts_per_step, seed)
-        mine = range(rank * B, (rank + 1) * B)                  # each rank has prompts of its own
-        own_rollouts = sample([train_set[rows[i]] for i in mine], G, [f"{step} {i}" for i in mine])     # B * G
+        picked = data.epoch_rows(len(train_set), step * prompts_per_step, prompts_per_step, seed)
+        own = range(rank * B, (rank + 1) * B)                   # each rank samples for prompts of its own
+        own_rollouts = sample([train_set[picked[i]] for i in own], G, [f"{step} {i}" for i in own])
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
@@ -182,36 +182,37 @@ for step in range(run.first_step, max_steps + 1):
     log.rollouts(rollouts, timeouts)
 
     # ------------------------------------------------------------ 3 shares; old logprobs, values, reference
-    # Each update gets rollouts of all prompts. Those of an update that this rank computes are its share.
+    # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]
     shares = [deal(rollouts, update, world_size)[rank] for update in updates]
-    own = sum(shares, [])
+    all_shares = sum(shares, [])
     with log.timed("old_log_prob"):
-        old_logps = token_logprobs(policy, rollouts, own, token_budget, temperature)    # {s: [len]}
+        old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}
     log.metrics |= rollout.compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
     with log.timed("values"):
-        old_values = token_values(critic, rollouts, own, token_budget)                  # {s: [len]}
+        old_values = token_values(critic, rollouts, all_shares, token_budget)           # {s: [len]}
     with log.timed("ref"):
-        ref_logps = (token_logprobs(reference, rollouts, own, token_budget, temperature) if reference
-                     else old_logps)                                                    # {s: [len]}
+        ref_logps = (token_logprobs(reference, rollouts, all_shares, token_budget, temperature)
+                     if reference else old_logps)                                       # {s: [len]}
 
     # ------------------------------------------------------------ 4 rewards to advantages
     with log.timed("adv"):
-        flat = lambda tensors: torch.cat([tensors[s] for s in own] or [torch.empty(0, device=device)])
-        old_logp, ref_logp, value, lens = *map(flat, (old_logps, ref_logps, old_values)), lengths[own].tolist()
+        flat = lambda tensors: torch.cat([tensors[s] for s in all_shares] or [torch.empty(0, device=device)])
+        old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
+        lens = lengths[all_shares].tolist()
         kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
-        token_reward = losses.token_rewards(scores[own], kl, run.state["kl_coef"], lens)    # [C]
+        token_reward = losses.token_rewards(scores[all_shares], kl, run.state["kl_coef"], lens)     # [C]
         raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
         adv = losses.whiten(raw_adv, ranks.mean)                                        # [C]
         # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
-        advs, rets = (dict(zip(own, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))    # {s: [len]}
+        advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
         total_kl, error = ranks.total([kl.sum()])[0], ret - value
-        error_variance, return_variance = (ranks.mean(x ** 2) - ranks.mean(x) ** 2 for x in (error, ret))
+        error_variance, variance = (ranks.mean(x ** 2) - ranks.mean(x) ** 2 for x in (error, ret))
         log.metrics |= {
             "kl": total_kl / lengths.sum().item(), "kl_coef": run.state["kl_coef"],
             # Of the critic before it has seen this batch.
-            "critic/vf_explained_var": 1 - error_variance / return_variance if return_variance > 1e-8 else 0.0,
+            "critic/vf_explained_var": 1 - error_variance / variance if variance > 1e-8 else 0.0,
             "critic/values/mean": ranks.mean(value), "critic/returns/mean": ranks.mean(ret),
             "critic/rewards/mean": ranks.mean([x.sum() for x in token_reward.split(lens)]),
             "critic/advantages/mean": ranks.mean(raw_adv),
@@ -229,7 +230,7 @@ for step in range(run.first_step, max_steps + 1):
                 "clip_ratio/high_mean", "clip_ratio/region_mean")
     loss_sum, tried, made, too_far = torch.zeros((), device=device), 0, 0, False
     for update, share in num_epochs * list(zip(updates, shares)):
-        # The denominators count the update of all ranks, before it is split, so the gradient is the same for any
+        # The denominators count the whole update, on all ranks, so that the gradient is the same for any
         # number of ranks, any micro-batch size and any packing.
         update_tokens = lengths[update].sum()
         weight = scores.isfinite() * losses.sequence_weights(
@@ -239,9 +240,9 @@ for step in range(run.first_step, max_steps + 1):
 
         with log.timed("update_critic"):
             for batch in batches:
-                value = critic(batch)                                                   # [C]
+                new_value = critic(batch)                                               # [C]
                 value_losses, value_clipped = losses.value_loss(
-                    value, batch.flat(old_values), batch.flat(rets), value_clip)        # [C] each
+                    new_value, batch.flat(old_values), batch.flat(rets), value_clip)        # [C] each
                 vf_loss = (batch.spread(weight) * value_losses).sum()
                 (vf_loss * world_size).backward()               # FSDP averages over ranks: undo it
                 log.sum("critic/vf_loss", vf_loss / (num_epochs * updates_per_epoch))
@@ -273,7 +274,8 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/high_mean", high)
                 log.mean("clip_ratio/region_mean", low | high)
             tried += 1
-            too_far = max_kl > 0 and ranks.total([update_kl])[0] / update_tokens > max_kl   # then not this one
+            # Then this update is not made either.
+            too_far = max_kl > 0 and ranks.total([update_kl])[0] / update_tokens > max_kl
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if not too_far and run.may_step("actor", norm.item()):
                 optimizer.step()
@@ -282,7 +284,8 @@ for step in range(run.first_step, max_steps + 1):
     log.sum("loss", loss_sum / max(tried, 1))
     log.metrics["actor/updates"] = made
     if kl_target and train_policy:
-        run.state["kl_coef"] = losses.adapted_kl_coef(run.state["kl_coef"], total_kl / N, kl_target, kl_horizon, N)
+        run.state["kl_coef"] = losses.adapted_kl_coef(run.state["kl_coef"], total_kl / N, kl_target,
+                                                      kl_horizon, N)
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"), deadline(sync_timeout, f"the weight sync of step {step}"):

@@ -12,13 +12,14 @@ from transformers.core_model_loading import revert_weight_conversion
 def full_weights(policy, dtype=None, names=None):
     """Yield (name, whole tensor) one parameter at a time, cast to dtype where one is given.
 
-    Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. On top of
-    the shards it takes about two copies of the largest parameter: the gathered pieces and the whole.
+    Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. On top
+    of the shards it takes about two copies of the largest parameter: the gathered pieces and the whole.
     names  None        each parameter once, under its name in the module
            module      a head that shares the embedding's weight is yielded under its own name as well
-           checkpoint  as module, under the names of a checkpoint: what the module stores fused (the experts of a
-                       mixture-of-experts layer) comes apart. vLLM wants those names; its CPU build keeps a packed
-                       copy of a tied head and refreshes it under that name only
+           checkpoint  as module, under the names of a checkpoint: what the module stores fused (the experts
+           of a
+                       mixture-of-experts layer) comes apart. vLLM wants those names; its CPU build keeps a
+                       packed copy of a tied head and refreshes it under that name only
     """
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
@@ -34,9 +35,10 @@ def full_weights(policy, dtype=None, names=None):
 
 @contextlib.contextmanager
 def deadline(seconds, what):
-    """End the process if the block takes longer, with a message and where each thread stood; 0 seconds: never.
+    """End the process if the block takes longer, showing where each thread stood; 0 seconds: never.
 
-    It does so from a thread of its own, because a collective that waits for a lost rank never returns to Python.
+    It does so from a thread of its own, because a collective that waits for a lost rank never returns to
+    Python.
     """
     def give_up():
         print(f"{what} did not finish within {seconds:g} seconds: this rank waits for another one, or for "

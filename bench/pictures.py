@@ -1,0 +1,122 @@
+"""
+Draw the README's pictures from what runs have logged: default_run.svg, and with runs of PPO ppo_and_grpo.svg.
+
+    for seed in 0 1 2; do torchrun train_grpo.py --seed=$seed --out_dir=out/grpo$seed; done
+    for seed in 0 1 2; do torchrun train_ppo.py --seed=$seed --out_dir=out/ppo$seed; done
+    python -m bench.pictures --grpo=out/grpo0,out/grpo1,out/grpo2 --ppo=out/ppo0,out/ppo1,out/ppo2
+"""
+import json
+import math
+import os
+
+from configurator import check, configure
+# ------------------------------------------------------------------------------------------------------------
+grpo = ""                       # folders of runs of train_grpo.py, with commas between them
+ppo = ""                        # folders of runs of train_ppo.py; empty: only default_run.svg is drawn
+out = "assets"                  # the folder for the pictures
+# ------------------------------------------------------------------------------------------------------------
+configure(globals())
+
+# Pixels: a picture, and the part of its two panels that has the curves in it.
+WIDTH, HEIGHT, LEFT, TOP, PANEL_WIDTH, PANEL_HEIGHT = 860, 320, (52, 482), 52, 300, 212
+INK, GRID, ORANGE, BLUE, GREY = "#1f2937", "#e5e7eb", "#c2410c", "#1d4ed8", "#64748b"
+
+
+def read(folders):
+    """A list of runs; each is the list of its lines in metrics.jsonl, one dict per step.
+
+    Every line gets "completions" and "seconds", which say what the run had done when the step began: the
+    completions that it had sampled, and the time that it had trained, without evaluations and checkpoints.
+    """
+    runs = []
+    for folder in folders.split(","):
+        for name in ("config.json", "metrics.jsonl"):
+            check(os.path.isfile(f"{folder}/{name}"), f"there is no {folder}/{name}")
+        with open(f"{folder}/config.json") as config, open(f"{folder}/metrics.jsonl") as metrics:
+            settings, lines = json.load(config), [json.loads(line) for line in metrics]
+        seconds = 0.0
+        for line in lines:
+            line["completions"] = line["step"] * settings["prompts_per_step"] * settings["num_generations"]
+            line["seconds"] = seconds
+            step, evaluation, saving = (line.get(f"timing_s/{part}", 0) for part in ("step", "eval", "save"))
+            seconds += step - evaluation - saving
+        runs.append(lines)
+    return runs
+
+
+def curves(runs, x, y):
+    """For each run the points (x, y) of the lines that have both metrics."""
+    found = [[(line[x], line[y]) for line in run if x in line and y in line] for run in runs]
+    check(all(found), f"a run has logged no {y}")
+    return found
+
+
+def ticks(end):
+    """Round numbers from 0 to `end`, three to seven of them."""
+    power = 10 ** math.floor(math.log10(end))
+    step = next(power * f for f in (0.2, 0.25, 0.5, 1, 2) if end <= 6.0001 * power * f)
+    return [i * step for i in range(math.floor(end / step + 1e-4) + 1)]
+
+
+def text(x, y, string, style=""):
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{string}</text>\n'
+
+
+def panel(left, title, x_label, series, y_end):
+    """SVG of a panel. series: (label, color, curves) each, with the label to the right of the panel."""
+    right, bottom = left + PANEL_WIDTH, TOP + PANEL_HEIGHT
+    x_end = max(x for _, _, runs in series for run in runs for x, _ in run)
+    place_x, place_y = lambda x: left + PANEL_WIDTH * x / x_end, lambda y: bottom - PANEL_HEIGHT * y / y_end
+    svg = text(left, TOP - 22, title, 'font-size="14" font-weight="600"')
+    svg += text((left + right) / 2, bottom + 40, x_label, 'text-anchor="middle"')
+    for y in ticks(y_end):
+        svg += f'<path d="M{left} {place_y(y):.1f}H{right}" stroke="{GRID if y else INK}"/>\n'
+        svg += text(left - 8, place_y(y) + 4, f"{y:,g}", 'text-anchor="end"')
+    for x in ticks(x_end):
+        svg += f'<path d="M{place_x(x):.1f} {bottom}v4" stroke="{INK}"/>\n'
+        svg += text(place_x(x), bottom + 19, f"{x:,g}", 'text-anchor="middle"')
+    labels = []
+    for label, color, runs in series:
+        for run in runs:
+            points = [(f"{place_x(x):.1f}", f"{place_y(y):.1f}") for x, y in run]
+            svg += (f'<polyline points="{" ".join(map(",".join, points))}" fill="none" stroke="{color}" '
+                    'stroke-width="1.8" stroke-linejoin="round" stroke-opacity="0.85"/>\n')
+            for x, y in points if len(points) < 30 else []:
+                svg += f'<circle cx="{x}" cy="{y}" r="2.4" fill="{color}"/>\n'
+        labels.append((place_y(sum(run[-1][1] for run in runs) / len(runs)), label, color))
+    previous = 0.0
+    for y, label, color in sorted(labels):
+        # A label stands at the height where its curves end, but not on top of the label above it.
+        previous = max(y, previous + 16)
+        svg += text(right + 8, previous + 4, label, f'fill="{color}" font-size="13" font-weight="600"')
+    return svg
+
+
+def picture(name, description, *panels):
+    path = os.path.join(out, name)
+    with open(path, "w") as file:
+        file.write(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+                   f'height="{HEIGHT}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="12" '
+                   f'fill="{INK}">\n<title>{description}</title>\n<rect width="{WIDTH}" height="{HEIGHT}" '
+                   f'fill="white"/>\n{"".join(panels)}</svg>\n')
+    print(path)
+
+
+check(grpo, "grpo is empty: name the folders of runs of train_grpo.py")
+grpo_runs = read(grpo)
+lengths = curves(grpo_runs, "step", "completions/mean_length")
+picture("default_run.svg", "The default run: held-out accuracy and the length of completions, by step",
+        panel(LEFT[0], "Held-out accuracy, a line per run", "step", [
+            ("mean@4", ORANGE, curves(grpo_runs, "step", "eval/mean@4")),
+            ("pass@4", GREY, curves(grpo_runs, "step", "eval/pass@4"))], 1),
+        panel(LEFT[1], "Tokens per completion, a line per run", "step", [("", BLUE, lengths)],
+              1.1 * max(y for run in lengths for _, y in run)))
+if ppo:
+    ppo_runs = read(ppo)
+    picture("ppo_and_grpo.svg", "Held-out accuracy of GRPO and PPO, by completions and by time", *(
+        panel(left, f"Held-out mean@4 by {by}", x_label, [
+            ("GRPO", ORANGE, curves(grpo_runs, x, "eval/mean@4")),
+            ("PPO", BLUE, curves(ppo_runs, x, "eval/mean@4"))], 1)
+        for left, by, x_label, x in (
+            (LEFT[0], "samples", "completions sampled for training", "completions"),
+            (LEFT[1], "time", "seconds, without evaluation and saving", "seconds"))))

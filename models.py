@@ -33,10 +33,10 @@ def product(a, b):
 def head_logits(hidden, weight, bias, float32_head=True):
     """Logits of a linear head, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or None.
 
-    float32_head False: rounded to the weight's dtype first, as models in bfloat16 have them: three digits, a
-    sixteenth at a logit of 20. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found in it most of the gap
-    between engine and trainer; of the default run's it is a quarter to two fifths (README). On a CPU each
-    call makes a float32 copy of a bfloat16 weight.
+    float32_head=False rounds them to the weight's dtype first, as models in bfloat16 do: to three digits,
+    which is a sixteenth at a logit of 20. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found most of the gap
+    between engine and trainer there; in the default run it is a quarter to two fifths of the gap
+    (docs/speed.md). On a CPU each call makes a float32 copy of a bfloat16 weight.
     """
     if not float32_head or weight.dtype == torch.float32:
         return F.linear(hidden, weight, bias).float()
@@ -45,11 +45,11 @@ def head_logits(hidden, weight, bias, float32_head=True):
 
 
 class LogprobsFromHidden(torch.autograd.Function):
-    """Logprob of each target and entropy of its distribution, logits living one chunk of tokens at a time.
+    """Logprob of each target and entropy of its distribution; logits exist for one chunk of tokens at a time.
 
     forward: hidden [C, H], weight [V, H], bias [V] or None, targets [C] -> float32 logp [C], entropy [C].
-    The backward pass computes each chunk's logits again instead of keeping C x V of them, and both work in
-    place: at V = 151,936 on two cores in half the time of plain expressions. With p = softmax(z)
+    The backward pass computes each chunk's logits again instead of keeping C x V of them. Both passes work in
+    place, which at V = 151,936 on two cores takes half the time of plain expressions. With p = softmax(z)
     and z = logits / temperature: d(logp)/dz = onehot(target) - p, d(entropy)/dz = -p * (log p + entropy).
     """
 
@@ -60,15 +60,16 @@ class LogprobsFromHidden(torch.autograd.Function):
         for part in chunks(targets, weight):
             logits = head_logits(hidden[part], weight, bias, float32_head).div_(temperature)    # [chunk, V]
             p = logits.softmax(-1)
-            # log p = z - lse, at the likeliest token: a third less time than logits.logsumexp(-1).
+            # From log p = z - lse at the likeliest token: a third less time than logits.logsumexp(-1).
             lse[part] = logits.amax(-1) - p.amax(-1).log()
             log_p = logits.sub_(lse[part, None])
             logp[part] = log_p.gather(1, targets[part, None])[:, 0]
             entropy[part] = -torch.linalg.vecdot(p, log_p)
-            del logits, p, log_p                                # before the next chunk's are made
+            del logits, p, log_p                                # before those of the next chunk are made
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature, ctx.float32_head = temperature, float32_head
-        ctx.set_materialize_grads(False)  # an entropy that is only logged then costs nothing below
+        # An entropy that is only logged then costs nothing in the backward pass.
+        ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
@@ -81,7 +82,8 @@ class LogprobsFromHidden(torch.autograd.Function):
         for part in chunks(targets, weight):
             log_p = head_logits(hidden[part], weight, bias, ctx.float32_head).div_(ctx.temperature)
             log_p -= lse[part, None]
-            if d_entropy is None:                               # in place: the chunk exists once
+            # All of it in place, so that the chunk exists once.
+            if d_entropy is None:
                 d_logits = log_p.exp_().mul_(-d_logp[part, None])
             else:
                 p = log_p.exp()
@@ -102,22 +104,22 @@ class LogprobsFromHidden(torch.autograd.Function):
 
 
 def chunks(targets, weight):
-    """Slices of so many tokens that their logits are at most LOGITS."""
+    """Slices of tokens whose logits are at most LOGITS numbers."""
     size = max(1, LOGITS[weight.device.type] // len(weight))
     return [slice(i, i + size) for i in range(0, len(targets), size)]
 
 
 def hidden_states(hf, batch):
-    """Last hidden state of a MicroBatch where each completion token is predicted, [C, H]."""
+    """Last hidden state of a MicroBatch at the places where its sampled tokens are predicted, [C, H]."""
     hidden = hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, bounds=batch.bounds,
                            offsets=batch.offsets, use_cache=False).last_hidden_state[0]     # [T, H]
     return hidden.index_select(0, batch.index)
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward returns logprobs and entropies of completion tokens.
+    """A causal language model whose forward returns logprobs and entropies of sampled tokens.
 
-    The head is applied here, in the FSDP root's forward: the one place where its weight is whole.
+    The head is applied here, in the forward of FSDP's root, because only there its weight is whole.
     """
 
     def __init__(self, hf, float32_head=True):
@@ -132,16 +134,16 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """A transformer with a scalar head whose forward returns the value of the state before each token."""
+    """A transformer with a scalar head whose forward returns the value of the state before each sampled token."""
 
     def __init__(self, hf):
         super().__init__()
         self.hf = hf
 
     def forward(self, batch):
-        """MicroBatch -> values [C]: entry c is read one token before c, so it does not see c.
+        """MicroBatch -> values [C]. Entry c is read one token before c, so it does not see c.
 
-        The head computes in float32 also where the layers do not: bfloat16 has three digits for a value.
+        The head computes in float32 even where the layers do not: bfloat16 has only three digits for a value.
         """
         head = self.hf.score
         return hidden_states(self.hf, batch).float() @ head.weight[0].float() + head.bias.float()
@@ -156,15 +158,16 @@ def precision(dtype, logprob_gap, device):
 
 
 def check_model(path, key="model", tokenizer=True):
-    """Raise ValueError if `path` is a folder without config, weights or tokenizer, or not to be found.
+    """Raise ValueError if `path` is not found, or is a folder without config, weights or tokenizer.
 
-    key: the setting that names it, for the message. tokenizer: whether it needs one.
+    key: the setting that names it, for the message. tokenizer: whether the model needs one.
     """
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
             raise ValueError(f"{key}={path}: no such folder")
         try:
-            AutoConfig.from_pretrained(path)                    # a hub id
+            # A hub id.
+            AutoConfig.from_pretrained(path)
             return
         except OSError as error:
             raise ValueError(f"{key}={path}: no such folder, and the hub does not give it: "
@@ -191,10 +194,10 @@ def check_critic(path, policy_path):
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, float32_head=True):
     """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
-    trained: False for a reference, which needs no gradient and no more digits than it computes with: weights
-    in dtype, so in bfloat16 half the memory and the same logprobs. float32_head: see head_logits; give the
-    engine the same. Every rank must call it. Raises ValueError for models whose logits are more than
-    hidden @ head (softcapped or scaled heads): they would be wrong.
+    trained: False for a reference, which needs no gradient and no more digits than it computes with. Its
+    weights are then in dtype, which in bfloat16 takes half the memory and gives the same logprobs.
+    float32_head: see head_logits; the engine needs the same. Raises ValueError for models whose logits are
+    more than hidden @ head (softcapped or scaled heads), because they would come out wrong. A collective.
     """
     config = AutoConfig.from_pretrained(path)
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -207,16 +210,17 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
     if loading["missing_keys"]:
         raise ValueError(f"model={path}: no {', '.join(sorted(loading['missing_keys']))} in its weights")
     if hf.generation_config:
-        hf.generation_config.do_sample = True   # it may name a temperature, and could not be saved without
+        # Where it names a temperature it could not be saved without this.
+        hf.generation_config.do_sample = True
     return shard(Policy(hf, float32_head).requires_grad_(trained), mesh, dtype, gradient_checkpointing)
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False):
-    """A Critic from a folder or hub id, as load_policy does; a head that the folder lacks starts at zero."""
+    """A Critic from a folder or hub id, loaded like a policy. A head that the folder lacks starts at zero."""
     config = AutoConfig.from_pretrained(path, num_labels=1)
     config.classifier_dropout = 0.0
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()                       # a missing head is expected, and needs no report
+    logging.set_verbosity_error()                       # a missing head is expected and needs no report
     hf, loading = AutoModelForTokenClassification.from_pretrained(
         path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
     logging.set_verbosity(verbosity)
@@ -228,11 +232,13 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
 
 
 def shard(module, mesh, dtype, gradient_checkpointing):
-    """Put a Policy or Critic on its device and under FSDP2: each layer by itself, the rest as the root."""
+    """Put a Policy or Critic on its device and under FSDP2: each layer as a unit, the rest as the root."""
     hf = module.hf.to(mesh.device_type)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    hf.train()  # gradient checkpointing needs it; dropout would make trainer and engine differ:
+    # Gradient checkpointing works in training mode only. Dropout would act there, and trainer and engine
+    # differ.
+    hf.train()
     if dropout := [name for name, part in hf.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]:
         raise ValueError(f"model={hf.name_or_path}: {dropout[0]} has dropout; the engine samples without it. "
                          "Set it to 0 in the config")
@@ -246,8 +252,8 @@ def shard(module, mesh, dtype, gradient_checkpointing):
 def offload(optimizer, device):
     """Keep an optimizer's moments in host memory except while it steps.
 
-    Adam's are 8 bytes a parameter, over the ranks, that the GPU then has for activations and the engine; they
-    cross the bus twice an update.
+    Adam's are 8 bytes per parameter, spread over the ranks. The GPU then has that memory for activations and
+    the engine; the moments cross the bus twice per update.
     """
     def move(target):
         for state in optimizer.state.values():

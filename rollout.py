@@ -85,13 +85,14 @@ def start_engine(kind, model, tokenizer, dtype, max_length, gpu_memory_utilizati
 
 
 def end_tokens(model, tokenizer):
-    """Ids that end a completion: the generation config's, else the model config's, else the tokenizer's.
+    """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
 
-    Raises ValueError if none of them names any.
+    The first of the three that names any is taken. Raises ValueError if none does.
     """
     try:
         ids = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a model without a generation config
+    except OSError:
+        # The model has no generation config.
         ids = getattr(AutoConfig.from_pretrained(model), "eos_token_id", None)
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
@@ -148,25 +149,25 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
 
 
 def give_float32_head(model):
-    """Let a model of vLLM 0.25 compute logits in float32; to go with that version, the last that needs it."""
+    """Let a model of vLLM 0.25 compute logits in float32. That version is the last that needs this function."""
     model.lm_head.quant_method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
 
 
 class VLLMEngine:
-    """vLLM in this process, on this rank's device, asleep (its memory released) while the trainer works."""
+    """vLLM in this process, on this rank's device. It sleeps and frees its memory while the trainer works."""
     name, weight_names = "vllm", "checkpoint"
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  float32_head=True):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine core in this process, no child
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine runs in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self.cuda, self.asleep = torch.cuda.is_available(), set()
         if not self.cuda:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first generate compiles for 30 s
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs, but may fail to load
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
         if tensor_parallel_size > 1 and not self.cuda:
             self._unlink_shared_memory()
             dist.barrier()
@@ -183,11 +184,11 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
-        # PyTorch counts this as allocated even while vLLM sleeps and the memory behind it is free.
+        # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
         if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with 0.26
             self.llm.apply_model(give_float32_head)
-        # Ranks that share an engine, neighbours, all hand it the same requests: those of the whole group.
+        # Neighbouring ranks that share an engine all hand it the same requests, those of the whole group.
         first = dist.get_rank() // tensor_parallel_size * tensor_parallel_size if dist.is_initialized() else 0
         self.group = range(first, first + tensor_parallel_size)
         self._sleep()
@@ -203,7 +204,8 @@ class VLLMEngine:
 
     def _generate(self, prompts, seeds, n, max_tokens, temperature, top_p, top_k):
         self._wake()
-        copies, n = (n, 1) if temperature == 0 else (1, n)     # vLLM takes one greedy sample; all are equal
+        # vLLM makes only one greedy completion of a prompt; they are all equal.
+        copies, n = (n, 1) if temperature == 0 else (1, n)
         params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature,
                                       top_p=top_p, top_k=top_k, logprobs=0, flat_logprobs=True,
                                       detokenize=False, ignore_eos=True,
@@ -219,14 +221,16 @@ class VLLMEngine:
 
     def load_weights(self, named_tensors):
         if self.cuda:
-            self._wake(["weights"])                            # the KV cache stays released until generate
+            self._wake(["weights"])                            # the KV cache sleeps on until generate
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))
-        else:  # the CPU build repacks linear weights and drops the originals: only a reload can replace them
+        else:
+            # The CPU build repacks linear weights and drops the originals: only a reload can replace them. On
+            # a GPU falling asleep empties the prefix cache, here it has to be asked for.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-            self.llm.reset_prefix_cache()                      # on a GPU falling asleep has done so
+            self.llm.reset_prefix_cache()
 
     def close(self):
-        self._wake()                                           # shutting down asleep would unmap memory twice
+        self._wake()                                           # a shutdown asleep would unmap memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         if len(self.group) > 1 and not self.cuda:
@@ -234,10 +238,11 @@ class VLLMEngine:
 
     @staticmethod
     def _unlink_shared_memory():
-        # vLLM 0.32's CPU build gives the memory that ranks of an engine share one fixed name, and cannot
-        # start where a run has left it behind. Whoever has it mapped keeps it. To go once the name is unique.
+        # vLLM 0.32's CPU build gives the memory that the ranks of an engine share one fixed name, and cannot
+        # start where a run has left it behind. A process that has it mapped keeps it. To be removed once the
+        # name is unique.
         for path in glob.glob("/dev/shm/-*-cpushm_*"):
-            with contextlib.suppress(FileNotFoundError):       # another rank was first
+            with contextlib.suppress(FileNotFoundError):       # another rank may be first
                 os.unlink(path)
 
     def _sleep(self):
@@ -247,17 +252,18 @@ class VLLMEngine:
             self.asleep = {"weights", "kv_cache"}
 
     def _wake(self, parts=("weights", "kv_cache")):
-        # A part that is awake: vLLM 0.25 would map its memory again and fail, 0.32 would not wake the others.
+        # Asked to wake a part that is awake, vLLM 0.25 maps its memory again and fails, and 0.32 does not
+        # wake the others.
         if asleep := [part for part in parts if part in self.asleep]:
-            torch.cuda.empty_cache()                           # what the trainer has freed: vLLM maps its own
+            torch.cuda.empty_cache()                           # vLLM maps memory of its own: make room
             self.llm.wake_up(tags=asleep)
             self.asleep -= set(asleep)
 
 
 class HFEngine:
-    """Plain PyTorch with a KV cache: no vLLM needed, and short enough to read."""
+    """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read."""
     name, weight_names, allocated = "hf", "module", 0
-    max_seqs = 256           # sequences generated at a time
+    max_seqs = 256           # sequences that are generated at a time
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  float32_head=True):
@@ -267,7 +273,8 @@ class HFEngine:
         head = self.model.get_output_embeddings()
         head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
                                                   float32_head)[:, None]                        # [B, 1, V]
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))  # a tied head is in twice
+        # A tied head is in it twice.
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.eos_ids = torch.tensor(eos_ids, device=self.device)
 
     @torch.no_grad()
@@ -285,12 +292,13 @@ class HFEngine:
                             device=self.device)
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, cache)                                                # [B, V]
-        cache.batch_repeat_interleave(n)                # each prompt is read once for its n completions
+        # Each prompt is read once for its n completions.
+        cache.batch_repeat_interleave(n)
         logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)             # [R, …]
-        # One uniform number per token, all drawn up front from the completion's own seed: [R, max_tokens].
+        # [R, max_tokens]: one uniform number per token, all drawn beforehand from the completion's own seed.
         uniform = torch.stack([torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + j))
                                for seed in seeds for j in range(n)]).to(self.device)
-        rows = torch.arange(len(mask), device=self.device)      # that are computed, ended ones among them
+        rows = torch.arange(len(mask), device=self.device)      # those computed; some may have ended
         alive = torch.ones_like(rows, dtype=torch.bool)
         tokens, logprobs, lengths = torch.zeros_like(uniform, dtype=torch.long), uniform.clone(), 0 * rows
         for t in range(max_tokens):
@@ -301,7 +309,8 @@ class HFEngine:
             if t + 1 == max_tokens or not alive.any():
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            if 2 * alive.sum() <= len(rows):                    # half have ended: go on with the others alone
+            # Once half of them have ended, go on with the others alone.
+            if 2 * alive.sum() <= len(rows):
                 kept = alive[rows].nonzero()[:, 0]
                 rows, mask = rows[kept], mask[kept]
                 cache.batch_select_indices(kept)
@@ -325,25 +334,26 @@ class HFEngine:
 
 
 def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
-    """One token a row by inverting its cumulative distribution; logits [R, V], uniform [R] in [0, 1).
+    """One token per row, by inverting its cumulative distribution; logits [R, V], uniform [R] in [0, 1).
 
-    Returns tokens [R] and their logprobs [R] under the distribution sampled from:
-    softmax(logits / temperature) restricted to the top_k likeliest tokens (0: all), then to the fewest that
-    hold top_p of the probability. temperature 0 takes the likeliest token.
+    Returns tokens [R] and their logprobs [R] under the distribution that was sampled from:
+    softmax(logits / temperature), restricted to the top_k likeliest tokens (0: all), then to the fewest that
+    hold top_p of the probability. Temperature 0 takes the likeliest token.
     """
     if temperature == 0:
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
     probs, order = (logits / temperature).softmax(-1), None                                     # [R, V]
-    if top_k > 0 or top_p < 1:                                 # only a truncated distribution needs the sort
+    # Only a truncated distribution needs the sort.
+    if top_k > 0 or top_p < 1:
         probs, order = probs.sort(-1, descending=True)
         if top_k > 0:
             probs[:, top_k:] = 0
-        # A token goes when what lies before it already holds top_p of the probability.
+        # A token goes where the likelier ones already hold top_p of the probability.
         probs[probs.cumsum(-1) - probs >= top_p * probs.sum(-1, keepdim=True)] = 0
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     slot = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)                 # [R, 1]
-    # Rounding at the upper end must not choose a token of probability 0: fall back on the last one above it.
+    # Rounding at the upper end must not choose a token of probability 0: take the last one above 0 instead.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)
     slot = torch.minimum(slot, last)
     token = slot if order is None else order.gather(1, slot)

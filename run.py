@@ -131,7 +131,7 @@ class Run:
                 self.log.say(problem)
 
     def end_step(self, rollouts):
-        """Write the figures of a step that has made these rollouts, all ranks' together; go to the next step."""
+        """Write the figures of a step that has made these rollouts, all ranks', and go to the next step."""
         tokens = sum(len(r.ids) for r in rollouts)
         self.state["step"] += 1
         self.state["num_tokens"] += tokens

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import time
 from collections import defaultdict
 
@@ -235,7 +236,8 @@ def peak_memory():
     """Bytes: the most that tensors have taken on this rank's GPU; on a CPU the process's peak."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def rewind(path, step):

@@ -1,18 +1,17 @@
 """
-The small base model of the default run: a Qwen3 of a million parameters that reads bytes. Its
-weights are shipped in tiny.safetensors (bfloat16); ensure() makes a model folder of them in a
-second. This script is what trained them:
+The small model of the default run: a Qwen3 of a million parameters that reads bytes. Its weights are shipped
+in tiny.safetensors (bfloat16), and ensure() makes a model folder of them in a second. This script trained
+them:
 
     python tiny.py --out=out/tiny2 --weights=tiny.safetensors         # 19 minutes of one busy core
-    python tiny.py config/larger_base.py --out=out/larger           # 27 M parameters; on a GPU
+    python tiny.py config/larger_base.py --out=out/larger             # 27 M parameters; on a GPU
 
-It is trained from scratch on problems of the train split, none of which is among the held-out
-ones, and sees two styles of answer. At first all answers are worked: steps, then "Answer: ...".
-In the last part most are quick: only "Answer: ...", and most of those wrong. So the base mostly
-blurts out an answer that is wrong, though it has learned to work the answer out, which is much
-more reliable. GRPO, rewarded for right answers alone, finds out that showing the work pays:
-completions get longer while the reward rises. The ability was put in by pretraining, on
-purpose, and so was the bad habit; what GRPO has to find is which of the two to follow.
+It is trained from scratch on problems of the train split, none of which is held out, and sees two styles of
+answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are quick, only
+"Answer: ...", and most of these are wrong. So the model mostly gives a quick answer that is wrong, although
+it has learned to work the answer out, which is much more reliable. GRPO rewards right answers only and finds
+out that showing the work pays: completions get longer while the reward rises. Pretraining has put in both the
+ability and the bad habit, on purpose; GRPO has to find which of the two to follow.
 """
 import functools
 import os
@@ -65,7 +64,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer():
-    """One token a byte, so any text goes in, and one for each role marker, end of turn and padding."""
+    """One token per byte, so any text goes in, and one for each role marker, the end of a turn, and padding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())      # a printable character stands for each byte
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -117,7 +116,7 @@ def batches(rows, harder_rows, tokenizer, rng):
 
 
 def loss_of(model, batch, pad):
-    """Mean cross-entropy of completion tokens. Padding on the right needs no mask: nothing looks ahead."""
+    """Mean cross-entropy of completion tokens. Padding on the right needs no mask, since nothing looks ahead."""
     width = max(len(prompt) + len(completion) for prompt, completion in batch)
     ids = torch.full((len(batch), width), pad)
     targets = torch.full((len(batch), width), -100)                         # no loss on prompts, padding
@@ -169,7 +168,7 @@ def save(model, tokenizer, folder):
 
 
 def ensure(folder=FOLDER):
-    """The folder of the shipped base model, made of tiny.safetensors first if it is not there yet."""
+    """The folder of the shipped model, which is made of tiny.safetensors if it is not there yet."""
     if not os.path.isdir(folder):
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)

@@ -260,7 +260,7 @@ for step in range(run.first_step, max_steps + 1):
                 token_loss, low, high = losses.LOSSES[loss_type](
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
                     epsilon_high=epsilon_high, dual_clip=dual_clip,
-                    marked=batch.flat(marked) if marked else None)                      # [C] each
+                    marked=None if marked is None else batch.flat(marked, torch.bool))  # [C] each
                 correction = losses.correction_weights(
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]

@@ -4,12 +4,13 @@ The same work here and under TRL's GRPOTrainer, in alternating pairs. TRL has an
     python -m venv out/trl && out/trl/bin/pip install torch==2.13.0 transformers==5.19.0 trl==1.16.0
     python -m bench.against_trl                                                              # half an hour
 
-The update is bench/step.py's: TRL gets its model and rollouts (by rollout_func), so both train on the same tokens,
-and is timed from having scored them until the optimizer has stepped. The whole step is train_grpo.py's with
---engine=hf, generation and reward included: model, problems, batch and optimizer are the same, TRL generates
-by itself, and train_grpo.py does not compute completions without advantage. Figures are medians over the
-pairs. TRL is as it comes: on a CPU without its Triton kernel for the logprobs, which CUDA machines have.
-On a GPU both compute in bfloat16 from float32 weights, and Qwen3-0.6B's shape is one more line.
+The update is bench/step.py's. TRL gets its model and rollouts (by rollout_func), so both train on the same
+tokens; it is timed from the moment they are scored until the optimizer has stepped. The whole step is
+train_grpo.py's with --engine=hf, generation and reward included. Model, problems, batch and optimizer are the
+same; TRL generates with its own code, and train_grpo.py does not compute completions without advantage.
+Figures are medians over the pairs. TRL is used as it comes: on a CPU without its Triton kernel for the
+logprobs, which CUDA machines have. On a GPU both compute in bfloat16 from float32 weights, and Qwen3-0.6B's
+shape is one more line.
 """
 import json
 import os
@@ -38,7 +39,7 @@ configure(globals())
 
 # ---------------------------------------------------------------- under TRL
 def run_under_trl():
-    """GRPOTrainer on bench/step.py's rollouts, or on algebra problems: prints a line a step, then its figures."""
+    """GRPOTrainer on bench/step.py's rollouts or on algebra problems; prints a line per step, then figures."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -138,7 +139,8 @@ for name, steps, size, *arguments in (
         for _ in range(pairs):
             with tempfile.TemporaryDirectory() as folder:
                 same = f"--work={folder}", f"--repeats={steps}"
-                for figures, command in ((ours, (sys.executable, "-m", "bench.step", "--json=true", *arguments)),
+                here = (sys.executable, "-m", "bench.step", "--json=true", *arguments)
+                for figures, command in ((ours, here),
                                          (theirs, (trl, "-m", "bench.against_trl", f"--micro_batch={size}"))):
                     figures.append(json.loads(run("", *command, *same)[1]))
         compare(name, "s", [r["update (s)"] for r in ours], [r["s"] for r in theirs])

@@ -93,7 +93,8 @@ def bench(name, arguments):
     """bench/step.py's figures, on this shape; the first makes the model, in out_dir/shape."""
     made = os.path.join(out_dir, "shape", "model")
     arguments += f" --model={made}" if os.path.isdir(made) else f" {shape} --work={out_dir}/shape"
-    if done := call(name, f"{sys.executable} -m bench.step --token_budget={token_budget} --json=true {arguments}"):
+    command = f"{sys.executable} -m bench.step --token_budget={token_budget} --json=true {arguments}"
+    if done := call(name, command):
         figures = next(json.loads(line) for line in done[0].splitlines() if line.startswith("{"))
         print(*(f"  {key:34} {value:12.4g}" for key, value in figures.items()), sep="\n", flush=True)
 

@@ -7,10 +7,10 @@ How fast a step is and how much memory it takes: the update, the weight sync, th
         --token_budget=16384
     python -m bench.step --engine=vllm --cycles=100      # and 100 times: sample, train, sync, as a run does
 
-The update is train_grpo.py's, on random tokens and without its metrics. Figures are of one rank, and medians of
-`repeats` after one that is left out. --work=folder keeps model and rollouts, which bench/against_trl.py uses.
-"Bare" is LLM.generate with logprobs, by the same engine, but awake all the time and without a seed per prompt.
-On a GPU the times of sync and rollouts include the engine's waking and falling asleep.
+The update is train_grpo.py's, on random tokens and without its metrics. Figures are of one rank, and medians
+of `repeats` after one that is left out. --work=folder keeps model and rollouts, for bench/against_trl.py.
+"Bare" is LLM.generate with logprobs, by the same engine, awake all the time and without a seed per prompt. On a
+GPU the times of sync and rollouts include the engine's waking and falling asleep.
 """
 import gc
 import json as json_module
@@ -82,7 +82,7 @@ def seconds(action):
 
 
 def in_use():
-    """Bytes in use now: of the whole GPU, but for what PyTorch keeps for later; on a CPU of this process."""
+    """Bytes in use now: of the whole GPU, without what PyTorch keeps for later; on a CPU of this process."""
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()

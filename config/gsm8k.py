@@ -1,7 +1,7 @@
-"""Grade-school math (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) with a model of 0.6 B
+"""Grade-school math (GSM8K, Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) with a model of 0.6 B
 parameters on one GPU.
 
-Not measured yet: a starting point, with the learning rate and lengths that are usual for such a run.
+It was not measured yet. It is a starting point, with the learning rate and lengths that are usual for it.
 """
 model = "Qwen/Qwen3-0.6B"
 task = "gsm8k"

@@ -1,11 +1,11 @@
-"""KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617, 4): no clipping, and |logp - old_logp| on the
-tokens of the largest covariance between logprob and advantage.
+"""KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4). Nothing is clipped. The tokens with the
+largest covariance between logprob and advantage get the penalty |logp - old_logp|.
 
-TRL:  -
+TRL:  does not have it
 verl: policy_loss.loss_mode=kl_cov, kl_cov_ratio=2e-3, ppo_kl_coef=1
 
-Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.977, 0.982, 0.975; pass@4 0.672, 0.672, 0.664 ->
-1.000, 1.000, 1.000. README, Recipes, says how.
+Measured with seeds 0, 1 and 2: mean@4 rose from 0.264, 0.244 and 0.254 to 0.977, 0.982 and 0.975,
+pass@4 from 0.672, 0.672 and 0.664 to 1.000, 1.000 and 1.000. docs/recipes.md says how.
 """
 loss_type = "kl_cov"
 cov_share = 2e-3

@@ -1,10 +1,10 @@
-"""Lite PPO (Liu et al. 2025, https://arxiv.org/abs/2508.08221): A = (r - mean of the group) / std of the
-batch, every token alike.
+"""Lite PPO (Liu et al. 2025, https://arxiv.org/abs/2508.08221). A = (r - mean of the group) / std of the batch,
+and every token has the same weight.
 
 TRL:  scale_rewards=batch, loss_type=dapo
-verl: -
+verl: does not have it
 
-Measured, seeds 0, 1, 2: mean@4 0.264, 0.244, 0.254 -> 0.973, 0.973, 0.959; pass@4 0.672, 0.672, 0.664 ->
-1.000, 1.000, 1.000. README, Recipes, says how.
+Measured with seeds 0, 1 and 2: mean@4 rose from 0.264, 0.244 and 0.254 to 0.973, 0.973 and 0.959,
+pass@4 from 0.672, 0.672 and 0.664 to 1.000, 1.000 and 1.000. docs/recipes.md says how.
 """
 advantage = "grpo_batch"

@@ -1,9 +1,8 @@
-"""Packing, masks, and logprobs against plain forwards of one sequence at a time."""
-import inspect
+"""Logprobs, entropies and values of packed rows against plain forwards of one sequence at a time."""
+import math
 import os
 import random
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,131 +10,119 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel,
                           Qwen3Config, Qwen3ForCausalLM)
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import losses
-import model as model_file
+import models
 from losses import value_loss
-from model import (LogprobsFromHidden, Policy, check_model, deal, head_logits, load_critic, load_policy,
-                   offload, pack, packed_attention, product)
-
-
-def rollout(prompt_ids, completion_ids):
-    return SimpleNamespace(prompt_ids=prompt_ids, completion_ids=completion_ids)
-
-
-def random_rollouts(count, vocab, seed=0, longest=20):
-    rng = random.Random(seed)
-    ids = lambda: [rng.randrange(vocab) for _ in range(rng.choice([1, 1, 2, rng.randint(1, longest)]))]
-    return [rollout(ids(), ids()) for _ in range(count)]
-
-
-# ---------------------------------------------------------------- packing and masks
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_sequences_are_dealt_by_length(num_ranks):
-    """Skewed lengths, each sequence to one rank, and every rank within 5% of the mean."""
-    rng = random.Random(num_ranks)
-    length = lambda: 2000 if rng.random() < 0.1 else rng.randint(1, 200)
-    rollouts = [rollout([5] * 20, [7] * length()) for _ in range(400)]
-    chosen = rng.sample(range(400), 320)
-    shares = deal(rollouts, chosen, num_ranks)
-    assert sorted(sum(shares, [])) == sorted(chosen)
-    tokens = [sum(20 + len(rollouts[s].completion_ids) for s in share) for share in shares]
-    assert max(abs(count / (sum(tokens) / num_ranks) - 1) for count in tokens) < 0.05
-    example = [rollout([1], [2] * (size - 1)) for size in (9, 5, 4, 3)]
-    assert deal(example, range(4), 2) == [[0, 3], [1, 2]] and deal(example, [2], 3) == [[2], [], []]
-
-
-def test_pack_by_hand():
-    (batch,) = pack([rollout([5, 6], [7, 8]), rollout([5], [9])], [0, 1], 8, "cpu")
-    assert (batch.input_ids.tolist() == [[5, 6, 7, 8, 5, 9]]
-            and batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]])
-    assert (batch.bounds == [0, 4, 6]
-            and batch.index.tolist() == [1, 2, 4] and batch.targets.tolist() == [7, 8, 9])
-    assert batch.spread(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.5, 2.0]
-    assert batch.flat([torch.tensor([1, 2]), torch.tensor([3])]).tolist() == [1, 2, 3]
-    assert batch.mean(torch.tensor([1.0, 2.0, 5.0])).tolist() == [1.5, 1.5, 5.0]
-    parts = batch.split(torch.tensor([1, 2, 3]))
-    assert {row: part.tolist() for row, part in parts.items()} == {0: [1, 2], 1: [3]}
-
-
-@pytest.mark.parametrize("budget", [40, 64, 1000])
-def test_pack_trains_every_completion_token_once_and_no_prompt_token(budget):
-    rollouts = random_rollouts(50, 300)
-    rows = list(range(0, 50, 2))
-    batches = pack(rollouts, rows, budget, "cpu")
-    assert sorted(row for batch in batches for row in batch.sequences) == rows
-    for batch in batches:
-        assert batch.input_ids.shape[1] <= budget
-        trained = iter(zip(batch.index.tolist(), batch.targets.tolist()))
-        for row, start, end in zip(batch.sequences, batch.bounds, batch.bounds[1:]):
-            prompt, completion = rollouts[row].prompt_ids, rollouts[row].completion_ids
-            assert batch.input_ids[0, start:end].tolist() == prompt + completion
-            assert batch.position_ids[0, start:end].tolist() == list(range(end - start))
-            for t, token in enumerate(completion):
-                assert next(trained) == (start + len(prompt) + t - 1, token)
-        assert next(trained, None) is None
-
-
-def test_eos_is_trained_even_where_it_is_the_pad_token():
-    eos = 0
-    # The second is truncated.
-    (batch,) = pack([rollout([eos, 3], [4, eos]), rollout([3], [4, 4])], [0, 1], 16, "cpu")
-    assert batch.targets.tolist() == [4, eos, 4, 4]
-
-
-def test_a_sequence_over_the_budget_is_refused():
-    with pytest.raises(ValueError, match="5 tokens does not fit token_budget=4"):
-        pack([rollout([1, 2, 3], [4, 5])], [0], 4, "cpu")
+from models import (LogprobsFromHidden, Policy, check_model, head_logits, load_critic, load_policy, offload,
+                    product, token_logprobs, token_values)
+from packing import idle, pack
+from test_packing import OnCuda, episode, random_parts, random_rollouts, sampled_places, single
 
 
 # ---------------------------------------------------------------- logprobs and entropy
 
-def plain_logps(model, rollouts, temperature):
-    """Logprob and entropy of each completion token, one sequence at a time, by full logits."""
-    for r in rollouts:
-        logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0] / temperature
-        table = logits.log_softmax(-1)
-        for t, token in enumerate(r.completion_ids):
-            row = table[len(r.prompt_ids) + t - 1]
-            yield row[token], -(row.exp() * row).sum()
+def plain_logps(model, parts, temperature):
+    """Logprobs and entropies of the sampled tokens of one row, [len] each, by full logits."""
+    ids, places = torch.tensor(sum(parts, [])), sampled_places(parts)
+    table = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[[place - 1 for place in places]]
+    return table.gather(1, ids[places, None])[:, 0], -(table.exp() * table).sum(1)
+
+
+def plain_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def assert_same_gradients(policy, plain):
+    for (name, ours), theirs in zip(policy.hf.named_parameters(), plain.parameters()):
+        gap = (ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
+        assert gap < 1e-5, (name, gap)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("budget", [40, 90, 4000])
 def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh, temperature, budget):
-    rollouts = random_rollouts(30, 256)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    logps, entropies = zip(*plain_logps(plain, rollouts, temperature))
-    weight = torch.randn(len(logps))
-    (torch.stack(logps) * weight).sum().backward()
+    lists = random_parts(30, 256)
+    rollouts, plain = [episode(*parts) for parts in lists], plain_model(folder)
+    logps, entropies = zip(*(plain_logps(plain, parts, temperature) for parts in lists))
+    weights = [torch.randn(len(logp)) for logp in logps]
+    sum((logp * weight).sum() for logp, weight in zip(logps, weights)).backward()
 
-    policy = load_policy(folder, mesh, torch.float32)
-    order = [t for r in rollouts for t in r.completion_ids]
-    offsets = torch.tensor([len(r.completion_ids) for r in rollouts]).cumsum(0).tolist()
-    weights = weight.tensor_split(offsets[:-1])
-    fast = {}
+    policy, found, found_entropies = load_policy(folder, mesh, torch.float32), {}, {}
     for batch in pack(rollouts, range(30), budget, "cpu"):
         logp, entropy = policy(batch, temperature)
         (logp * batch.flat(weights)).sum().backward()
-        entropy_of = batch.split(entropy)
-        fast |= {row: (values, entropy_of[row]) for row, values in batch.split(logp.detach()).items()}
-    assert sum(len(fast[row][0]) for row in fast) == len(order)
-    torch.testing.assert_close(torch.cat([fast[row][0] for row in range(30)]), torch.stack(logps).detach(),
-                               atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat([fast[row][1] for row in range(30)]),
-                               torch.stack(entropies).detach(), atol=1e-5, rtol=1e-5)
-    for (name, ours), theirs in zip(policy.hf.named_parameters(), plain.parameters()):
-        gap = (ours.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
-        assert gap < 1e-5, (name, gap)
+        found |= batch.split(logp.detach())
+        found_entropies |= batch.split(entropy.detach())
+    for s in range(30):
+        torch.testing.assert_close(found[s], logps[s].detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found_entropies[s], entropies[s].detach(), atol=1e-5, rtol=1e-5)
+    assert_same_gradients(policy, plain)
+
+
+@pytest.mark.parametrize("parts", [(4,), (6, 7)])
+@pytest.mark.parametrize("loss_type, aggregation", [("clip", "token_mean"), ("gspo", "sequence_mean")])
+def test_rows_with_several_spans_are_trained_on_what_was_sampled_alone(folder, mesh, loss_type, aggregation, parts):
+    """Two spans, and three, with inserted tokens between them: logprobs, loss and gradient of plain forwards."""
+    lists, temperature = random_parts(12, 256, longest=9, parts=parts), 0.8
+    rollouts, plain, adv = [episode(*row) for row in lists], plain_model(folder), torch.randn(12)
+    logps = [plain_logps(plain, row, temperature)[0] for row in lists]
+    old_logps = [(logp + 0.3 * torch.randn(len(logp))).detach() for logp in logps]
+    expected, num_tokens = 0.0, sum(map(len, logps))
+    for logp, old_logp, a in zip(logps, old_logps, adv):
+        log_ratio = logp - old_logp
+        ratio = log_ratio.exp() if loss_type == "clip" else log_ratio.mean().exp().expand(len(logp))
+        token_loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+        expected += (token_loss / num_tokens if loss_type == "clip" else token_loss / len(logp) / 12).sum()
+    expected.backward()
+
+    policy = load_policy(folder, mesh, torch.float32)
+    without_gradient = token_logprobs(policy, rollouts, range(12), 100, temperature)
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts])
+    weight = losses.sequence_weights(lengths, aggregation, num_tokens=num_tokens, num_sequences=12, max_length=50)
+    total, batches = 0.0, pack(rollouts, range(12), 100, "cpu")
+    assert len(batches) > 1 and any(len(batch.sequences) > 1 for batch in batches)
+    for batch in batches:
+        logp, _ = policy(batch, temperature)
+        for s, part in batch.split(logp.detach()).items():
+            torch.testing.assert_close(part, logps[s].detach(), atol=1e-5, rtol=1e-5)
+            assert torch.equal(part, without_gradient[s])
+        token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean)
+        loss = (batch.spread(weight) * token_loss).sum()
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert_same_gradients(policy, plain)
+
+
+@pytest.mark.parametrize("loss_type", losses.LOSSES)
+def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
+    """Put together as the scripts do, with every correction: a loss of 0, and a gradient of 0, not none."""
+    policy, batch = load_policy(folder, mesh, torch.float32), idle("cpu")
+    rollouts, adv = random_rollouts(3, 256), torch.randn(3)
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts])
+    marks = [torch.ones(length, dtype=torch.bool) for length in lengths]
+    for correction in losses.CORRECTIONS:
+        logp, entropy = policy(batch, 1.0)
+        old_logp, engine_logp = batch.flat({}), logp.detach()
+        token_loss, low, high = losses.LOSSES[loss_type](
+            logp, old_logp, batch.spread(adv), mean=batch.mean, dual_clip=3.0 * (loss_type != "gpg"),
+            marked=batch.flat(marks, torch.bool))
+        weights = losses.correction_weights(old_logp, engine_logp, correction, mean=batch.mean,
+                                            lengths=batch.spread(lengths), low=0.5, high=2.0)
+        kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)
+        loss = (batch.spread(adv) * (weights * token_loss + 0.1 * kl - 0.1 * entropy)).sum()
+        loss.backward()
+        assert loss.item() == 0 and len(low | high) == 0 and batch.split(logp.detach()) == {}
+        assert all(p.grad is not None and not p.grad.full_tensor().any() for p in policy.parameters())
+        policy.zero_grad()
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
 @pytest.mark.parametrize("through", ["logp", "entropy", "both"])
 def test_logprobs_from_hidden(monkeypatch, bias, chunk, through):
-    monkeypatch.setattr(model_file, "LOGITS", {"cpu": chunk * 37})
+    monkeypatch.setattr(models, "LOGITS", {"cpu": chunk * 37})
     C, H, V, temperature = 10, 8, 37, 0.7
     inputs = [torch.randn(C, H), torch.randn(V, H)] + ([torch.randn(V)] if bias else [])
     targets, d_logp, d_entropy = torch.randint(V, (C,)), torch.randn(C), torch.randn(C)
@@ -183,7 +170,7 @@ def test_a_float32_head_does_not_round_logits(bias):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, seed):
-    """Random shapes, vocabularies, lengths, budgets: the clipped loss by padding, mask and full logits."""
+    """Random shapes, vocabularies, lengths, spans, budgets: the clipped loss by padding, mask and full logits."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab, heads, longest = rng.choice([2, 17, 300, 5000]), rng.choice([2, 4]), rng.choice([1, 9, 40])
@@ -193,14 +180,13 @@ def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, 
         tie_word_embeddings=rng.random() < 0.5, initializer_range=0.1))
     hf.save_pretrained(tmp_path)
     count, temperature = rng.randint(1, 20), rng.choice([0.5, 1.0, 2.0])
-    rollouts = random_rollouts(count, vocab, seed, longest)
-    adv = torch.randn(count)
-    width = max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
+    lists = random_parts(count, vocab, seed, longest, rng.choice([(2,), (2, 3, 4, 5, 6)]))
+    rollouts, adv = [episode(*parts) for parts in lists], torch.randn(count)
+    width = max(len(r.ids) for r in rollouts)
     row = lambda values: values + [0] * (width - len(values))
-    ids = torch.tensor([row(r.prompt_ids + r.completion_ids) for r in rollouts])
-    real = torch.tensor([row([1] * len(r.prompt_ids + r.completion_ids)) for r in rollouts])
-    trained = torch.tensor([row([0] * len(r.prompt_ids) + [1] * len(r.completion_ids)) for r in rollouts])
-    trained = trained[:, 1:]
+    ids = torch.tensor([row(sum(parts, [])) for parts in lists])
+    real = torch.tensor([row([1] * len(sum(parts, []))) for parts in lists])
+    trained = torch.tensor([[place in sampled_places(parts) for place in range(1, width)] for parts in lists])
     table = (hf.double()(input_ids=ids, attention_mask=real).logits[:, :-1] / temperature).log_softmax(-1)
     logp = table.gather(2, ids[:, 1:, None])[:, :, 0]
     old = logp.detach() + 0.3 * torch.randn(logp.shape).double()
@@ -209,14 +195,14 @@ def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, 
     (loss.sum() / trained.sum()).backward()
 
     policy = load_policy(str(tmp_path), mesh, torch.float32)
-    lengths = torch.tensor([len(r.completion_ids) for r in rollouts])
-    weight = losses.sequence_weights(lengths, "token_mean", lengths.sum(), count, longest)
-    old_logps = [old[s][trained[s].bool()].float() for s in range(count)]
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts])
+    weight = losses.sequence_weights(lengths, "token_mean", num_tokens=lengths.sum(), num_sequences=count,
+                                     max_length=longest)
+    old_logps = [old[s][trained[s]].float() for s in range(count)]
     total = 0.0
     for batch in pack(rollouts, range(count), rng.randint(width, 4 * width), "cpu"):
         new, _ = policy(batch, temperature)
-        token_loss, _, _ = losses.policy_loss(
-            new, batch.flat(old_logps), batch.spread(adv), batch.mean, 0.2, 0.2, "clip")
+        token_loss, _, _ = losses.LOSSES["clip"](new, batch.flat(old_logps), batch.spread(adv))
         part = (batch.spread(weight) * token_loss).sum()
         part.backward()
         total += part.item()
@@ -271,17 +257,11 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         logp, entropy = policy(batch, 1.0)
         assert logp.shape == entropy.shape == batch.targets.shape
         old = batch.split(logp.detach())
-        loss, _, _ = losses.policy_loss(
-            logp, batch.flat(old), batch.spread(adv), batch.mean, 0.2, 0.2, "clip")
+        loss, _, _ = losses.LOSSES["clip"](logp, batch.flat(old), batch.spread(adv), mean=batch.mean)
         (batch.spread(adv) * loss).sum().backward()
         assert all(p.grad is not None for p in policy.parameters())
         with pytest.raises(DataDependentOutputException):
             loss.sum().item()                                       # what such a read would have raised
-
-
-def test_no_attention_mask_is_made_for_packed_rows():
-    """For one transformers would search position_ids for sequences: a wait for the device at each forward."""
-    assert "sdpa" in ALL_MASK_ATTENTION_FUNCTIONS and "packed" not in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def test_moments_are_in_host_memory_but_for_the_step():
@@ -301,10 +281,6 @@ def test_moments_are_in_host_memory_but_for_the_step():
     assert seen == [set(), {"cuda"}]
 
 
-class OnCuda(torch.Tensor):
-    is_cuda = True
-
-
 def test_products_on_cuda_are_asked_for_in_float32(monkeypatch):
     """PyTorch's, which takes matrices alone and keeps its sums, replaced by what that means."""
     def mm(a, b, out_dtype):
@@ -316,54 +292,42 @@ def test_products_on_cuda_are_asked_for_in_float32(monkeypatch):
                                a.double() @ b.double(), atol=1e-5, rtol=1e-5)
 
 
-def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch):
-    """PyTorch's CUDA kernel replaced by a loop over what its arguments mean: the CPU path's values."""
-    real = inspect.signature(model_file.varlen.varlen_attn)
-
-    def loop(*args, **kwargs):
-        q, k, v, starts, key_starts, longest, key_longest = args
-        bound = real.bind(*args, **kwargs).arguments                  # what PyTorch's own would take
-        assert bound["window_size"] == (-1, 0) and bound.get("enable_gqa", True)
-        assert ("enable_gqa" in bound) == ("enable_gqa" in real.parameters)
-        assert starts.dtype == torch.int32 and starts.tolist() == key_starts.tolist()
-        assert longest == key_longest == max(starts.diff())
-        rows = []
-        for start, end in zip(starts, starts[1:]):
-            for t in range(start, end):
-                group = q.shape[1] // k.shape[1]
-                for head in range(q.shape[1]):
-                    scores = k[start:t + 1, head // group] @ q[t, head] * kwargs["scale"]
-                    rows.append(scores.softmax(0) @ v[start:t + 1, head // group])
-        return torch.stack(rows).view(q.shape)
-
-    q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    bounds = [0, 1, 5, 9]
-    expected, _ = packed_attention(None, q, k, v, None, 0.3, bounds=bounds)
-    monkeypatch.setattr(model_file.varlen, "varlen_attn", loop)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    on_cuda, _ = packed_attention(None, *(x.bfloat16().as_subclass(OnCuda) for x in (q, k, v)), None, 0.3,
-                                  bounds=bounds, offsets=torch.tensor(bounds, dtype=torch.int32))
-    torch.testing.assert_close(on_cuda.as_subclass(torch.Tensor).float(), expected, atol=0.05, rtol=0.05)
-
-
 # ---------------------------------------------------------------- the critic
 
 def test_a_value_is_of_the_state_before_its_token(folder, mesh):
     critic = load_critic(folder, mesh, torch.float32)
     torch.nn.init.normal_(critic.hf.score.weight.to_local())
-    values = lambda completion: critic(pack([rollout([5, 6], completion)], [0], 50, "cpu")[0]).detach()
+    values = lambda *parts: critic(pack([episode([5, 6], *parts)], [0], 50, "cpu")[0]).detach()
     first, changed = values([7, 8, 9, 10]), values([7, 8, 99, 10])
-    torch.testing.assert_close(first[:3], changed[:3])           # the token at 2 is not seen by its own value
-    assert (first[3] - changed[3]).abs() > 1e-4                      # but by the one behind it
+    # The token at 2 is not seen by its own value, but by the one behind it.
+    torch.testing.assert_close(first[:3], changed[:3])
+    assert (first[3] - changed[3]).abs() > 1e-4
+    # An inserted token has no value. That of the first token after it sees it.
+    first, changed = values([7, 8], [3, 4], [9, 10]), values([7, 8], [3, 44], [9, 10])
+    assert len(first) == 4
+    torch.testing.assert_close(first[:2], changed[:2])
+    assert ((first[2:] - changed[2:]).abs() > 1e-4).all()
+    rollouts = random_rollouts(5, 256, parts=(2, 4))
+    for s, part in token_values(critic, rollouts, range(5), 200).items():
+        torch.testing.assert_close(part, critic(pack(rollouts, [s], 200, "cpu")[0]).detach())
+
+
+def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):
+    critic, batch = load_critic(folder, mesh, torch.float32), idle("cpu")
+    loss, clipped = value_loss(critic(batch), batch.flat({}), batch.flat({}), 0.5)
+    loss.sum().backward()
+    assert loss.sum().item() == len(clipped) == 0
+    assert all(p.grad is not None and not p.grad.full_tensor().any() for p in critic.parameters())
 
 
 def test_a_new_critic_starts_at_zero_and_learns_known_returns(folder, mesh):
     critic = load_critic(folder, mesh, torch.float32)
-    optimizer = torch.optim.AdamW(critic.parameters(), 3e-3)     # before a forward, which gathers parameters
+    # Before a forward, which gathers parameters.
+    optimizer = torch.optim.AdamW(critic.parameters(), 3e-3)
     rollouts = random_rollouts(24, 256)
     (batch,) = pack(rollouts, range(24), 1000, "cpu")
     assert not critic(batch).any()
-    returns = [torch.linspace(-1, 1, 24)[i].expand(len(r.completion_ids)) for i, r in enumerate(rollouts)]
+    returns = [torch.linspace(-1, 1, 24)[i].expand(len(r.logprobs)) for i, r in enumerate(rollouts)]
     for _ in range(60):
         loss, _ = value_loss(critic(batch), torch.zeros(len(batch.targets)), batch.flat(returns), 0.0)
         loss.mean().backward()
@@ -373,20 +337,6 @@ def test_a_new_critic_starts_at_zero_and_learns_known_returns(folder, mesh):
 
 
 # ---------------------------------------------------------------- what cannot be trained is refused
-
-def test_a_sequence_beyond_the_sliding_window_is_refused():
-    q = torch.randn(1, 2, 8, 4)
-    packed_attention(None, q, q, q, None, 0.5, bounds=[0, 4, 8], sliding_window=4)
-    with pytest.raises(ValueError, match="5 tokens exceeds the model's sliding window of 4"):
-        packed_attention(None, q, q, q, None, 0.5, bounds=[0, 5, 8], sliding_window=4)
-
-
-@pytest.mark.parametrize("what", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}])
-def test_attention_with_softcapped_scores_or_sinks_is_refused(what):
-    q = torch.randn(1, 2, 8, 4)
-    with pytest.raises(ValueError, match="softcapped scores or sinks"):
-        packed_attention(None, q, q, q, None, 0.5, bounds=[0, 8], **what)
-
 
 def test_softcapped_heads_are_refused(tmp_path, mesh):
     Gemma2Config().save_pretrained(tmp_path)
@@ -419,6 +369,6 @@ def test_a_missing_model_folder_is_named(tmp_path):
 def test_a_name_that_the_hub_does_not_know_is_named(monkeypatch):
     def refuse(path):
         raise OSError(f"{path} is not a valid model identifier\nand much more")
-    monkeypatch.setattr("model.AutoConfig.from_pretrained", refuse)
+    monkeypatch.setattr("models.AutoConfig.from_pretrained", refuse)
     with pytest.raises(ValueError, match="critic_model=nonsuch: no such .* not a valid model identifier$"):
         check_model("nonsuch", "critic_model")

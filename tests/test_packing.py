@@ -193,11 +193,11 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
     assert correction == "none" or len({round(x.item(), 4) for x in torch.cat(list(found.values()))}) > 1
 
 
-def test_nothing_of_an_idle_micro_batch_is_a_number():
-    """Tensors of all dtypes, from lists and from dicts, come out empty."""
+def test_the_tensors_of_an_idle_micro_batch_are_empty():
     batch, values = idle("cpu"), torch.randn(5)
     assert batch.spread(values).tolist() == batch.mean(torch.empty(0)).tolist() == []
     assert batch.flat({}).tolist() == batch.flat([values]).tolist() == [] and batch.split(torch.empty(0)) == {}
+    assert batch.flat({}).dtype == torch.float32 and batch.flat({}, torch.bool).dtype == torch.bool
 
 
 # ---------------------------------------------------------------- attention

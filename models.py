@@ -134,7 +134,7 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """A transformer with a scalar head whose forward returns the value of the state before each sampled token."""
+    """A transformer with a scalar head whose forward returns the value of the state before each token."""
 
     def __init__(self, hf):
         super().__init__()

@@ -149,7 +149,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
 
 
 def give_float32_head(model):
-    """Let a model of vLLM 0.25 compute logits in float32. That version is the last that needs this function."""
+    """Let a model of vLLM 0.25 compute logits in float32; that version is the last that needs this."""
     model.lm_head.quant_method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
 
 

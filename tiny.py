@@ -64,7 +64,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer():
-    """One token per byte, so any text goes in, and one for each role marker, the end of a turn, and padding."""
+    """One token per byte, so any text goes in, and one for each role marker, end of turn and padding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())      # a printable character stands for each byte
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -116,7 +116,7 @@ def batches(rows, harder_rows, tokenizer, rng):
 
 
 def loss_of(model, batch, pad):
-    """Mean cross-entropy of completion tokens. Padding on the right needs no mask, since nothing looks ahead."""
+    """Mean cross-entropy of completion tokens. Padding on the right needs no mask: nothing looks ahead."""
     width = max(len(prompt) + len(completion) for prompt, completion in batch)
     ids = torch.full((len(batch), width), pad)
     targets = torch.full((len(batch), width), -100)                         # no loss on prompts, padding

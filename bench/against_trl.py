@@ -39,7 +39,7 @@ configure(globals())
 
 # ---------------------------------------------------------------- under TRL
 def run_under_trl():
-    """GRPOTrainer on bench/step.py's rollouts or on algebra problems; prints a line per step, then figures."""
+    """GRPOTrainer on bench/step.py's rollouts or algebra problems; prints a line per step, then results."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

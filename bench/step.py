@@ -9,8 +9,8 @@ How fast a step is and how much memory it takes: the update, the weight sync, th
 
 The update is train_grpo.py's, on random tokens and without its metrics. Figures are of one rank, and medians
 of `repeats` after one that is left out. --work=folder keeps model and rollouts, for bench/against_trl.py.
-"Bare" is LLM.generate with logprobs, by the same engine, awake all the time and without a seed per prompt. On a
-GPU the times of sync and rollouts include the engine's waking and falling asleep.
+"Bare" is LLM.generate with logprobs, by the same engine, always awake and without a seed per prompt.
+On a GPU the times of sync and rollouts include the engine's waking and falling asleep.
 """
 import gc
 import json as json_module

@@ -11,14 +11,14 @@ compared with the other scores of the same prompt, (r - mean) / std, and all its
 The policy is then updated with PPO's clipped loss, without a critic, and the engine that samples gets the new
 weights. Without arguments this trains the small model of tiny.py on algebra problems, on a CPU.
 
-Two defaults differ from the paper, which config/grpo.py follows:
-1. Every token of the step has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper
-   every completion has, so a token of a long completion counts for less: --loss_aggregation=sequence_mean.
-2. There is no KL term, hence no reference model in memory; newer recipes with verifiable rewards drop both.
-   --kl_coef=0.04 is the paper's. The reference stays the initial model throughout.
-As in the paper's runs, a step makes one update. The policy is then still the one that sampled, so every ratio
-is 1 and nothing is clipped. With --updates_per_step=4 each update takes a quarter of the step's completions,
-and from the second update on the policy differs from the one that sampled them.
+The algorithm differs from the paper in two defaults; config/grpo.py sets both as in the paper:
+1. Every token of an update has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper
+   every completion has the same weight, so a token of a long completion counts for less.
+2. There is no KL to a reference model, and so no such model in memory; newer recipes with verifiable rewards
+   drop it as well. With --kl_coef=0.04, the paper's, the reference is the initial model throughout.
+By default a step makes one update, as in the paper's runs. The policy is then still the one that sampled, so
+the ratio is 1 and nothing is clipped. With --updates_per_step=4 each update takes a quarter of the step's
+completions, and from the second update on the policy differs from the one that sampled them.
 """
 import math
 import random
@@ -57,14 +57,14 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # of generated training problems, their order, and sampling
 out_dir = ""                    # the run's folder; empty: a new one under out/
 resume = ""                     # auto: go on from the newest checkpoint in out_dir, if any; or a checkpoint
-from settings import *          # data, reward model, engine, precision, output: settings.py
+from settings import *          # dtype and the like: more of data, rewards, engine, precision, output
 # algorithm
 temperature = 1.0               # of sampling, and of the trainer's logprobs
 advantage = "grpo"              # a name in losses.ADVANTAGES: grpo, dr_grpo (no std), rloo, opo, remax, ...
 pass_k = 4                      # k of advantage=pass_at_k
 kl_coef = 0.0                   # weight of the KL to the initial model; 0: no reference model
 kl_in = "loss"                  # or reward: taken off each completion's score, summed over its tokens
-kl_estimator = "k3"             # see losses.kl_penalty; in the loss k2, k3, k3+ or k3_is, in the reward k1
+kl_estimator = "k3"             # in the loss k2, k3, k3+, k3_is; for kl_in=reward set k1: losses.kl_penalty
 updates_per_step = 1            # optimizer steps per rollout, each on its share of the completions
 old_logprobs = "trainer"        # the ratio's denominator: computed by the trainer, or the engine's own
 loss_type = "clip"              # a name in losses.LOSSES: clip (PPO), gspo, gmpo, cispo, sapo, gpg, ...
@@ -73,8 +73,8 @@ epsilon_high = 0.2              # and above 1 + epsilon_high; DAPO: 0.28
 dual_clip = 0.0                 # clips the ratio at this where the advantage is negative, e.g. 3; 0: nowhere
 cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov act on
 loss_aggregation = "token_mean" # token_mean, sequence_mean, constant_length or sequence_sum
-engine_correction = "none"      # weights for the gap between engine and trainer: losses.correction_weights
-correction_low = 0.5            # masks: weight 0 where the ratio is lower
+engine_correction = "none"      # weights by the ratio of trainer to engine: see losses.correction_weights
+correction_low = 0.5            # masks: weight 0 where that ratio is lower
 correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
 entropy_coef = 0.0              # weight of the entropy bonus
 entropy_decay = "constant"      # of that weight, down to 0 at max_steps: linear, cosine; or constant
@@ -101,10 +101,10 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 N = prompts_per_step * G                                        # completions per step, on all ranks
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# Some terms of the loss have a gradient even where the advantage is 0.
+# These terms of the loss have a gradient even where the advantage is 0. A loss of yours may belong here.
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
-# A step's only update finds the policy as it sampled: its own forward gives the old logprobs, at no cost. For
-# several updates they have to be computed before the first one.
+# With one update per step the policy has not changed since it sampled, so its own forward gives the old
+# logprobs. For several updates they have to be computed before the first one.
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__)                                   # its folder, and where it goes on from
 with input_errors():
@@ -130,7 +130,7 @@ networks = {"": (policy, optimizer)}                            # what a checkpo
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 
 
-def decay(kind, progress):
+def decay(kind, progress):                                      # of the learning rate and the entropy bonus
     return {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
 
 
@@ -167,14 +167,15 @@ def greedy_scores(prompts, names):
 
 def kl_to_reference(rollouts):
     """For kl_in=reward: KL to the initial model, summed over the tokens of each rollout, [N]."""
-    sums, share = torch.zeros(N, device=device), deal(rollouts, range(N), world_size)[rank]
+    sums = torch.zeros(N, device=device)
+    share = deal(rollouts, range(N), world_size)[rank]
     for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
         engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
         sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
     return torch.tensor(ranks.total(sums), device=device)
 
 
-def covariance_marks(rollouts, adv, step):
+def marked_tokens(rollouts, adv, step):
     """The tokens that clip_cov and kl_cov act on: a bool [len] for each rollout, the same on every rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
     marks = losses.covariance_marks([torch.from_numpy(r.logprobs) for r in rollouts], adv.cpu(), loss_type,
@@ -183,12 +184,16 @@ def covariance_marks(rollouts, adv, step):
 
 
 # ---------------------------------------------------------------- the loop
+# Shapes: N rollouts in a step, on all ranks; C sampled tokens in a micro-batch, the EOS among them, and never a
+# prompt's or padding. {s: [len]} has a tensor for the sampled tokens of each rollout s. In a micro-batch
+# batch.flat({s: [len]}) is [C], batch.spread([N]) gives each token the value of its rollout, [C], and
+# batch.split([C]) is {s: [len]} again.
 for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
-    if step == max_steps or step % eval_interval == 0 and not stopping:
+    if step == max_steps or (step % eval_interval == 0 and not stopping):
         with log.timed("eval"):
             log.evaluation(evaluate())
     if step == max_steps or step % save_interval == 0 or stopping:
@@ -226,8 +231,8 @@ for step in range(run.first_step, max_steps + 1):
     # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout without advantage has no gradient. It counts in the denominators below, but nothing is
-    # computed for it, which makes the default run 1.7 times as fast.
+    # A rollout with advantage 0 has no gradient. It counts in the denominators below, but nothing is computed
+    # for it, which makes the default run 1.7 times as fast.
     computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
     all_shares = sum(shares, [])
@@ -238,12 +243,12 @@ for step in range(run.first_step, max_steps + 1):
     with log.timed("ref"):
         ref_logps = (token_logprobs(reference, rollouts, all_shares, token_budget, temperature)
                      if kl_in_loss else {})                                             # {s: [len]}
-    marked = covariance_marks(rollouts, adv, step) if loss_type in ("clip_cov", "kl_cov") else None
+    marked = marked_tokens(rollouts, adv, step) if loss_type in ("clip_cov", "kl_cov") else None
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
         optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
-        entropy_bonus = entropy_coef * decay(entropy_decay, step / max_steps)
+        entropy_weight = entropy_coef * decay(entropy_decay, step / max_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
             # The denominators count the whole update, on all ranks, so that the gradient is the same for any
@@ -251,6 +256,7 @@ for step in range(run.first_step, max_steps + 1):
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                                       # [N]
+            # All ranks have the same number of micro-batches; one that runs out of work gets some with C = 0.
             for batch in micro_batches(rollouts, share, token_budget, device):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
@@ -268,9 +274,10 @@ for step in range(run.first_step, max_steps + 1):
                       else torch.zeros_like(logp))                                      # [C]
                 token_loss = correction * token_loss + kl_coef * kl
                 if entropy_coef > 0:
-                    token_loss = token_loss - entropy_bonus * entropy
+                    token_loss = token_loss - entropy_weight * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
+                # The means are over the computed tokens only.
                 log.sum("loss", loss / updates_per_step)
                 log.mean("entropy", entropy)
                 log.mean("kl", kl)
@@ -279,9 +286,9 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # Nothing has moved yet, so engine and trainer have the same weights and must agree.
-                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound,
-                                                        tokenizer)
+                # Nothing has moved yet: engine and trainer have the same weights. Stops if they disagree.
+                trainer_logps = old_logps if old_needs_forward else new_logps
+                log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # not where it is infinite or NaN
                 optimizer.step()

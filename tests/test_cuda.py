@@ -1,16 +1,17 @@
 """What only a GPU can show: the attention kernel, products kept in float32, a policy, vLLM's sleep."""
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-import model as model_file
+import packing
 import rollout
 import weights
-from model import load_policy, pack, packed_attention, product
+from models import load_policy, product
+from packing import idle, pack, packed_attention
+from test_packing import episode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.fixture()
 def mesh():
     torch.cuda.set_device(0)
-    if dist.is_initialized():                                           # another module's, over gloo
+    # Another module's, over gloo.
+    if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     return dist.init_device_mesh("cuda", (1,))
@@ -50,7 +52,7 @@ def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_hea
 
     distances = []
     for kernel in (True, False):
-        monkeypatch.setattr(model_file, "kernel_takes", lambda query, value: kernel)
+        monkeypatch.setattr(packing, "kernel_takes", lambda query, value: kernel)
         fast = [x.clone().requires_grad_() for x in inputs]
         output, _ = packed_attention(None, *fast, None, 1 / 8, bounds=bounds, offsets=offsets)
         output.backward(upstream)
@@ -62,27 +64,33 @@ def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_hea
 
 def test_products_of_bfloat16_are_kept_in_float32():
     a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((300, 1024), (1024, 5000)))
-    for x, y in ((a, b), (a, b.T.contiguous().T), (a.T.contiguous().T, b)):     # row-major and column-major
+    # Row-major and column-major.
+    for x, y in ((a, b), (a, b.T.contiguous().T), (a.T.contiguous().T, b)):
         assert distance(product(x, y), a.double() @ b.double()) < 1e-5
 
 
 def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
     rng = random.Random(0)
-    ids = lambda longest: [rng.randrange(256) for _ in range(rng.randint(1, longest))]
-    rollouts = [SimpleNamespace(prompt_ids=ids(30), completion_ids=ids(90)) for _ in range(40)]
+    part = lambda longest: [rng.randrange(256) for _ in range(rng.randint(1, longest))]
+    # One span, or two with inserted tokens between them.
+    rollouts = [episode(part(30), part(90), *((part(30), part(60)) if i % 2 else ())) for i in range(40)]
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy, gaps = load_policy(folder, mesh, torch.bfloat16), []
     for batch in pack(rollouts, range(40), 1000, "cuda"):
         logp, _ = policy(batch, 1.0)
         logp.sum().backward()
         for s, values in batch.split(logp.detach().cpu()).items():
-            r = rollouts[s]
+            ids, spans = torch.from_numpy(rollouts[s].ids).long(), rollouts[s].spans
             with torch.no_grad():
-                table = plain(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0].log_softmax(-1)
-            expected = table[len(r.prompt_ids) - 1:-1].gather(1, torch.tensor(r.completion_ids)[:, None])
-            gaps.append((values - expected[:, 0]).abs())
+                table = plain(ids[None]).logits[0].log_softmax(-1)
+            logps = table[:-1].gather(1, ids[1:, None])[:, 0]
+            gaps.append((values - torch.cat([logps[start - 1:end - 1] for start, end in spans])).abs())
     assert torch.cat(gaps).mean() < 0.05
     assert all(p.grad.full_tensor().isfinite().all() for p in policy.parameters())
+    policy.zero_grad()
+    logp, _ = policy(idle("cuda"), 1.0)
+    logp.sum().backward()
+    assert len(logp) == 0 and not any(p.grad.full_tensor().any() for p in policy.parameters())
 
 
 def gap(policy, rollouts):
@@ -90,7 +98,7 @@ def gap(policy, rollouts):
     with torch.no_grad():
         logp, _ = policy(batch, 1.0)
     policy.reshard()
-    theirs = torch.tensor([x for s in batch.sequences for x in rollouts[s].logprobs], device="cuda")
+    theirs = batch.flat([torch.from_numpy(r.logprobs).cuda() for r in rollouts])
     return (logp - theirs).abs().mean()
 
 

@@ -7,6 +7,7 @@ import shutil
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,14 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import data
 import rollout
 import tiny
-from model import load_policy, pack
+from models import load_policy
+from packing import pack
+from test_packing import episode
 
 PROMPTS = [[72, 105], [50, 43, 50, 61], [65], list(range(97, 117))]
 ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def engine(request, folder, mesh):  # mesh: vLLM joins the process group that the scripts have made before it
+def engine(request, folder, mesh):
+    # mesh: vLLM joins the process group that the scripts have made before it.
     made = rollout.engine_class(request.param)(folder, torch.float32, 64, [10, 20, 30], 0.4)
     yield made
     made.close()
@@ -38,27 +42,51 @@ def generate(engine, prompts=PROMPTS, n=3, seeds=None, max_tokens=24, temperatur
                            temperature, **kwargs)
 
 
-def largest_gap(rollouts, model, temperature):
-    gaps = []
+def prompts_of(rollouts):
+    return [r.prompt_ids.tolist() for r in rollouts]
+
+
+def completions_of(rollouts):
+    return [r.sampled_ids.tolist() for r in rollouts]
+
+
+def identical(a, b):
+    """Whether two lists of rollouts are the same, bit for bit."""
+    fields = lambda rollouts: [(r.ids.tolist(), r.spans.tolist(), r.logprobs.tobytes(), r.finish_reason, r.row,
+                                r.completion) for r in rollouts]
+    return fields(a) == fields(b)
+
+
+def tables(rollouts, model, temperature=1.0):
+    """For each rollout its completion and the logits / temperature where each of its tokens is predicted."""
     for r in rollouts:
         with torch.no_grad():
-            logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0]
-            table = (logits / temperature).log_softmax(-1)
-        for t, (token, logprob) in enumerate(zip(r.completion_ids, r.logprobs)):
-            gaps.append(abs(table[len(r.prompt_ids) + t - 1, token].item() - logprob))
+            logits = model(torch.from_numpy(r.ids).long()[None]).logits[0] / temperature
+        yield r.sampled_ids.tolist(), logits[len(r.prompt_ids) - 1:-1]
+
+
+def largest_gap(rollouts, model, temperature):
+    gaps = []
+    for r, (completion, logits) in zip(rollouts, tables(rollouts, model, temperature)):
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        gaps.append((expected - torch.from_numpy(r.logprobs)).abs().max().item())
     return max(gaps)
 
 
 def test_shape_of_the_answer(engine):
     rollouts = generate(engine)
-    assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(3)]
-    assert len({tuple(r.completion_ids) for r in rollouts[:3]}) == 3              # a prompt's samples differ
+    assert prompts_of(rollouts) == [p for p in PROMPTS for _ in range(3)]
+    # A prompt's samples differ.
+    assert len(set(map(tuple, completions_of(rollouts[:3])))) == 3
     for r in rollouts:
-        assert len(r.logprobs) == len(r.completion_ids) <= 24
-        *body, last = r.completion_ids
+        assert r.ids.dtype == r.spans.dtype == np.int32 and r.logprobs.dtype == np.float32
+        assert r.spans.tolist() == [[len(r.prompt_ids), len(r.ids)]]
+        *body, last = r.sampled_ids.tolist()
+        assert len(r.logprobs) == len(body) + 1 <= 24
         assert not {10, 20, 30} & set(body)
-        assert r.finish_reason == ("stop" if last in (10, 20, 30) else "length")  # the end token is in it
-        assert r.finish_reason == "stop" or len(r.completion_ids) == 24
+        # The end token is in it.
+        assert r.finish_reason == ("stop" if last in (10, 20, 30) else "length")
+        assert r.finish_reason == "stop" or len(r.logprobs) == 24
     assert {r.finish_reason for r in generate(engine, n=16)} == {"stop", "length"}
 
 
@@ -78,47 +106,63 @@ def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, mo
                         for name, p in moved.named_parameters(remove_duplicate=False))
     after = generate(engine, temperature=temperature)
     assert largest_gap(after, moved, temperature) < 1e-5
-    assert largest_gap(after, model, temperature) > 1e-2                # the old weights are really gone
+    # The old weights are really gone.
+    assert largest_gap(after, model, temperature) > 1e-2
     engine.load_weights((name, p.detach().clone())
                         for name, p in model.named_parameters(remove_duplicate=False))
     again = generate(engine, temperature=temperature)
-    assert [r.completion_ids for r in again] == [r.completion_ids for r in before]
+    assert completions_of(again) == completions_of(before)
 
 
-def test_a_generation_repeats_under_its_seeds_whatever_is_beside_it(engine):
+def test_a_generation_repeats_under_its_seeds_whatever_else_is_in_the_batch(engine):
     first = generate(engine)
     generate(engine, seeds=[7, 8, 9, 10])
-    assert generate(engine) == first
+    assert identical(generate(engine), first)
     alone = generate(engine, prompts=PROMPTS[1:2], seeds=[101])
-    assert [r.completion_ids for r in alone] == [r.completion_ids for r in first[3:6]]
+    assert completions_of(alone) == completions_of(first[3:6])
     other = generate(engine, seeds=[1, 2, 3, 4])
-    assert [r.completion_ids for r in other] != [r.completion_ids for r in first]
+    assert completions_of(other) != completions_of(first)
 
 
 def test_more_prompts_than_fit_one_batch(engine):
     prompts = [[65 + i % 26] * (1 + i % 7) for i in range(150)]
     many = generate(engine, prompts=prompts, n=4, seeds=list(range(150)), max_tokens=4)
-    assert [r.prompt_ids for r in many] == [p for p in prompts for _ in range(4)]
+    assert prompts_of(many) == [p for p in prompts for _ in range(4)]
     some = generate(engine, prompts=prompts[140:141], n=4, seeds=[140], max_tokens=4)
-    assert [r.completion_ids for r in many[560:564]] == [r.completion_ids for r in some]
+    assert completions_of(many[560:564]) == completions_of(some)
 
 
 def test_truncated_sampling_reports_the_truncated_distribution(engine, model):
-    for r in generate(engine, temperature=0.8, top_p=0.9, top_k=5):
-        with torch.no_grad():
-            table = (model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0] / 0.8).softmax(-1)
-        for t, (token, logprob) in enumerate(zip(r.completion_ids, r.logprobs)):
-            kept = slow_truncation(table[len(r.prompt_ids) + t - 1].tolist(), 0.9, 5)
+    rollouts = generate(engine, temperature=0.8, top_p=0.9, top_k=5)
+    for r, (completion, logits) in zip(rollouts, tables(rollouts, model, 0.8)):
+        for token, logprob, probs in zip(completion, r.logprobs, logits.softmax(-1).tolist()):
+            kept = slow_truncation(probs, 0.9, 5)
             assert math.exp(logprob) == pytest.approx(kept[token], abs=1e-4)
 
 
 def test_greedy_takes_the_likeliest_token(engine, model):
     rollouts = generate(engine, n=2, temperature=0.0)
-    assert rollouts[::2] == rollouts[1::2] and [r.prompt_ids for r in rollouts[::2]] == PROMPTS
+    assert identical(rollouts[::2], rollouts[1::2]) and prompts_of(rollouts[::2]) == PROMPTS
+    for completion, logits in tables(rollouts, model):
+        assert completion == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("prompt", ["2+3=", [{"role": "user", "content": "2+3="}]])
+def test_a_rollout_gets_its_row_and_its_text(folder, prompt):
+    """The text has no special tokens, and is a message where the prompt is a list of messages."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [{"prompt": prompt, "answer": str(i)} for i in range(2)]
+    prompts = [data.Prompt(row, data.encode_prompt(tokenizer, row["prompt"])) for row in rows]
+    engine = rollout.HFEngine(folder, torch.float32, 64, [tokenizer.eos_token_id], 0.4)
+    rollouts = rollout.generate(engine, tokenizer, prompts, 3, [5, 9], 8, 1.0)
+    assert [r.row for r in rollouts] == [row for row in rows for _ in range(3)]
+    assert all(r.row is rows[i // 3] for i, r in enumerate(rollouts))
+    bare = engine.generate([ids for _, ids in prompts], 3, [5, 9], 8, 1.0)
+    assert completions_of(rollouts) == completions_of(bare) and prompts_of(rollouts) == prompts_of(bare)
     for r in rollouts:
-        with torch.no_grad():
-            table = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0]
-        assert r.completion_ids == table[len(r.prompt_ids) - 1:-1].argmax(-1).tolist()
+        text = tokenizer.decode(r.sampled_ids, skip_special_tokens=True)
+        assert r.completion == (text if prompt == "2+3=" else [{"role": "assistant", "content": text}])
+        assert math.isnan(r.score) and r.parts == {}
 
 
 def close(engine):
@@ -130,7 +174,8 @@ def close(engine):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh):
-    base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}                # surer of its tokens than `folder`
+    # This model is surer of its tokens than `folder`.
+    base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}
     tokenizer = AutoTokenizer.from_pretrained(base)
     prompts = [data.encode_prompt(tokenizer, row["prompt"]) for row in data.load_rows("algebra", "eval", 8)]
     policy = load_policy(base, mesh, torch.bfloat16, float32_head=True)
@@ -141,7 +186,7 @@ def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh
         (batch,) = pack(rollouts, range(len(rollouts)), 20000, "cpu")
         with torch.no_grad():
             logp, _ = policy(batch, 1.0)
-        theirs = batch.flat([torch.tensor(r.logprobs) for r in rollouts])
+        theirs = batch.flat([torch.from_numpy(r.logprobs) for r in rollouts])
         gaps[float32_head] = (logp - theirs).abs().mean().item()
         close(engine)
     assert gaps[True] < 2e-3 and gaps[True] < 0.8 * gaps[False], gaps
@@ -177,19 +222,21 @@ class SleepyLLM:
 
 
 @pytest.mark.skipif("vllm" not in ENGINES, reason="needs vLLM")
-def test_vllm_sleeps_but_to_sample_and_to_take_weights(folder, model, mesh):
+def test_vllm_sleeps_except_to_sample_and_to_take_weights(folder, model, mesh):
     engine = rollout.VLLMEngine(folder, torch.float32, 64, [10, 20, 30], 0.4)
     engine.llm, engine.cuda = SleepyLLM(engine.llm), True
     engine._sleep()
     for _ in range(3):
-        for _ in range(2):                                              # an evaluation, a rollout
+        # An evaluation and a rollout. Afterwards the memory is the trainer's.
+        for _ in range(2):
             assert largest_gap(generate(engine), model, 0.8) < 1e-5
-            assert not engine.llm.mapped                                # the memory is the trainer's
+            assert not engine.llm.mapped
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.05 * torch.randn_like(p)
         engine.load_weights(model.named_parameters(remove_duplicate=False))
-        engine._sleep()                                                 # half awake: it wakes up first
+        # Half awake it wakes up first.
+        engine._sleep()
         assert not engine.llm.mapped
         engine.load_weights(model.named_parameters(remove_duplicate=False))
     close(engine)
@@ -214,7 +261,8 @@ def slow_truncation(probs, top_p, top_k):
 def test_sample_tokens_draws_the_distribution_it_reports(temperature, top_p, top_k):
     logits = torch.tensor([0.3, -1.0, 2.0, 1.1, 0.0, -3.0])
     expected = slow_truncation((logits.double() / temperature).softmax(-1).tolist(), top_p, top_k)
-    uniform = (torch.arange(20000) + 0.5) / 20000                       # every twenty-thousandth once
+    # Every twenty-thousandth once.
+    uniform = (torch.arange(20000) + 0.5) / 20000
     tokens, logprobs = rollout.sample_tokens(logits.expand(20000, 6), uniform, temperature, top_p, top_k)
     assert set(tokens.tolist()) == set(expected)
     for token, p in expected.items():
@@ -246,9 +294,10 @@ def test_hf_engine_keeps_the_logits_of_one_step_only(folder, monkeypatch):
 
 def test_compare_logprobs(mesh, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rollouts = [rollout.Rollout([65], [66, 67], [-1.0, -2.0], "stop"),
-                rollout.Rollout([65], [68], [-0.5], "length")]
-    logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}        # in any order
+    rollouts = [rollout.Rollout.single([65], [66, 67], [-1.0, -2.0], "stop"),
+                rollout.Rollout.single([65], [68], [-0.5], "length")]
+    # In any order.
+    logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}
     metrics = rollout.compare_logprobs(rollouts, logps, 0.2, tokenizer)
     assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
         "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/p99": 0.2,
@@ -259,10 +308,11 @@ def test_compare_logprobs(mesh, folder):
         "sampling/effective_sample_size": (1 + math.exp(0.1) + math.exp(-0.2)) ** 2 / 3 / (
             1 + math.exp(0.2) + math.exp(-0.4)),
         "sampling/kl": (math.exp(0.1) - 1.1 + math.exp(-0.2) - 0.8) / 3}.items()}
-    many = [rollout.Rollout([65], [66] * 300, [-1.0] * 300, "stop")]
+    many = [rollout.Rollout.single([65], [66] * 300, [-1.0] * 300, "stop")]
     logps = {0: torch.tensor([-1.0 - 1e-3 * gap for gap in random.Random(0).sample(range(300), 300)])}
     metrics = rollout.compare_logprobs(many, logps, 0.2, tokenizer)
-    assert metrics["sampling/sampling_logp_difference/p99"] == pytest.approx(0.296)  # 297 of 300: 0 to 0.296
+    # 297 of 300 are from 0 to 0.296.
+    assert metrics["sampling/sampling_logp_difference/p99"] == pytest.approx(0.296)
     for bad in ([-1.0, -1.3], [-1.0, math.nan]):
         with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
             logps = {0: torch.tensor(bad), 1: torch.tensor([-0.5])}
@@ -270,6 +320,19 @@ def test_compare_logprobs(mesh, folder):
         worst = str(error.value).splitlines()[1]
         before, token = tokenizer.decode(66), tokenizer.decode(67)
         assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"
+
+
+def test_compare_logprobs_of_several_spans_and_of_none(mesh, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    r = episode([65], [66, 67], [97, 98], [68])
+    r.logprobs[:] = [-1.0, -2.0, -3.0]
+    metrics = rollout.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -2.9])}, 0.2, tokenizer)
+    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
+    # The text before the worst token is what was sampled before it.
+    with pytest.raises(RuntimeError, match="'BC' \\+ 'D': trainer -9.0000, engine -3.0000"):
+        rollout.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -9.0])}, 0.2, tokenizer)
+    nothing = rollout.compare_logprobs([r], {}, 0.2, tokenizer)
+    assert nothing == {name: float("ratio" in name or "size" in name) for name in metrics}
 
 
 def test_end_tokens(folder, tmp_path):

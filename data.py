@@ -319,16 +319,22 @@ class Prompt(NamedTuple):
     ids: list               # token ids, those of the chat template included
 
 
-def load_prompts(tokenizer, settings):
+def load_prompts(tokenizer, settings, world_size=1):
     """Returns a run's training prompts, its held-out prompts (lists of Prompt) and a sentence about both.
 
     settings: what configure returns. Prompts of more than max_prompt_length tokens are left out. The held-out
-    prompts are the same for every seed. Raises ValueError where load_rows or encode_prompt does, and if no
-    training prompt or no held-out prompt fits max_prompt_length.
+    prompts are the same for every seed. Raises ValueError where load_rows or encode_prompt does, and if too
+    few prompts are left for a step, or too few held-out ones for the ranks.
     """
     s = SimpleNamespace(**settings)
     train_set, train_origin = fitting_prompts(tokenizer, s, "train", s.train_prompts, s.seed)
     eval_set, eval_origin = fitting_prompts(tokenizer, s, "eval", s.eval_prompts, 0)
+    batches = settings.get("max_num_gen_batches", 1)
+    if len(train_set) < s.prompts_per_step * batches:
+        raise ValueError(f"prompts_per_step={s.prompts_per_step}" + f" times max_num_gen_batches={batches}"
+                         * (batches > 1) + f" is more than the {len(train_set)} training prompts")
+    if len(eval_set) < world_size:
+        raise ValueError(f"eval_prompts: {len(eval_set)} held-out prompts are fewer than {world_size} ranks")
     return train_set, eval_set, (f"The run trains on {len(train_set):,} prompts ({train_origin}) and is "
                                  f"evaluated on {len(eval_set):,} held-out prompts ({eval_origin}).")
 
@@ -352,8 +358,9 @@ def fitting_prompts(tokenizer, s, split, count, seed):
         origin = f"{part} {len(rows):,} rows of {file if s.task == 'file' else s.task}"
     if s.task == "file" and not s.eval_file:
         origin += f" that a hash of the prompt {'holds out' if split == 'eval' else 'does not hold out'}"
-    return fitting, (f"{origin}, less {len(prompts) - len(fitting):,} that are longer than "
-                     f"max_prompt_length={s.max_prompt_length} tokens")
+    left_out = len(prompts) - len(fitting)
+    return fitting, origin + (f", without {left_out:,} that are longer than max_prompt_length="
+                              f"{s.max_prompt_length} tokens" if left_out else "")
 
 
 def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):

@@ -111,7 +111,7 @@ with input_errors():
     base = tiny.ensure() if model == "tiny" else model
     check_model(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings)
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     scorer.try_on([prompt.row for prompt in train_set])
 
@@ -184,10 +184,10 @@ def marked_tokens(rollouts, adv, step):
 
 
 # ---------------------------------------------------------------- the loop
-# Shapes: N rollouts in a step, on all ranks; C sampled tokens in a micro-batch, the EOS among them, and never a
-# prompt's or padding. {s: [len]} has a tensor for the sampled tokens of each rollout s. In a micro-batch
-# batch.flat({s: [len]}) is [C], batch.spread([N]) gives each token the value of its rollout, [C], and
-# batch.split([C]) is {s: [len]} again.
+# Shapes: N rollouts in a step, on all ranks. C sampled tokens in a micro-batch, the EOS among them; prompts
+# are not counted, and there is no padding. {s: [len]} has a tensor for the sampled tokens of each rollout s.
+# batch.flat makes [C] of such a dict, batch.split makes the dict of [C], and batch.spread gives each token
+# its rollout's entry of [N].
 for step in range(run.first_step, max_steps + 1):
     log.start(step)
 

@@ -104,7 +104,7 @@ with input_errors():
     check_model(base)
     check_critic(critic_model or base, base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings)
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     scorer.try_on([prompt.row for prompt in train_set])
 
@@ -153,13 +153,26 @@ def evaluate():
     return rewards.evaluation(ranks.gathered(rollouts), eval_samples)
 
 
+def critic_metrics(value, ret, raw_adv, adv):
+    """What the log says of a critic before it has seen the batch; all [C] of this rank, adv whitened."""
+    error_variance, variance = (ranks.mean(x ** 2) - ranks.mean(x) ** 2 for x in (ret - value, ret))
+    extremes = [adv.nan_to_num(0.0).max(), -adv.nan_to_num(0.0).min()] if len(adv) else [-math.inf, -math.inf]
+    highest, lowest = ranks.largest(extremes)
+    return {"critic/vf_explained_var": 1 - error_variance / variance if variance > 1e-8 else 0.0,
+            "critic/values/mean": ranks.mean(value), "critic/returns/mean": ranks.mean(ret),
+            "critic/advantages/mean": ranks.mean(raw_adv),
+            "critic/advantages/max": highest, "critic/advantages/min": -lowest}
+
+
 # ---------------------------------------------------------------- the loop
+# Shapes as in train_grpo.py: N rollouts in a step, on all ranks; C sampled tokens, of a micro-batch or of all
+# that this rank computes; {s: [len]} has a tensor for the sampled tokens of each rollout s.
 for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
-    if step == max_steps or step % eval_interval == 0 and not stopping:
+    if step == max_steps or (step % eval_interval == 0 and not stopping):
         with log.timed("eval"):
             log.evaluation(evaluate())
     if step == max_steps or step % save_interval == 0 or stopping:
@@ -207,17 +220,10 @@ for step in range(run.first_step, max_steps + 1):
         adv = losses.whiten(raw_adv, ranks.mean)                                        # [C]
         # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
         advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
-        total_kl, error = ranks.total([kl.sum()])[0], ret - value
-        error_variance, variance = (ranks.mean(x ** 2) - ranks.mean(x) ** 2 for x in (error, ret))
-        log.metrics |= {
-            "kl": total_kl / lengths.sum().item(), "kl_coef": run.state["kl_coef"],
-            # Of the critic before it has seen this batch.
-            "critic/vf_explained_var": 1 - error_variance / variance if variance > 1e-8 else 0.0,
-            "critic/values/mean": ranks.mean(value), "critic/returns/mean": ranks.mean(ret),
-            "critic/rewards/mean": ranks.mean([x.sum() for x in token_reward.split(lens)]),
-            "critic/advantages/mean": ranks.mean(raw_adv),
-            "critic/advantages/max": max(ranks.gathered([x.max().item() for x in advs.values()])),
-            "critic/advantages/min": min(ranks.gathered([x.min().item() for x in advs.values()]))}
+        total_kl = ranks.total([kl.sum()])[0]
+        log.metrics |= {"kl": total_kl / lengths.sum().item(), "kl_coef": run.state["kl_coef"],
+                        "critic/rewards/mean": ranks.mean([x.sum() for x in token_reward.split(lens)])}
+        log.metrics |= critic_metrics(value, ret, raw_adv, adv)
 
     # ------------------------------------------------------------ 5 update
     train_policy = step >= critic_warmup_steps

@@ -1,4 +1,4 @@
-"""bench.py and bench_gpu.py run, and their figures hang together."""
+"""bench/step.py and bench/gpu.py run, and their figures hang together."""
 import json
 import re
 
@@ -9,7 +9,7 @@ from test_train_grpo import launch
 
 
 def test_figures(tmp_path):
-    output = launch("bench.py", "--sequences=16", "--hidden_size=64", "--num_layers=2", "--repeats=1",
+    output = launch("-m", "bench.step", "--sequences=16", "--hidden_size=64", "--num_layers=2", "--repeats=1",
                     "--json=true", "--engine=hf", "--lengths=skewed", "--cycles=2", f"--work={tmp_path}")
     figures = json.loads(output[output.index("{"):].splitlines()[0])
     rollouts = json.loads((tmp_path / "rollouts.json").read_text())
@@ -25,7 +25,7 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
     tiny.ensure(str(tmp_path / "base"))
     (tmp_path / "run.py").write_text("max_steps = 3\nprompts_per_step = 8\neval_prompts = 32\n"
                                      "learning_rate = 1e-3\nengine = 'hf'\ntrain_prompts = 64\n")
-    output = launch("bench_gpu.py", "--parts=larger", f"--out_dir={tmp_path}", f"--larger={tmp_path}/run.py")
+    output = launch("-m", "bench.gpu", "--parts=larger", f"--out_dir={tmp_path}", f"--larger={tmp_path}/run.py")
     before, after = map(float, re.search(r"eval/mean@4: (.*)\n", output)[1].split(", "))
     again = float(re.search(r"eval/mean@4 +(\d\S*)\n", output)[1])
     assert again == pytest.approx(after, abs=6e-4) and abs(again - before) > 0.01 and again > 0.1
@@ -33,13 +33,14 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
 
 
 def test_what_fails_is_named_at_the_end(tmp_path):
-    output = launch("bench_gpu.py", "--parts=base", f"--out_dir={tmp_path}/out", "--base=--layers=x", code=1)
+    output = launch("-m", "bench.gpu", "--parts=base", f"--out_dir={tmp_path}/out", "--base=--layers=x", code=1)
     assert "--layers must be a whole number" in output and output.endswith("failed: base\n")
 
 
 @pytest.mark.parametrize("script, argument, message", [
-    ("bench.py", "--num_heads=3", "num_heads=3: must be even"),
-    ("bench.py", "--cycles=3", "cycles=3 would do nothing"),
-    ("bench_gpu.py", "--parts=sped", "parts=sped: choose from tests, default")])
+    ("bench.step", "--num_heads=3", "num_heads=3: must be even"),
+    ("bench.step", "--cycles=3", "cycles=3 would do nothing"),
+    ("bench.gpu", "--parts=sped", "parts=sped: choose from tests, default"),
+    ("bench.against_trl", "--pears=3", "did you mean --pairs?")])
 def test_what_is_refused(script, argument, message):
-    assert message in launch(script, argument, code=2)
+    assert message in launch("-m", script, argument, code=2)

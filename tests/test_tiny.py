@@ -58,13 +58,13 @@ def test_the_shipped_base_loads(base):
 
 
 def test_the_shipped_base_is_as_documented(base):
-    """Mostly quick and mostly wrong, but right where it shows its work; all on held-out problems."""
+    """On held-out problems it is mostly quick and mostly wrong, but right where it shows its work."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = data.load_rows("algebra", "eval", 128)
     engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     samples = engine.generate([data.encode_prompt(tokenizer, row["prompt"]) for row in rows], 4,
                               [8 * i for i in range(128)], 64, 1.0)
-    texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in samples]
+    texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in samples]
     scores, _, _ = rewards.score(rewards.accuracy, [row for row in rows for _ in range(4)], texts, 10)
     worked = [score for score, text in zip(scores, texts) if "\n" in text]
     assert 0.2 < sum(scores) / len(scores) < 0.4
@@ -123,7 +123,8 @@ def test_styles(monkeypatch):
     assert all(text.startswith("Answer: ") and "\n" not in text for _, text in quick)
     assert len(quick) / len(late) == pytest.approx(tiny.quick, abs=0.05)
     right = sum(text == f"Answer: {row['answer']}" for row, text in quick) / len(quick)
-    assert tiny.quick_right - 0.03 <= right < tiny.quick_right + 0.2       # the others may be right by chance
+    # The others may be right by chance.
+    assert tiny.quick_right - 0.03 <= right < tiny.quick_right + 0.2
 
 
 def test_no_held_out_problem_is_read():

@@ -67,13 +67,15 @@ def check_grpo(settings):
           f"pass_k={s.pass_k}: more than num_generations={s.num_generations}")
     check(s.advantage != "pass_at_k" or not (s.reward_model or s.kl_coef and s.kl_in == "reward"),
           "advantage=pass_at_k is for scores of 0 and 1: without a reward_model and without kl_in=reward")
-    check(s.dual_clip == 0 or s.dual_clip > 1, f"dual_clip={s.dual_clip}: above 1, or 0 for none")
+    check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
+          f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
     check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo", "clip_cov"),
           f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
     check(s.kl_coef == 0 or s.kl_in == "reward" or s.kl_estimator != "k1",
           "kl_estimator=k1: its gradient in the loss is 0 in expectation; use it with --kl_in=reward")
-    check(s.kl_coef == 0 or s.kl_in == "loss" or s.kl_estimator in ("k1", "k2", "k3"),
-          f"kl_estimator={s.kl_estimator} is made for its gradient; with kl_in=reward take k1 (or k2, k3)")
+    check(s.kl_coef == 0 or s.kl_in == "loss" or s.kl_estimator == "k1",
+          f"kl_estimator={s.kl_estimator}: in the reward only k1 has the gradient of the KL; with "
+          "--kl_in=reward set --kl_estimator=k1")
     check(s.old_logprobs == "trainer" or s.loss_type != "gpg",
           "old_logprobs=engine would do nothing: gpg has no ratio")
     check(s.old_logprobs == "trainer" or s.engine_correction == "none",

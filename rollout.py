@@ -92,7 +92,8 @@ def end_tokens(model, tokenizer):
     try:
         ids = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
-        # The model has no generation config.
+        ids = None
+    if ids is None:
         ids = getattr(AutoConfig.from_pretrained(model), "eos_token_id", None)
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
@@ -106,11 +107,12 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
 
     Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
     sync, a wrong temperature, or a model that one side computes wrongly: training on would be off-policy, and
-    nobody would know. Raises RuntimeError with the worst tokens. sampling_logp_difference: |trainer -
-    engine|; its p99 is that of the rank where it is largest. importance_sampling_ratio: w = exp(trainer -
-    engine), of which nothing is truncated here. effective_sample_size: (sum w)^2 / (n sum w^2), as a share of
-    the tokens. kl: KL(engine || trainer), by k3. A collective: every rank calls it, with or without any
-    logprobs.
+    nobody would know. Raises RuntimeError with the worst tokens. A collective: every rank calls it, with or
+    without any logprobs.
+    sampling_logp_difference   |trainer - engine|; its p99 is that of the rank where it is largest
+    importance_sampling_ratio  w = exp(trainer - engine); nothing is truncated here
+    effective_sample_size      (sum w)^2 / (n sum w^2), as a share of the tokens
+    kl                         KL(engine || trainer), by k3
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]

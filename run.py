@@ -48,7 +48,9 @@ class Run:
             is_ppo, wants_ppo = os.path.isdir(f"{self.resumed}/critic"), "critic_model" in settings
             check(not is_ppo or wants_ppo, f"{self.resumed} has a critic: a run of PPO")
             check(is_ppo or not wants_ppo, f"{self.resumed} has no critic: not a run of PPO")
-            self.state |= checkpoint.load_state(self.resumed)
+            # Another script's state holds more than this one keeps up to date.
+            loaded = checkpoint.load_state(self.resumed)
+            self.state |= {key: value for key, value in loaded.items() if key in self.state}
         before = self.state["settings"]
         for key in SAME:
             now, then = settings.get(key), before.get(key)
@@ -144,9 +146,11 @@ class Run:
 
         Where that fails the older ones stay; the script stops only if it was the run's last.
         """
-        step = self.state["step"]
-        last, problem = step == self.max_steps or self.stopped, None
-        if step > self.first_step:
+        step, problem = self.state["step"], None
+        last = step == self.max_steps or self.stopped
+        # A run that resumes in another folder has no checkpoint of its own yet.
+        before = os.path.dirname(os.path.abspath(self.resumed)) if self.resumed else self.out_dir
+        if step > self.first_step or (last and not os.path.samefile(before, self.out_dir)):
             self.log.flush()
             with self.log.timed("save"):
                 problem = checkpoint.save_checkpoint(
@@ -158,8 +162,8 @@ class Run:
             self.log.write()
         check(not (problem and last), "the last model could not be saved")
         if self.stopped and step < self.max_steps:
-            self.log.say(f"stopped by a signal after {step} steps; "
-                         f"--out_dir={self.out_dir} --resume=auto goes on")
+            self.log.say(f"stopped by a signal after {step} steps" + (
+                f"; --out_dir={self.out_dir} --resume=auto goes on" if step else ": nothing is saved"))
 
     def end(self):
         """Close the log and the engine and leave the process group."""

@@ -11,9 +11,11 @@ choice of what a step trains on. Read that file first; here `# DAPO` marks what 
    --mask_truncated=true leaves completions that were cut off out of the loss.
 3. The upper clip bound is higher (3.1), and each token has the same weight (3.3).
 4. Not in the paper: with skip_after a prompt rests once its completions had equal scores that often in a row.
-What is left out is in no statistics, no loss and no denominator. With filter_groups=False,
-max_num_gen_batches=1, overlong_buffer=0 and the other defaults of train_grpo.py the figures are those of
-train_grpo.py, bit for bit.
+5. updates_per_step is 4; the paper makes 16 updates per rollout.
+A prompt that is left out is in no advantage's statistics, no loss and no denominator. A completion that is
+masked still counts in the mean of its prompt. The logged reward and lengths are of all that was sampled. With
+filter_groups=False, max_num_gen_batches=1, overlong_buffer=0 and the other defaults of train_grpo.py the
+figures are those of train_grpo.py, bit for bit.
 """
 import math
 import random
@@ -35,7 +37,7 @@ from packing import deal, micro_batches
 from run import Run
 from weights import deadline, full_weights
 # ------------------------------------------------------------------------------------------------------------
-# what everybody sets first
+# what everybody sets first; configure() reads the settings between the two dashed lines
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
 train_file = ""                 # JSONL or parquet, for task=file
@@ -47,12 +49,12 @@ num_generations = 8             # completions per prompt (G)
 max_prompt_length = 64          # tokens; longer prompts are left out
 max_completion_length = 64      # tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
-max_steps = 60                  # rollouts, each with its updates
+max_steps = 60                  # each samples completions and makes updates_per_step updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # of generated training problems, their order, and sampling
+seed = 0                        # of generated training problems, the order of prompts, and sampling
 out_dir = ""                    # the run's folder; empty: a new one under out/
 resume = ""                     # auto: go on from the newest checkpoint in out_dir, if any; or a checkpoint
-from settings import *          # dtype and the like: more of data, rewards, engine, precision, output
+from settings import *          # dtype, reward_model, vllm_* and others: see settings.py
 # what a step trains on; these six settings are DAPO's
 filter_groups = True            # leave out prompts whose completions all have the same score
 max_num_gen_batches = 10        # rollouts per step, at most, until filter_groups has enough prompts
@@ -62,27 +64,29 @@ overlong_penalty = 1.0          # by how much it has fallen at the end
 mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 # algorithm
 temperature = 1.0               # of sampling, and of the trainer's logprobs
-advantage = "grpo"              # a name in losses.ADVANTAGES: grpo, dr_grpo (no std), rloo, opo, remax, ...
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
+                                # reinforce++, reinforce++_baseline: losses.ADVANTAGES
 pass_k = 4                      # k of advantage=pass_at_k
 kl_coef = 0.0                   # weight of the KL to the initial model; 0: no reference model
 kl_in = "loss"                  # or reward: taken off each completion's score, summed over its tokens
 kl_estimator = "k3"             # in the loss k2, k3, k3+, k3_is; for kl_in=reward set k1: losses.kl_penalty
-updates_per_step = 4            # optimizer steps per rollout, each on its share of the completions
-old_logprobs = "trainer"        # the ratio's denominator: computed by the trainer, or the engine's own
-loss_type = "clip"              # a name in losses.LOSSES: clip (PPO), gspo, gmpo, cispo, sapo, gpg, ...
+updates_per_step = 4            # DAPO: optimizer steps per step; each completion is in one of them
+old_logprobs = "trainer"        # trainer or engine: whose logprobs are the denominator of the ratio
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, clip_cov, kl_cov: losses.LOSSES
 epsilon = 0.2                   # the ratio is clipped below 1 - epsilon
-epsilon_high = 0.28             # and above 1 + epsilon_high
-dual_clip = 0.0                 # clips the ratio at this where the advantage is negative, e.g. 3; 0: nowhere
+epsilon_high = 0.28             # DAPO: the ratio is clipped above 1 + epsilon_high
+dual_clip = 0.0                 # for negative advantages the ratio is clipped here as well, e.g. 3; 0: not
 cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov act on
-loss_aggregation = "token_mean" # token_mean, sequence_mean, constant_length or sequence_sum
-engine_correction = "none"      # weights by the ratio of trainer to engine: see losses.correction_weights
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
+engine_correction = "none"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
+                                # token_mask, sequence_truncate, sequence_mask, geometric_mask
 correction_low = 0.5            # masks: weight 0 where that ratio is lower
 correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
 entropy_coef = 0.0              # weight of the entropy bonus
-entropy_decay = "constant"      # of that weight, down to 0 at max_steps: linear, cosine; or constant
+entropy_decay = "constant"      # linear or cosine: that weight falls to 0 at max_steps; or constant
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
-lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
+lr_decay = "linear"             # linear or cosine: after warm-up it falls to 0 at max_steps; or constant
 weight_decay = 0.0              # AdamW's
 beta1 = 0.9                     # AdamW's, for the mean of the gradient
 beta2 = 0.95                    # AdamW's, for its square
@@ -104,7 +108,8 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 N = prompts_per_step * G                                        # completions per step, on all ranks
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# These terms of the loss have a gradient even where the advantage is 0. A loss of yours may belong here.
+# These terms of the loss have a gradient even where the advantage is 0. Add a term of your own here, or
+# rollouts with advantage 0 will not get it.
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
 # With one update per step the policy has not changed since it sampled, so its own forward gives the old
 # logprobs. For several updates they have to be computed before the first one.
@@ -128,11 +133,11 @@ with input_errors():
     optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                                   weight_decay=weight_decay, fused=True)
     if offload_optimizer:
-        offload(optimizer, device)
+        offload(optimizer, device)                              # to host memory, except while it steps
     rollout_engine = rollout.start_engine(
         engine, start, tokenizer, compute_dtype, max_prompt_length + max_completion_length,
         vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
-networks = {"": (policy, optimizer)}                            # what a checkpoint holds, by subfolder
+networks = {"": (policy, optimizer)}                            # by their subfolder in a checkpoint
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 
 
@@ -156,7 +161,7 @@ def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     own = range(rank, len(eval_set), world_size)
     rollouts = sample([eval_set[i] for i in own], eval_samples, [f"eval {i}" for i in own])
-    # A few of them show that the engine has the policy's weights.
+    # Stops the run if the engine does not have the policy's weights; a few rollouts are enough to see that.
     logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
     rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
     scorer(rollouts)
@@ -176,6 +181,7 @@ def kl_to_reference(rollouts):
     sums = torch.zeros(N, device=device)
     share = deal(rollouts, range(N), world_size)[rank]
     for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
+        # The engine's logprobs, because the trainer's are not computed yet.
         engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
         sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
     return torch.tensor(ranks.total(sums), device=device)
@@ -251,14 +257,14 @@ for step in range(run.first_step, max_steps + 1):
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)    # [N]
-    cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device) & mask_truncated
-    counted = (~left_out & ~cut_off).nonzero()[:, 0].tolist()                           # DAPO: in the loss
+    cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)          # DAPO
+    counted = (~left_out & ~(cut_off & mask_truncated)).nonzero()[:, 0].tolist()        # DAPO: in the loss
     log.metrics |= {"train/num_gen_batches": gen_batch + 1, "train/frac_counted": len(counted) / N,
                     "train/resting_prompts": sum(row["rest"] > 0 for row in state["history"].values())}
 
     # ------------------------------------------------------------ 4 shares; old and reference logprobs
     # The rollouts, in random order, are split into updates. This rank computes its share of each update.
-    order = random.Random(f"{seed} {step}").sample(counted, len(counted))      # DAPO: of what is counted
+    order = random.Random(f"{seed} {step}").sample(counted, len(counted))       # DAPO: only these
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
     # A rollout with advantage 0 has no gradient. It counts in the denominators below, but nothing is computed
     # for it, which makes the default run 1.7 times as fast.
@@ -290,24 +296,25 @@ for step in range(run.first_step, max_steps + 1):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
-                old_logp = (engine_logp if old_logprobs == "engine" else
-                            batch.flat(old_logps) if old_needs_forward else logp.detach())      # [C]
-                token_loss, low, high = losses.LOSSES[loss_type](
+                old_logp = (engine_logp if old_logprobs == "engine"
+                            else batch.flat(old_logps) if old_needs_forward
+                            else logp.detach())                                         # [C]
+                token_loss, low, high = losses.LOSSES[loss_type](                       # [C] each
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
                     epsilon_high=epsilon_high, dual_clip=dual_clip,
-                    marked=None if marked is None else batch.flat(marked, torch.bool))  # [C] each
+                    marked=None if marked is None else batch.flat(marked, torch.bool))
                 correction = losses.correction_weights(
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
                       else torch.zeros_like(logp))                                      # [C]
-                token_loss = correction * token_loss + kl_coef * kl
+                token_loss = correction * token_loss + kl_coef * kl     # not corrected: the KL, as in TRL
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_weight * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # The means are over the computed tokens only.
                 log.sum("loss", loss / updates_per_step)
+                # These means leave out the rollouts that are not computed.
                 log.mean("entropy", entropy)
                 log.mean("kl", kl)
                 log.mean("clip_ratio/low_mean", low)
@@ -315,7 +322,8 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # Nothing has moved yet: engine and trainer have the same weights. Stops if they disagree.
+                # Nothing has moved yet, so engine and trainer have the same weights. If their logprobs differ
+                # by more than gap_bound, compare_logprobs stops the run.
                 trainer_logps = old_logps if old_needs_forward else new_logps
                 log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
@@ -328,7 +336,7 @@ for step in range(run.first_step, max_steps + 1):
         rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(sampled)
+    run.end_step(sampled)                                       # DAPO: all that was sampled
 
 # ---------------------------------------------------------------- teardown
 run.end()

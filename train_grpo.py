@@ -40,7 +40,7 @@ from packing import deal, micro_batches
 from run import Run
 from weights import deadline, full_weights
 # ------------------------------------------------------------------------------------------------------------
-# what everybody sets first
+# what everybody sets first; configure() reads the settings between the two dashed lines
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
 train_file = ""                 # JSONL or parquet, for task=file
@@ -52,35 +52,37 @@ num_generations = 8             # completions per prompt (G)
 max_prompt_length = 64          # tokens; longer prompts are left out
 max_completion_length = 64      # tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
-max_steps = 60                  # rollouts, each with its updates
+max_steps = 60                  # each samples completions and makes updates_per_step updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # of generated training problems, their order, and sampling
+seed = 0                        # of generated training problems, the order of prompts, and sampling
 out_dir = ""                    # the run's folder; empty: a new one under out/
 resume = ""                     # auto: go on from the newest checkpoint in out_dir, if any; or a checkpoint
-from settings import *          # dtype and the like: more of data, rewards, engine, precision, output
+from settings import *          # dtype, reward_model, vllm_* and others: see settings.py
 # algorithm
 temperature = 1.0               # of sampling, and of the trainer's logprobs
-advantage = "grpo"              # a name in losses.ADVANTAGES: grpo, dr_grpo (no std), rloo, opo, remax, ...
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
+                                # reinforce++, reinforce++_baseline: losses.ADVANTAGES
 pass_k = 4                      # k of advantage=pass_at_k
 kl_coef = 0.0                   # weight of the KL to the initial model; 0: no reference model
 kl_in = "loss"                  # or reward: taken off each completion's score, summed over its tokens
 kl_estimator = "k3"             # in the loss k2, k3, k3+, k3_is; for kl_in=reward set k1: losses.kl_penalty
-updates_per_step = 1            # optimizer steps per rollout, each on its share of the completions
-old_logprobs = "trainer"        # the ratio's denominator: computed by the trainer, or the engine's own
-loss_type = "clip"              # a name in losses.LOSSES: clip (PPO), gspo, gmpo, cispo, sapo, gpg, ...
+updates_per_step = 1            # optimizer steps per step; each completion is in one of them
+old_logprobs = "trainer"        # trainer or engine: whose logprobs are the denominator of the ratio
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, clip_cov, kl_cov: losses.LOSSES
 epsilon = 0.2                   # the ratio is clipped below 1 - epsilon
-epsilon_high = 0.2              # and above 1 + epsilon_high; DAPO: 0.28
-dual_clip = 0.0                 # clips the ratio at this where the advantage is negative, e.g. 3; 0: nowhere
+epsilon_high = 0.2              # the ratio is clipped above 1 + epsilon_high; DAPO: 0.28
+dual_clip = 0.0                 # for negative advantages the ratio is clipped here as well, e.g. 3; 0: not
 cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov act on
-loss_aggregation = "token_mean" # token_mean, sequence_mean, constant_length or sequence_sum
-engine_correction = "none"      # weights by the ratio of trainer to engine: see losses.correction_weights
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
+engine_correction = "none"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
+                                # token_mask, sequence_truncate, sequence_mask, geometric_mask
 correction_low = 0.5            # masks: weight 0 where that ratio is lower
 correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
 entropy_coef = 0.0              # weight of the entropy bonus
-entropy_decay = "constant"      # of that weight, down to 0 at max_steps: linear, cosine; or constant
+entropy_decay = "constant"      # linear or cosine: that weight falls to 0 at max_steps; or constant
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
-lr_decay = "linear"             # after warm-up, down to 0 at max_steps: linear, cosine; or constant
+lr_decay = "linear"             # linear or cosine: after warm-up it falls to 0 at max_steps; or constant
 weight_decay = 0.0              # AdamW's
 beta1 = 0.9                     # AdamW's, for the mean of the gradient
 beta2 = 0.95                    # AdamW's, for its square
@@ -101,12 +103,13 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 N = prompts_per_step * G                                        # completions per step, on all ranks
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# These terms of the loss have a gradient even where the advantage is 0. A loss of yours may belong here.
+# These terms of the loss have a gradient even where the advantage is 0. Add a term of your own here, or
+# rollouts with advantage 0 will not get it.
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
 # With one update per step the policy has not changed since it sampled, so its own forward gives the old
 # logprobs. For several updates they have to be computed before the first one.
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
-run = Run(settings, __file__)                                   # its folder, and where it goes on from
+run = Run(settings, __file__)                                   # its folder, and where it resumes from
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
     check_model(base)
@@ -122,11 +125,11 @@ with input_errors():
     optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                                   weight_decay=weight_decay, fused=True)
     if offload_optimizer:
-        offload(optimizer, device)
+        offload(optimizer, device)                              # to host memory, except while it steps
     rollout_engine = rollout.start_engine(
         engine, start, tokenizer, compute_dtype, max_prompt_length + max_completion_length,
         vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
-networks = {"": (policy, optimizer)}                            # what a checkpoint holds, by subfolder
+networks = {"": (policy, optimizer)}                            # by their subfolder in a checkpoint
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 
 
@@ -150,7 +153,7 @@ def evaluate():
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     own = range(rank, len(eval_set), world_size)
     rollouts = sample([eval_set[i] for i in own], eval_samples, [f"eval {i}" for i in own])
-    # A few of them show that the engine has the policy's weights.
+    # Stops the run if the engine does not have the policy's weights; a few rollouts are enough to see that.
     logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
     rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
     scorer(rollouts)
@@ -170,6 +173,7 @@ def kl_to_reference(rollouts):
     sums = torch.zeros(N, device=device)
     share = deal(rollouts, range(N), world_size)[rank]
     for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
+        # The engine's logprobs, because the trainer's are not computed yet.
         engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
         sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
     return torch.tensor(ranks.total(sums), device=device)
@@ -261,24 +265,25 @@ for step in range(run.first_step, max_steps + 1):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
-                old_logp = (engine_logp if old_logprobs == "engine" else
-                            batch.flat(old_logps) if old_needs_forward else logp.detach())      # [C]
-                token_loss, low, high = losses.LOSSES[loss_type](
+                old_logp = (engine_logp if old_logprobs == "engine"
+                            else batch.flat(old_logps) if old_needs_forward
+                            else logp.detach())                                         # [C]
+                token_loss, low, high = losses.LOSSES[loss_type](                       # [C] each
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
                     epsilon_high=epsilon_high, dual_clip=dual_clip,
-                    marked=None if marked is None else batch.flat(marked, torch.bool))  # [C] each
+                    marked=None if marked is None else batch.flat(marked, torch.bool))
                 correction = losses.correction_weights(
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
                       else torch.zeros_like(logp))                                      # [C]
-                token_loss = correction * token_loss + kl_coef * kl
+                token_loss = correction * token_loss + kl_coef * kl     # not corrected: the KL, as in TRL
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_weight * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # The means are over the computed tokens only.
                 log.sum("loss", loss / updates_per_step)
+                # These means leave out the rollouts that are not computed.
                 log.mean("entropy", entropy)
                 log.mean("kl", kl)
                 log.mean("clip_ratio/low_mean", low)
@@ -286,11 +291,12 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # Nothing has moved yet: engine and trainer have the same weights. Stops if they disagree.
+                # Nothing has moved yet, so engine and trainer have the same weights. If their logprobs differ
+                # by more than gap_bound, compare_logprobs stops the run.
                 trainer_logps = old_logps if old_needs_forward else new_logps
                 log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):              # not where it is infinite or NaN
+            if run.may_step("actor", norm.item()):              # a gradient with NaN is skipped
                 optimizer.step()
             optimizer.zero_grad()
 

@@ -15,6 +15,7 @@ It reads like train_grpo.py; read that one first. What differs, as in Ziegler et
 3. Advantages come from GAE over the sampled tokens and are whitened over the global batch. A completion that
    was cut off ends like any other: no value is assumed for what would have followed.
 4. Each step makes one or more passes of several updates over its rollouts, with clipped ratios and values.
+5. Every completion is computed. There is no engine_correction, and no variant of the loss.
 """
 import math
 import random
@@ -243,7 +244,6 @@ for step in range(run.first_step, max_steps + 1):
             lengths, loss_aggregation, num_tokens=update_tokens, num_sequences=len(update),
             max_length=max_completion_length)                                           # [N]
         batches = micro_batches(rollouts, share, token_budget, device)
-
         with log.timed("update_critic"):
             for batch in batches:
                 new_value = critic(batch)                                               # [C]
@@ -257,7 +257,6 @@ for step in range(run.first_step, max_steps + 1):
             if run.may_step("critic", norm.item()):             # not where it is infinite or NaN
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
-
         if not train_policy or too_far:
             continue
         with log.timed("update_actor"):

@@ -1,0 +1,127 @@
+"""How the tests run scripts: by a launcher, as a user does, or in processes forked from one that has all imports.
+
+A forked run computes the same and takes half a second, where a new process needs five seconds for its imports.
+"""
+import importlib.util
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
+# Modules of the repository are not among them: a script imports these itself, as under a launcher.
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload([
+    "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.nn.attention.varlen",
+    "torch.utils.tensorboard", "transformers.models.qwen3.modeling_qwen3"])
+
+
+def launch(*arguments, launcher=(sys.executable,), code=0):
+    """Run a command to its end and return what it printed. code: the exit code that it should have."""
+    result = subprocess.run([*launcher, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+                            timeout=300)
+    assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout + result.stderr
+
+
+def run_in_child(script, arguments, log, env, forbidden):
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(env)
+    os.chdir(ROOT)
+    sys.path.insert(0, ROOT)
+    if "models" in forbidden:
+        from transformers import AutoModelForCausalLM
+        AutoModelForCausalLM.from_pretrained = None
+    if "vllm" in forbidden:
+        find_spec = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
+    sys.argv = [script, *map(str, arguments)]
+    runpy.run_path(script, run_name="__main__")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def begin(log, script, *arguments, ranks=1, forbidden=()):
+    """Start a script in forked processes, one per rank, which write to the file `log`; returns the processes.
+
+    forbidden: what must not be there, "models" to load or "vllm".
+    """
+    port = str(free_port()) if ranks > 1 else ""
+    processes = []
+    for rank in range(ranks):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
+               "MASTER_PORT": port} if ranks > 1 else {}
+        processes.append(forkserver.Process(target=run_in_child, args=(script, arguments, log, env, forbidden)))
+        processes[-1].start()
+    return processes
+
+
+def finish(processes, log, code=0, seconds=240):
+    """Wait for such processes, whose exit code should be `code`, and return what they printed."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    with open(log) as file:
+        output = file.read()
+    assert codes == [code] * len(codes), f"exit codes {codes}\n{output[-6000:]}"
+    return output
+
+
+def forked(log, script, *arguments, ranks=1, code=0, forbidden=()):
+    """Run a script to its end in forked processes and return what it printed, which the file `log` keeps."""
+    if os.path.exists(log):
+        os.remove(log)
+    return finish(begin(log, script, *arguments, ranks=ranks, forbidden=forbidden), log, code)
+
+
+def refused(arguments, message, tmp_path, script="train_grpo.py"):
+    """Assert that a script refuses its arguments by one clear line at the end, before it loads a model."""
+    forbidden = ["models"] + ["vllm"] * ("HIDE_VLLM" in arguments)
+    plain = [argument for argument in arguments if argument != "HIDE_VLLM"]
+    output = forked(tmp_path / "log", script, *plain, code=2, forbidden=forbidden)
+    assert message in output.splitlines()[-1] and "Traceback" not in output, output
+
+
+def with_defaults(arguments, defaults):
+    """Arguments with those settings before them that they do not name."""
+    named = {argument.partition("=")[0] for argument in arguments}
+    return [f"--{key}={value}" for key, value in defaults.items() if f"--{key}" not in named] + [*arguments]
+
+
+def train(script, out_dir, arguments, defaults, launcher=None, ranks=1, code=0):
+    """Run a training script and return its metrics and what it printed.
+
+    defaults: settings for what the arguments do not name. launcher: the command to run it by, instead of forks.
+    """
+    command = [script, f"--out_dir={out_dir}", *with_defaults(arguments, defaults)]
+    output = (launch(*command, launcher=launcher, code=code) if launcher else
+              forked(f"{out_dir}.log", *command, ranks=ranks, code=code))
+    return lines(out_dir), output
+
+
+def lines(out_dir, name="metrics.jsonl"):
+    """The lines of a run's log, or none if it ended before the first."""
+    path = os.path.join(out_dir, name)
+    if not os.path.exists(path):
+        return []
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def without_times(metrics):
+    return [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in metrics]

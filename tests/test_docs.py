@@ -1,0 +1,107 @@
+"""README.md and docs/: their diffs apply and run, and what they say of the files is true."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PAGES = ["README.md", *(f"docs/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "docs"))))]
+TEXTS = {}
+for page in PAGES:
+    with open(os.path.join(ROOT, page)) as file:
+        TEXTS[page] = file.read()
+BLOCKS = [(page, language, block) for page, text in TEXTS.items()
+          for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)]
+DIFFS = [(page, block) for page, language, block in BLOCKS if language == "diff"]
+TINY = ["--engine=hf", "--max_steps=1", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
+        "--num_generations=4", "--train_prompts=8", "--max_completion_length=8"]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The files of the repository, so that a diff can change them."""
+    for name in os.listdir(ROOT):
+        if name.endswith((".py", ".safetensors")):
+            shutil.copy(os.path.join(ROOT, name), tmp_path)
+    return tmp_path
+
+
+def run(folder, *command):
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return result.stdout
+
+
+def added_name(diff):
+    """The name under which a diff's addition is asked for: the last new key of a dict in it."""
+    return re.findall(r'"(\w+)": \w+', "".join(re.findall(r"^\+.*$", diff, re.M)))[-1]
+
+
+@pytest.mark.parametrize("number", range(len(DIFFS)))
+def test_a_diff_applies_and_runs(copy, number):
+    """An advantage, a loss or a task is what its name in the diff is good for."""
+    page, diff = DIFFS[number]
+    (copy / "a.diff").write_text(diff)
+    run(copy, "patch", "-p1", "--fuzz=0", "-i", "a.diff")
+    name = added_name(diff)
+    kind = run(copy, sys.executable, "-c", "import data, losses\n"
+               f"print([key for key, names in (('advantage', losses.ADVANTAGES), ('loss_type', losses.LOSSES),"
+               f"                              ('task', data.GENERATORS)) if {name!r} in names][0])").strip()
+    assert f"--{kind}={name}" in TEXTS[page]
+    run(copy, sys.executable, "train_grpo.py", *TINY, f"--{kind}={name}", "--out_dir=run", "--updates_per_step=2")
+    with open(copy / "run" / "metrics.jsonl") as file:
+        assert json.loads(file.readline())["step"] == 0
+
+
+def test_there_are_diffs_for_an_advantage_a_loss_and_a_task():
+    assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {"losses.py", "data.py"}
+    assert len(DIFFS) >= 3 and any(page == "README.md" for page, _ in DIFFS)
+
+
+def test_a_reward_of_your_own(copy):
+    """Each reward file of the pages scores a completion, for a string prompt and for messages."""
+    rewards = [block for _, language, block in BLOCKS if language == "python" and block.startswith("# my_")]
+    assert rewards
+    for text in rewards:
+        path = copy / re.match(r"# (\w+\.py)", text)[1]
+        path.write_text(text)
+        name = re.search(r"^def (\w+)", text, re.M)[1]
+        run(copy, sys.executable, "train_grpo.py", *TINY, f"--reward={path}:{name}", f"--out_dir={name}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXTS[page]):
+        if not target.startswith("http"):
+            assert os.path.exists(os.path.join(ROOT, os.path.dirname(page), target)), target
+
+
+def test_the_links_into_the_loop_and_the_line_counts_are_about_right():
+    """About, because whoever inserts a few lines into a file need not count again."""
+    with open(os.path.join(ROOT, "train_grpo.py")) as file:
+        lines = file.read().splitlines()
+    linked = re.findall(r"\[([^\]]+)\]\(train_grpo\.py#L(\d+)\)", TEXTS["README.md"])
+    assert len(linked) == 8
+    for heading, number in linked:
+        place = next(i for i, line in enumerate(lines, 1) if line.endswith(f"- {heading}"))
+        assert abs(place - int(number)) <= 20, heading
+    for name, count in re.findall(r"^\| `(\w+\.py)` \|.*\| (\d+) \|$", TEXTS["README.md"], re.M):
+        with open(os.path.join(ROOT, name)) as file:
+            assert int(count) == pytest.approx(len(file.readlines()), rel=0.25), name
+    assert len(TEXTS["README.md"].splitlines()) <= 230
+
+
+def test_every_file_and_setting_that_a_command_names_exists():
+    for page, language, block in BLOCKS:
+        if language != "sh":
+            continue
+        for command in re.sub(r"\\\n", " ", block).splitlines():
+            for name in re.findall(r"(?<![\w/.-])((?:config/|bench/|docs/)?\w+\.py)\b", command):
+                if not name.startswith("my_"):
+                    assert os.path.exists(os.path.join(ROOT, name)), (page, name)
+            for name in re.findall(r"-m (bench\.\w+)", command):
+                assert os.path.exists(os.path.join(ROOT, name.replace(".", "/") + ".py")), (page, name)

@@ -1,5 +1,4 @@
-"""What a step of train_grpo.py computes, against a slow reading of the rollouts that it kept."""
-import json
+"""What a step of train_grpo.py and train_dapo.py computes, against a slow reading of the rollouts that it kept."""
 import math
 import random
 import statistics
@@ -10,17 +9,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
+from runs import lines, with_defaults
+from test_train_dapo import PLAIN, dapo
 from test_train_grpo import REAL, train
 
 # Without learning to speak of: all ratios are 1, and the policy is the reference.
 STILL = [*REAL[:-1], "--learning_rate=1e-9", "--max_steps=2"]
+# An engine that reports other logprobs than it samples from.
 SHIFTED = """
 import runpy, sys, rollout
 generate = rollout.HFEngine.generate
-def shifted(self, *arguments):                  # an engine that reports other logprobs than it samples from
+def shifted(self, *arguments):
     rollouts = generate(self, *arguments)
     for r in rollouts:
-        r.logprobs = [logp + 0.05 for logp in r.logprobs]
+        r.logprobs += 0.05
     return rollouts
 rollout.HFEngine.generate = shifted
 del sys.argv[0]
@@ -29,8 +31,9 @@ runpy.run_path("train_grpo.py", run_name="__main__")
 
 
 def kept_rollouts(out_dir, step):
-    with open(f"{out_dir}/checkpoint-{step}/rollouts.jsonl") as file:
-        return [json.loads(line) for line in file][1:]
+    """The rollouts of a step, with the number of tokens that were sampled."""
+    rows = lines(f"{out_dir}/checkpoint-{step}", "rollouts.jsonl")[1:]
+    return [row | {"length": sum(end - start for start, end in row["spans"])} for row in rows]
 
 
 def groups_of(rows, G=6):
@@ -40,15 +43,16 @@ def groups_of(rows, G=6):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_the_loss_of_what_is_counted(tmp_path, aggregation):
     """Filtered groups in no statistics, truncated completions in no denominator, the penalty in the score."""
-    metrics, _ = train(None, tmp_path, *STILL, "--advantage=grpo_batch", "--filter_groups=true",
-                       "--mask_truncated=true", "--overlong_buffer=8", "--overlong_penalty=0.5",
-                       "--updates_per_step=2", f"--loss_aggregation={aggregation}")
+    metrics = dapo(tmp_path, *STILL, "--advantage=grpo_batch", "--filter_groups=true", "--max_num_gen_batches=1",
+                   "--mask_truncated=true", "--overlong_buffer=8", "--overlong_penalty=0.5", "--updates_per_step=2",
+                   "--epsilon_high=0.2", f"--loss_aggregation={aggregation}")
     rows = kept_rollouts(tmp_path, 1)
     for row in rows:
-        row["length"] = len(row["completion_ids"])
+        assert row["length"] == len(row["logprobs"])
         row["shaped"] = row["score"] + 0.5 * min(0, max(-1, (24 - 8 - row["length"]) / 8))
     mixed = [group for group in groups_of(rows) if len({row["score"] for row in group}) > 1]
-    assert 0 < len(mixed) < 4                                     # some are left out
+    # Some are left out.
+    assert 0 < len(mixed) < 4
     std = statistics.stdev(row["shaped"] for group in mixed for row in group)
     for group in mixed:
         for row in group:
@@ -72,8 +76,9 @@ def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
                        "--engine_correction=token_truncate", "--logprob_gap=1.0",
                        launcher=(sys.executable, "-c", SHIFTED))
     rows = kept_rollouts(tmp_path, 1)
-    lengths = [len(row["completion_ids"]) for row in rows]
-    shaped = [row["score"] - 0.5 * 0.05 * n for row, n in zip(rows, lengths)]   # each token's k1 is the shift
+    lengths = [row["length"] for row in rows]
+    # Each token's k1 is the shift.
+    shaped = [row["score"] - 0.5 * 0.05 * n for row, n in zip(rows, lengths)]
     adv = [r - statistics.mean(group) for group in groups_of(shaped) for r in group]
     policy = sum(-a * n for a, n in zip(adv, lengths)) / sum(lengths)
     expected = math.exp(-0.05) * policy - 0.1 * (1 - 1 / 2) * metrics[1]["entropy"]
@@ -86,15 +91,17 @@ def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
 def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp_path):
     ratios = {}
     for updates in (1, 2):
-        metrics, _ = train(folder, tmp_path / str(updates), reward_file, "--engine=hf", "--epsilon=1e-6",
-                           "--epsilon_high=1e-6", f"--updates_per_step={updates}", "--max_steps=1")
+        metrics, _ = train(folder, tmp_path / str(updates), reward_file, "--epsilon=1e-6", "--epsilon_high=1e-6",
+                           f"--updates_per_step={updates}", "--max_steps=1")
         ratios[updates] = metrics[0]["clip_ratio/region_mean"]
-    assert ratios[1] == 0 and 0.1 < ratios[2] < 0.5               # half of the tokens, pushed either way
+    # Half of the tokens, pushed either way.
+    assert ratios[1] == 0 and 0.1 < ratios[2] < 0.5
 
 
-def test_where_nothing_is_counted_nothing_moves(folder, reward_file, tmp_path):
-    metrics, _ = train(folder, tmp_path, reward_file, "--engine=hf", "--mask_truncated=true",
-                       "--max_completion_length=1", "--loss_type=kl_cov", "--weight_decay=0.5")
+@pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
+def test_where_nothing_is_counted_nothing_moves(folder, reward_file, tmp_path, loss_type):
+    metrics = dapo(tmp_path, reward_file, *with_defaults([], PLAIN), "--mask_truncated=true",
+                   "--max_completion_length=1", f"--loss_type={loss_type}", "--weight_decay=0.5", folder=folder)
     assert all(line["train/frac_counted"] == line["loss"] == line["grad_norm"] == 0 for line in metrics[:2])
     before, after = (AutoModelForCausalLM.from_pretrained(path)
                      for path in (folder, f"{tmp_path}/checkpoint-2"))
@@ -102,11 +109,12 @@ def test_where_nothing_is_counted_nothing_moves(folder, reward_file, tmp_path):
 
 
 def test_the_baseline_of_remax_is_the_score_of_the_greedy_completion(folder, reward_file, tmp_path):
-    train(folder, tmp_path, reward_file, "--engine=hf", "--advantage=remax", "--num_generations=2")
+    train(folder, tmp_path, reward_file, "--advantage=remax", "--num_generations=2")
     firsts = kept_rollouts(tmp_path, 1)[::2]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engine = rollout.HFEngine(f"{tmp_path}/checkpoint-1", torch.float32, 76, [tokenizer.eos_token_id], 0.4)
-    greedy = engine.generate([row["prompt_ids"] for row in firsts], 1, [0] * 4, 12, 0)
-    texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in greedy]
+    prompts = [row["ids"][:row["spans"][0][0]] for row in firsts]
+    greedy = engine.generate(prompts, 1, [0] * 4, 12, 0)
+    texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in greedy]
     scores = [sum(ord(c) % 2 == 0 for c in text) / 12 for text in texts]
     assert [row["greedy"] for row in firsts] == pytest.approx(scores) and len(set(scores)) > 1

@@ -69,7 +69,7 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo,
 pass_k = 4                      # k of advantage=pass_at_k
 kl_coef = 0.0                   # weight of the KL to the initial model; 0: no reference model
 kl_in = "loss"                  # or reward: taken off each completion's score, summed over its tokens
-kl_estimator = "k3"             # in the loss k2, k3, k3+, k3_is; for kl_in=reward set k1: losses.kl_penalty
+kl_estimator = "k3"             # in the loss k2, k3, k3+, k3_is; in the reward only k1: losses.kl_penalty
 updates_per_step = 4            # DAPO: optimizer steps per step; each completion is in one of them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are the denominator of the ratio
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, clip_cov, kl_cov: losses.LOSSES
@@ -108,8 +108,8 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 N = prompts_per_step * G                                        # completions per step, on all ranks
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# These terms of the loss have a gradient even where the advantage is 0. Add a term of your own here, or
-# rollouts with advantage 0 will not get it.
+# These terms of the loss have a gradient even where the advantage is 0. If you add such a term in section 5,
+# add its condition here, or rollouts with advantage 0 do not get it.
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
 # With one update per step the policy has not changed since it sampled, so its own forward gives the old
 # logprobs. For several updates they have to be computed before the first one.
@@ -137,7 +137,7 @@ with input_errors():
     rollout_engine = rollout.start_engine(
         engine, start, tokenizer, compute_dtype, max_prompt_length + max_completion_length,
         vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
-networks = {"": (policy, optimizer)}                            # by their subfolder in a checkpoint
+networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 
 
@@ -198,8 +198,8 @@ def marked_tokens(rollouts, counted, adv, step):
 # ---------------------------------------------------------------- the loop
 # Shapes: N rollouts in a step, on all ranks. C sampled tokens in a micro-batch, the EOS among them; prompts
 # are not counted, and there is no padding. {s: [len]} has a tensor for the sampled tokens of each rollout s.
-# batch.flat makes [C] of such a dict, batch.split makes the dict of [C], and batch.spread gives each token
-# its rollout's entry of [N].
+# batch.flat makes [C] of such a dict, batch.split makes the dict of [C], batch.spread gives each token its
+# rollout's entry of [N], and batch.mean, for losses by sequence, each token its rollout's mean of [C].
 for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
@@ -209,7 +209,7 @@ for step in range(run.first_step, max_steps + 1):
         with log.timed("eval"):
             log.evaluation(evaluate())
     if step == max_steps or step % save_interval == 0 or stopping:
-        run.save(networks, tokenizer)
+        run.save(networks, tokenizer)                           # not where the run has just begun
     if step == max_steps or stopping:
         break
 
@@ -225,7 +225,7 @@ for step in range(run.first_step, max_steps + 1):
             names = [f"{step} {gen_batch * prompts_per_step + i}" for i in own]
             own_rollouts = sample(prompts, G, names)            # B * G
         with log.timed("reward"):
-            timeouts += scorer(own_rollouts)                    # gives each its score
+            timeouts += scorer(own_rollouts)                    # sets the score of each
             greedy = greedy_scores(prompts, names) if advantage == "remax" else None
         drawn += picked
         sampled += ranks.gathered(own_rollouts)                 # from here on every rank has all of them
@@ -241,7 +241,7 @@ for step in range(run.first_step, max_steps + 1):
     others = (stds == 0).nonzero()[:, 0].tolist()
     kept = sorted((different + others)[:prompts_per_step])
     rollouts = [sampled[p * G + g] for p in kept for g in range(G)]                     # N
-    run.keep_rollouts(rollouts, greedy)
+    run.keep_rollouts(rollouts, greedy)                         # in this step's checkpoint, if it has one
 
     # ------------------------------------------------------------ 3 advantage
     scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
@@ -255,8 +255,10 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
         scores = scores - kl_coef * total_kl
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
+    # The mean of what advantages are made of.
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)    # [N]
+    # [N], 0 where the score is NaN.
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)
     cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)          # DAPO
     counted = (~left_out & ~(cut_off & mask_truncated)).nonzero()[:, 0].tolist()        # DAPO: in the loss
     log.metrics |= {"train/num_gen_batches": gen_batch + 1, "train/frac_counted": len(counted) / N,
@@ -282,7 +284,8 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
+        for group in optimizer.param_groups:
+            group["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
         entropy_weight = entropy_coef * decay(entropy_decay, step / max_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
@@ -290,7 +293,7 @@ for step in range(run.first_step, max_steps + 1):
             # number of ranks, any micro-batch size and any packing.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum().clamp(min=1),
-                num_sequences=max(1, len(update)), max_length=max_completion_length)    # [N]
+                num_sequences=max(1, len(update)), max_length=max_completion_length)
             # All ranks have the same number of micro-batches; one that runs out of work gets some with C = 0.
             for batch in micro_batches(rollouts, share, token_budget, device):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
@@ -316,14 +319,14 @@ for step in range(run.first_step, max_steps + 1):
                 log.sum("loss", loss / updates_per_step)
                 # These means leave out the rollouts that are not computed.
                 log.mean("entropy", entropy)
-                log.mean("kl", kl)
+                log.mean("kl", kl)                              # kl_in=reward: section 3's figure stands
                 log.mean("clip_ratio/low_mean", low)
                 log.mean("clip_ratio/high_mean", high)
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # Nothing has moved yet, so engine and trainer have the same weights. If their logprobs differ
-                # by more than gap_bound, compare_logprobs stops the run.
+                # Nothing has moved yet, so engine and trainer have the same weights. If the mean of their
+                # difference (sampling/sampling_logp_difference/mean) is over gap_bound, this stops the run.
                 trainer_logps = old_logps if old_needs_forward else new_logps
                 log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()

@@ -177,7 +177,7 @@ for step in range(run.first_step, max_steps + 1):
         with log.timed("eval"):
             log.evaluation(evaluate())
     if step == max_steps or step % save_interval == 0 or stopping:
-        run.save(networks, tokenizer)
+        run.save(networks, tokenizer)                           # not where the run has just begun
     if step == max_steps or stopping:
         break
 
@@ -189,7 +189,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
-        timeouts = scorer(own_rollouts)                         # gives each its score
+        timeouts = scorer(own_rollouts)                         # sets the score of each
     rollouts = ranks.gathered(own_rollouts)                     # N: from here on every rank has all of them
     scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
     lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
@@ -257,9 +257,9 @@ for step in range(run.first_step, max_steps + 1):
             if run.may_step("critic", norm.item()):             # not where it is infinite or NaN
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
-        if not train_policy or too_far:
-            continue
         with log.timed("update_actor"):
+            if not train_policy or too_far:
+                continue
             update_kl = torch.zeros((), device=device)
             for batch in batches:
                 logp, entropy = policy(batch, temperature)                              # [C], [C]

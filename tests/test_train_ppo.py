@@ -1,6 +1,5 @@
 """train_ppo.py as a user runs it: whole short runs, resume, two ranks, and bad input of its own."""
 import json
-import os
 import shutil
 import sys
 
@@ -8,24 +7,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config, Qwen3ForCausalLM
 
-from test_train_grpo import NAMES, launch, refused, without_times
+import runs
+from runs import refused, without_times
+from test_train_grpo import NAMES
 
 SMALL = {"prompts_per_step": 16, "max_completion_length": 12, "train_prompts": 64, "eval_prompts": 8,
          "eval_samples": 2, "max_steps": 3, "save_interval": 1, "warmup_steps": 0, "learning_rate": 1e-3,
          "critic_learning_rate": 3e-3, "critic_warmup_steps": 1, "keep_checkpoints": 3, "engine": "hf"}
 
 
-def train(folder, out_dir, reward, launcher=(sys.executable,), **settings):
-    arguments = [f"--{key}={value}" for key, value in (SMALL | settings).items()]
-    launch("train_ppo.py", f"--model={folder}", f"--out_dir={out_dir}", reward, *arguments, launcher=launcher)
-    with open(os.path.join(out_dir, "metrics.jsonl")) as file:
-        return [json.loads(line) for line in file]
+def train(folder, out_dir, reward, launcher=None, **settings):
+    return runs.train("train_ppo.py", out_dir, [reward], SMALL | {"model": folder} | settings, launcher=launcher)[0]
 
 
 @pytest.fixture(scope="module")
 def plain_run(folder, reward_file, tmp_path_factory):
     out_dir = str(tmp_path_factory.mktemp("run") / "plain")
-    return out_dir, train(folder, out_dir, reward_file)
+    return out_dir, train(folder, out_dir, reward_file, launcher=(sys.executable,))
 
 
 def test_a_run_leaves_what_it_promises(plain_run):
@@ -38,9 +36,11 @@ def test_a_run_leaves_what_it_promises(plain_run):
     assert [line["step"] for line in metrics] == [0, 1, 2, 3] and "eval/mean@2" in metrics[3]
     for line in metrics[:3]:
         assert not names - set(line)
-        assert line["critic/rewards/mean"] == pytest.approx(line["reward"])      # without KL: just the score
-    assert metrics[0]["critic/values/mean"] == metrics[0]["critic/vf_explained_var"] == 0    # a new critic
-    assert metrics[0]["actor/updates"] == 0 and metrics[1]["actor/updates"] == 2    # which learns alone first
+        # Without a KL the reward is just the score.
+        assert line["critic/rewards/mean"] == pytest.approx(line["reward"])
+    # A new critic, which learns alone first.
+    assert metrics[0]["critic/values/mean"] == metrics[0]["critic/vf_explained_var"] == 0
+    assert metrics[0]["actor/updates"] == 0 and metrics[1]["actor/updates"] == 2
     policies = [AutoModelForCausalLM.from_pretrained(f"{out_dir}/checkpoint-{n}") for n in (1, 2)]
     assert any(not torch.equal(a, b) for a, b in zip(*(p.parameters() for p in policies)))
     critic = AutoModelForTokenClassification.from_pretrained(f"{out_dir}/checkpoint-3/critic")
@@ -57,7 +57,8 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
 
 
 def test_saving_before_the_first_update_changes_nothing(plain_run, folder, reward_file, tmp_path):
-    seldom = train(folder, tmp_path / "run", reward_file, save_interval=100)    # the other saves at step 1
+    # The other run saves at step 1.
+    seldom = train(folder, tmp_path / "run", reward_file, save_interval=100)
     assert without_times(seldom) == without_times(plain_run[1])
 
 
@@ -69,7 +70,6 @@ def test_another_algorithms_checkpoint_is_refused(plain_run, folder, reward_file
     listed = json.loads((checkpoint / "trainer" / "checksums.json").read_text())
     listed = {name: value for name, value in listed.items() if "critic" not in name}
     (checkpoint / "trainer" / "checksums.json").write_text(json.dumps(listed))
-    (tmp_path / "log").unlink()
     refused(arguments, "has no critic: not a run of PPO", tmp_path, script="train_ppo.py")
 
 
@@ -81,13 +81,14 @@ def test_micro_batches_change_nothing(plain_run, folder, reward_file, tmp_path):
 
 
 def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
-    """A prompt whose completion has no score (None) leaves no trace in the losses but in their count."""
+    """A prompt whose completion has no score (None) leaves no trace in the losses except in their count."""
     (tmp_path / "rewards.py").write_text(
         "def some(prompts, completions, **_):\n"
         "    return [None if len(p[0]['content']) % 2 else len(c[0]['content']) / 12\n"
         "            for p, c in zip(prompts, completions)]\n"
         "def none(prompts, completions, **_):\n    return [None] * len(completions)\n")
-    critic = f"{plain_run[0]}/checkpoint-3/critic"              # whose values are not 0, so that it could err
+    # The values of this critic are not 0, so that it could err.
+    critic = f"{plain_run[0]}/checkpoint-3/critic"
     settings = {"critic_warmup_steps": 0, "critic_model": critic, "entropy_coef": 0.01}
     some = train(folder, tmp_path / "some", f"--reward={tmp_path}/rewards.py:some", **settings)
     none = train(folder, tmp_path / "none", f"--reward={tmp_path}/rewards.py:none", **settings)
@@ -101,9 +102,11 @@ def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
 def test_kl_in_the_reward(folder, reward_file, tmp_path):
     metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, kl_target=1e-6, kl_horizon=64,
                     max_steps=4, num_epochs=2, entropy_coef=0.01, lam=0.95, gamma=0.99)
-    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)                        # the policy is the reference
+    # The policy is the reference.
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)
     assert metrics[3]["kl"] > 1e-4 and metrics[1]["actor/updates"] == 4
-    assert metrics[3]["kl_coef"] == pytest.approx(metrics[2]["kl_coef"] * 1.05)  # over target: 20% * 16/64
+    # Over the target the coefficient grows by 20% * 16/64.
+    assert metrics[3]["kl_coef"] == pytest.approx(metrics[2]["kl_coef"] * 1.05)
     line = metrics[3]
     expected = line["reward"] - line["kl_coef"] * line["kl"] * line["completions/mean_length"]
     assert line["critic/rewards/mean"] == pytest.approx(expected, rel=1e-4)
@@ -111,7 +114,8 @@ def test_kl_in_the_reward(folder, reward_file, tmp_path):
 
 def test_early_stop_on_kl(folder, reward_file, tmp_path):
     metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, max_kl=1e-7)
-    assert metrics[1]["actor/updates"] == 1                     # the first is on policy, the second is not
+    # The first is on policy, the second is not.
+    assert metrics[1]["actor/updates"] == 1
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -177,6 +177,7 @@ def claim(out_dir, patience=600):
             time.sleep(1)
         except OSError as error:
             return print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
+    del LOCKS[out_dir]
     raise ValueError(f"out_dir={out_dir}: another run is writing there")
 
 

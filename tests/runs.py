@@ -6,11 +6,14 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import pickle
 import runpy
 import socket
 import subprocess
 import sys
 import time
+
+import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -30,10 +33,9 @@ def launch(*arguments, launcher=(sys.executable,), code=0):
     return result.stdout + result.stderr
 
 
-def run_in_child(script, arguments, log, env, forbidden):
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+def run_in_child(script, arguments, log, env, forbidden, errors):
+    for number, path in ((1, log), (2, errors or log)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(env)
     os.chdir(ROOT)
     sys.path.insert(0, ROOT)
@@ -53,18 +55,49 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def begin(log, script, *arguments, ranks=1, forbidden=()):
+def environment(rank, ranks, port):
+    """What torchrun tells a rank, or nothing where a process is alone."""
+    return {} if ranks == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                                  "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+def call_in_group(function, arguments, env, path):
+    os.environ.update(env)
+    dist.init_process_group("gloo")
+    result = function(*arguments)
+    with open(path, "wb") as file:
+        pickle.dump(result, file)
+
+
+def on_two_ranks(folder, function, *arguments):
+    """What function(*arguments) returns on rank 0 and on rank 1 of a group of two forked processes."""
+    port = free_port()
+    paths = [os.path.join(folder, f"rank{rank}.pickle") for rank in range(2)]
+    processes = [forkserver.Process(target=call_in_group,
+                                    args=(function, arguments, environment(rank, 2, port), path))
+                 for rank, path in enumerate(paths)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    results = []
+    for path in paths:
+        with open(path, "rb") as file:
+            results.append(pickle.load(file))
+    return results
+
+
+def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None):
     """Start a script in forked processes, one per rank, which write to the file `log`; returns the processes.
 
-    forbidden: what must not be there, "models" to load or "vllm".
+    forbidden: what must not be there, "models" to load or "vllm". errors: a file of its own for stderr.
     """
-    port = str(free_port()) if ranks > 1 else ""
-    processes = []
-    for rank in range(ranks):
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
-               "MASTER_PORT": port} if ranks > 1 else {}
-        processes.append(forkserver.Process(target=run_in_child, args=(script, arguments, log, env, forbidden)))
-        processes[-1].start()
+    port = free_port()
+    processes = [forkserver.Process(target=run_in_child, args=(
+        script, arguments, log, environment(rank, ranks, port), forbidden, errors)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
     return processes
 
 

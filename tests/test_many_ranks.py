@@ -1,40 +1,40 @@
 """Several processes, and several launchers: the same gradient, shared engines, and the end of a lost rank."""
-import json
+import math
 import os
-import socket
+import pickle
+import struct
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from test_train_grpo import ROOT, launch
+import ranks
+import runs
+from rollout import Rollout
+from runs import ROOT, TORCHRUN, free_port, lines, on_two_ranks
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3,
          "grad_clip": 0, "engine": "hf"}
 
 
-def ranks(count):
-    return ((sys.executable,) if count == 1 else
-            (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"))
+def torchrun(count):
+    return (*TORCHRUN, f"--nproc_per_node={count}")
 
 
-def train(script, folder, out_dir, reward_file, count=1, code=0, **settings):
-    arguments = [f"--{key}={value}" for key, value in (SMALL | settings).items()]
-    output = launch(script, f"--model={folder}", f"--out_dir={out_dir}", reward_file, *arguments,
-                    launcher=ranks(count), code=code)
-    if not os.path.exists(os.path.join(out_dir, "metrics.jsonl")):      # it ended before the first step did
-        return [], output
-    with open(os.path.join(out_dir, "metrics.jsonl")) as file:
-        return [json.loads(line) for line in file], output
+def train(script, folder, out_dir, reward_file, count=1, code=0, launcher=None, **settings):
+    """Metrics and output of a run on `count` ranks, in forked processes, or on those that the launcher makes."""
+    return runs.train(script, out_dir, [reward_file], SMALL | {"model": folder} | settings, launcher, count, code)
 
 
 def gradient(checkpoint, tmp_path):
-    """Of the first update, all parameters in one vector: Adam's first moment is then (1 - beta1) times it."""
+    """All parameters' gradient of the first update, one vector: Adam's first moment is (1 - beta1) times it."""
     dcp_to_torch_save(f"{checkpoint}/trainer", tmp_path / "moments.pt")
     state = torch.load(tmp_path / "moments.pt")["state"]
     return torch.cat([state[name]["exp_avg"].flatten() for name in sorted(state)]) / 0.1
@@ -76,9 +76,9 @@ def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_pat
     found, metrics = [], []
     for count, token_budget in ((1, 8192), (4, 100)):
         out_dir = tmp_path / str(count)
-        lines, _ = train("train_ppo.py", folder, out_dir, reward_file, count, token_budget=token_budget,
-                         **settings)
-        metrics.append(lines[0])
+        (first, *_), _ = train("train_ppo.py", folder, out_dir, reward_file, count, token_budget=token_budget,
+                               **settings)
+        metrics.append(first)
         found.append([gradient(f"{out_dir}/checkpoint-1{place}", tmp_path) for place in ("", "/critic")])
     for expected, other in zip(*found):
         assert (other - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
@@ -88,8 +88,11 @@ def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_pat
         assert metrics[1][key] == pytest.approx(metrics[0][key], rel=2e-3, abs=1e-5), key
 
 
-@pytest.mark.parametrize("script, settings", [      # each update is of one sequence
+# Each update is of one sequence.
+@pytest.mark.parametrize("script, settings", [
     ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}),
+    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4, "loss_type": "clip_cov",
+                       "cov_share": 0.2, "kl_coef": 0.1, "engine_correction": "sequence_mask"}),
     ("train_ppo.py", {"prompts_per_step": 4, "num_generations": 1, "updates_per_epoch": 4,
                       "critic_warmup_steps": 0, "critic_learning_rate": 1e-3})])
 def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, script, settings):
@@ -100,13 +103,49 @@ def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, 
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-2, abs=1e-6), key
 
 
+# ---------------------------------------------------------------- rollouts on their way to all ranks
+
+def long_rollouts(rank):
+    """What a rank has sampled: rows of about 2,000 tokens of a large vocabulary, four letters per token."""
+    rng = np.random.default_rng(rank)
+    rollouts = []
+    for i in range(8):
+        spans = np.array([[[50, 2000 + i]], [[50, 900], [950, 1900 + i]]][i % 2], dtype=np.int32)
+        count = int((spans[:, 1] - spans[:, 0]).sum())
+        row = {"prompt": "What now?", "answer": str(rank)} if i % 4 == 0 else rollouts[-1].row
+        rollouts.append(Rollout(
+            rng.integers(0, 151_936, spans[-1, 1], dtype=np.int32), spans,
+            np.log(rng.random(count, dtype=np.float32)), "stop" if i % 3 else "length", row,
+            [{"role": "assistant", "content": "".join(rng.choice(list("abcd "), 4 * count))}],
+            math.nan if i == 5 else rng.random(), {"correct": i / 7}))
+    return rollouts
+
+
+def gather_long_rollouts():
+    return ranks.gathered(long_rollouts(dist.get_rank()))
+
+
+def bits(r):
+    """All of a rollout in a form that compares by its bits and its types."""
+    arrays = [(array.dtype, array.shape, array.tobytes()) for array in (r.ids, r.spans, r.logprobs)]
+    return arrays, r.finish_reason, r.row, r.completion, struct.pack("d", r.score), r.parts
+
+
+def test_gathered_rollouts_are_the_same_bit_for_bit(tmp_path):
+    expected = [bits(r) for rank in range(2) for r in long_rollouts(rank)]
+    for found in on_two_ranks(tmp_path, gather_long_rollouts):
+        assert [bits(r) for r in found] == expected
+        # The completions of one prompt still share its row.
+        assert [i for i in range(1, 16) if found[i].row is not found[i - 1].row] == [4, 8, 12]
+
+
+def test_rollouts_take_at_most_16_bytes_per_token_on_their_way():
+    """Token ids as a list of integers would take 5 bytes, logprobs as a list of floats 9; arrays take 4 each."""
+    rollouts = long_rollouts(0)
+    assert len(pickle.dumps(rollouts)) <= 16 * sum(len(r.ids) for r in rollouts)
+
+
 # ---------------------------------------------------------------- two launchers, shared engines
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
 
 def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
     endpoint = f"localhost:{free_port()}"
@@ -119,19 +158,20 @@ def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
     outputs = [launcher.communicate(timeout=200)[0] for launcher in launchers]
     assert all(launcher.returncode == 0 for launcher in launchers), outputs
-    with open(tmp_path / "two" / "metrics.jsonl") as file:
-        two = [json.loads(line) for line in file]
+    two = lines(tmp_path / "two")
     for key in ("reward", "loss", "grad_norm", "entropy", "num_tokens"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
 
 
 def test_an_engine_over_two_ranks(folder, reward_file, tmp_path):
     pytest.importorskip("vllm")
-    with open("/dev/shm/-tp:0-[0-1]-cpushm_0", "w"):            # as a run that was killed leaves it
+    # A run that was killed leaves this behind.
+    with open("/dev/shm/-tp:0-[0-1]-cpushm_0", "w"):
         pass
-    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm")
-    two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, 2, engine="vllm", max_steps=2,
-                   vllm_tensor_parallel_size=2)
+    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm",
+                   launcher=(sys.executable,))
+    two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, engine="vllm", max_steps=2,
+                   vllm_tensor_parallel_size=2, launcher=torchrun(2))
     for step in (0, 1):
         assert two[step]["sampling/sampling_logp_difference/max"] < 1e-4
     assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]
@@ -139,9 +179,13 @@ def test_an_engine_over_two_ranks(folder, reward_file, tmp_path):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-3, abs=1e-6), key
 
 
-def test_ranks_that_do_not_make_whole_engines(folder):
-    output = launch("train_grpo.py", f"--model={folder}", "--vllm_tensor_parallel_size=2", code=2)
-    assert "vllm_tensor_parallel_size=2 does not divide 1 ranks" in output
+@pytest.mark.parametrize("setting, count, message", [
+    ("--vllm_tensor_parallel_size=2", 1, "vllm_tensor_parallel_size=2 does not divide 1 ranks"),
+    ("--prompts_per_step=5", 2, "prompts_per_step=5 does not divide by 2 ranks"),
+    ("--eval_prompts=1", 2, "eval_prompts: 1 held-out prompts are fewer than 2 ranks")])
+def test_what_does_not_suit_the_ranks_is_refused(folder, tmp_path, setting, count, message):
+    arguments = [f"--model={folder}", "--engine=hf", f"--out_dir={tmp_path}/run", setting]
+    assert message in runs.forked(tmp_path / "log", "train_grpo.py", *arguments, ranks=count, code=2)
 
 
 # ---------------------------------------------------------------- other weights
@@ -149,8 +193,8 @@ def test_ranks_that_do_not_make_whole_engines(folder):
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_a_bfloat16_engine_under_float32_masters(folder, reward_file, tmp_path, engine):
     pytest.importorskip("vllm") if engine == "vllm" else None
-    metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine,
-                       dtype="bfloat16", max_steps=3)
+    metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine, dtype="bfloat16",
+                       max_steps=3, launcher=(sys.executable,) if engine == "vllm" else None)
     assert 1e-6 < metrics[2]["sampling/sampling_logp_difference/mean"] < 0.05
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
@@ -185,7 +229,7 @@ def test_mixture_of_experts_are_refused_by_the_logprob_check_where_vllm_gets_the
     if torch.cuda.is_available():
         pytest.skip("vLLM's CPU build is the one that gets them wrong")
     _, output = train("train_grpo.py", experts, tmp_path / "run", reward_file, code=1, engine="vllm",
-                      max_steps=3)
+                      max_steps=3, launcher=(sys.executable,))
     assert "engine and trainer logprobs differ by" in output and "mixture-of-experts" in output
 
 
@@ -213,19 +257,19 @@ def raises(prompts, completions, **_):
 def test_a_lost_rank_ends_the_run(folder, tmp_path, how, shown):
     (tmp_path / "deaths.py").write_text(DEATHS)
     started = time.monotonic()
-    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}", 2,
-                      code=1, max_steps=1000)
+    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}", code=1,
+                      max_steps=1000, launcher=torchrun(2))
     assert shown in output and time.monotonic() - started < 90
 
 
 LATE = """
-import os, time, weights
-full_weights = weights.full_weights
-def late(policy, dtype=None, names=None):
-    if names and os.environ["RANK"] == "1":
+import os, time, rollout
+load_weights = rollout.HFEngine.load_weights
+def late(engine, named_tensors):
+    if os.environ["RANK"] == "1":
         time.sleep(600)
-    yield from full_weights(policy, dtype, names)
-weights.full_weights = late
+    load_weights(engine, named_tensors)
+rollout.HFEngine.load_weights = late
 def score(prompts, completions, **_):
     return [0.5 * (i % 2) for i in range(len(completions))]
 """
@@ -235,14 +279,16 @@ def test_a_sync_that_hangs_stops_the_run(folder, tmp_path):
     """Rank 0 waits for the other one inside a collective, from which no signal would call it back."""
     (tmp_path / "late.py").write_text(LATE)
     started = time.monotonic()
-    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:score", 2,
-                      code=1, sync_timeout=3)
+    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:score", code=1,
+                      sync_timeout=3, launcher=torchrun(2))
     assert "the weight sync of step 0 did not finish within 3 seconds" in output
-    assert "full_tensor" in output and time.monotonic() - started < 90      # where its threads stood
+    # It shows where its threads stood.
+    assert "full_tensor" in output and time.monotonic() - started < 90
 
 
+# Of four prompts one has completions that all score the same.
 SPREAD = """
-def some(prompts, completions, **_):        # of 4 prompts one has all its completions score alike
+def some(prompts, completions, **_):
     return [0.3 if len(p[-1]["content"]) % 4 == 1 else i % 4 for i, p in enumerate(prompts)]
 def none(prompts, completions, **_):
     return [0.3] * len(completions)
@@ -250,7 +296,7 @@ def none(prompts, completions, **_):
 
 
 def test_what_has_no_advantage_is_left_out_without_a_trace(folder, tmp_path):
-    """A KL term makes it compute everything, and has itself no gradient where the policy is the reference."""
+    """With a KL term everything is computed, and the term has no gradient where the policy is the reference."""
     (tmp_path / "spread.py").write_text(SPREAD)
     found, skipped = [], []
     for name, kl_coef, count in (("all", 1e-3, 1), ("needed", 0, 1), ("ranks", 0, 2)):

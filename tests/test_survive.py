@@ -1,8 +1,7 @@
 """Runs that are killed, stopped, starved of disk or given damaged checkpoints: nothing is lost.
 
-pytest tests/test_survive.py --kills=50 kills each run so many times instead of once.
+pytest tests/test_survive.py --kills=50 kills each run that many times instead of once.
 """
-import json
 import os
 import random
 import re
@@ -17,26 +16,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import weights
+import checkpoint
 from runlog import RunLog
-from test_train_grpo import ROOT, launch, refused, without_times
+from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 12, "save_interval": 1, "warmup_steps": 0,
          "learning_rate": 1e-3, "eval_interval": 3, "engine": "hf", "keep_checkpoints": 2}
 PPO = {"critic_warmup_steps": 1, "kl_coef": 0.05, "kl_target": 0.1}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
-def command(script, folder, out_dir, reward_file, launcher=(sys.executable,), **settings):
+def command(script, folder, out_dir, reward_file, **settings):
     values = SMALL | (PPO if "ppo" in script else {})
-    return [*launcher, script, f"--model={folder}", f"--out_dir={out_dir}", reward_file,
+    return [script, f"--model={folder}", f"--out_dir={out_dir}", reward_file,
             *(f"--{key}={value}" for key, value in (values | settings).items())]
 
 
-def lines(out_dir, name="metrics.jsonl"):
-    with open(os.path.join(out_dir, name)) as file:
-        return [json.loads(line) for line in file]
+def train(folder, out_dir, reward_file, ranks=1, code=0, **settings):
+    """Run train_grpo.py in forked processes; returns what it printed."""
+    return forked(f"{out_dir}.log", *command("train_grpo.py", folder, out_dir, reward_file, **settings), ranks=ranks,
+                  code=code)
 
 
 def count_lines(out_dir):
@@ -50,8 +49,9 @@ def start(arguments, log):
 
 
 def wait_for(condition, process, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition() and process.poll() is None:
+    """Wait until it holds, or the process has ended."""
+    deadline, ended = time.monotonic() + seconds, getattr(process, "poll", None) or (lambda: process.exitcode)
+    while not condition() and ended() is None:
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.002)
 
@@ -65,30 +65,32 @@ def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, req
     """Half of the kills fall into a save; in the end every figure is that of a run that was never killed."""
     pytest.importorskip("vllm") if engine == "vllm" else None
     kills, rng = request.config.getoption("--kills"), random.Random(0)
-    steps = {"max_steps": max(12, 3 * kills), "engine": engine, "launcher": launcher}
-    whole = command(script, folder, tmp_path / "whole", reward_file, **steps)
-    launch(*whole[len(launcher):], launcher=launcher)
+    steps = {"max_steps": max(12, 3 * kills), "engine": engine}
+    launch(*command(script, folder, tmp_path / "whole", reward_file, **steps), launcher=launcher)
     out_dir, log, killed, in_a_save = tmp_path / "run", tmp_path / "log", 0, 0
     again = command(script, folder, out_dir, reward_file, resume="auto", **steps)
     while killed < kills:
-        process = start(again, log)
+        process = start([*launcher, *again], log)
         before = count_lines(out_dir)
-        wait_for(lambda: count_lines(out_dir) > before, process)        # it has made a step of its own
+        # Until it has made a step of its own.
+        wait_for(lambda: count_lines(out_dir) > before, process)
         if killed % 2 == 0:
             wait_for((out_dir / "checkpoint.part").exists, process)
             time.sleep(rng.random() * 0.03)
         else:
             time.sleep(rng.random() * 0.5)
-        if process.poll() is not None:                          # it came to its end before
+        # It may have come to its end before.
+        if process.poll() is not None:
             break
         in_a_save += (out_dir / "checkpoint.part").exists()
         pgrep = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        # Every third time torchrun alone is killed: its workers notice, and the next run waits for them.
         for pid in [process.pid, *map(int, pgrep.stdout.split() if killed % 3 else [])]:
-            os.kill(pid, signal.SIGKILL)                        # every third time torchrun alone: its workers
-        process.wait()                                          # notice, and the next run waits for them
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
         killed += 1
     print(f"{killed} kills, {in_a_save} in a save")
-    launch(*again[len(launcher):], launcher=launcher)
+    launch(*again, launcher=launcher)
     assert killed == kills, log.read_text()[-3000:]
     assert without_times(lines(out_dir)) == without_times(lines(tmp_path / "whole"))
     assert lines(out_dir, "samples.jsonl") == lines(tmp_path / "whole", "samples.jsonl")
@@ -100,7 +102,7 @@ def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, req
 @pytest.fixture(scope="module")
 def whole(folder, reward_file, tmp_path_factory):
     out_dir = str(tmp_path_factory.mktemp("whole") / "run")
-    launch(*command("train_grpo.py", folder, out_dir, reward_file)[1:])
+    train(folder, out_dir, reward_file)
     return out_dir
 
 
@@ -108,15 +110,68 @@ def whole(folder, reward_file, tmp_path_factory):
     (signal.SIGINT, (sys.executable,)), (signal.SIGTERM, (*TORCHRUN, "--nproc_per_node=1"))])
 def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, tmp_path, number, launcher):
     out_dir, log = tmp_path / "run", tmp_path / "log"
-    process = start(command("train_grpo.py", folder, out_dir, reward_file, launcher, save_interval=100), log)
-    wait_for(lambda: (out_dir / "metrics.jsonl").exists() and lines(out_dir), process)
+    arguments = command("train_grpo.py", folder, out_dir, reward_file, save_interval=100)
+    process = start([*launcher, *arguments], log)
+    wait_for(lambda: lines(out_dir), process)
     process.send_signal(number)
     process.wait(60)
     steps = int(re.search(r"stopped by a signal after (\d+) steps", log.read_text())[1])
     assert 0 < steps < 12 and os.listdir(out_dir).count(f"checkpoint-{steps}") == 1
-    assert process.returncode == 0 or "SignalException" in log.read_text()      # torchrun's own way to exit
-    launch(*command("train_grpo.py", folder, out_dir, reward_file, resume="auto")[1:])
+    # The second is torchrun's own way to exit.
+    assert process.returncode == 0 or "SignalException" in log.read_text()
+    train(folder, out_dir, reward_file, resume="auto")
     assert without_times(lines(out_dir)) == without_times(lines(whole))
+
+
+# In the first step of training, after a trial and an evaluation, it waits for a file.
+WAITING = """
+import os, time
+calls, here = 0, os.path.dirname(__file__)
+def score(prompts, completions, **_):
+    global calls
+    calls += 1
+    if calls == 3:
+        open(f"{here}/waiting", "w").close()
+        while not os.path.exists(f"{here}/go on"):
+            time.sleep(0.01)
+    return [0.5 * (i % 2) for i in range(len(completions))]
+"""
+NOTICE = "This step will be finished and saved, then the run stops. Ctrl-C again ends it at once."
+
+
+@pytest.fixture()
+def waiting_run(folder, tmp_path):
+    """A run in the middle of its first step, which ends once there is a file "go on"."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    reward = f"--reward={tmp_path}/waiting.py:score"
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward, reward_timeout=0, save_interval=100)
+    (process,) = begin(tmp_path / "out", *arguments, errors=tmp_path / "errors")
+    wait_for((tmp_path / "waiting").exists, process)
+    yield process
+    process.kill()
+
+
+def test_signals_in_quick_succession_count_as_one(waiting_run, tmp_path):
+    """A launcher passes on what the process has had itself. A later SIGTERM is no second Ctrl-C either."""
+    for number, pause in ((signal.SIGINT, 0.1), (signal.SIGINT, 1.2), (signal.SIGTERM, 0.1)):
+        os.kill(waiting_run.pid, number)
+        time.sleep(pause)
+    assert (tmp_path / "errors").read_text().count(NOTICE) == 1 and waiting_run.is_alive()
+    (tmp_path / "go on").touch()
+    assert "stopped by a signal after 1 steps" in finish([waiting_run], tmp_path / "out")
+    assert (tmp_path / "errors").read_text().count(NOTICE) == 1
+    assert [os.path.basename(path) for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(waiting_run, tmp_path):
+    os.kill(waiting_run.pid, signal.SIGINT)
+    wait_for(lambda: NOTICE in (tmp_path / "errors").read_text(), waiting_run, 5)
+    time.sleep(1.1)
+    assert waiting_run.is_alive()
+    os.kill(waiting_run.pid, signal.SIGINT)
+    waiting_run.join(5)
+    assert waiting_run.exitcode == 130
+    assert not checkpoint.checkpoints(tmp_path / "run") and not lines(tmp_path / "run")
 
 
 # ---------------------------------------------------------------- damaged checkpoints, other ranks
@@ -141,15 +196,15 @@ def flip_a_bit(path):
     ("trainer/checksums.json", cut_short, "JSONDecodeError")])
 def test_damage_is_found(whole, tmp_path, name, harm, problem):
     copy = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "checkpoint-12")
-    assert weights.damage(copy) is None
+    assert checkpoint.damage(copy) is None
     harm(copy / name)
-    assert problem in weights.damage(copy)
+    assert problem in checkpoint.damage(copy)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, folder, reward_file, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     flip_a_bit(tmp_path / "run" / "checkpoint-12" / "model.safetensors")
-    output = launch(*command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto")[1:])
+    output = train(folder, tmp_path / "run", reward_file, resume="auto")
     assert "checkpoint-12 is damaged and passed over: model.safetensors" in output
     assert f"goes on from {tmp_path}/run/checkpoint-11" in output
     assert without_times(lines(tmp_path / "run")) == without_times(lines(whole))
@@ -160,45 +215,47 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, folder
     ("all", ["--resume=auto", "--out_dir=RUN"], "are damaged")])
 def test_refused_where_it_is_damaged(whole, folder, reward_file, tmp_path, harmed, arguments, message):
     run = shutil.copytree(whole, tmp_path / "run")
-    for checkpoint in weights.checkpoints(run):
-        if harmed == "all" or checkpoint.endswith("checkpoint-12"):
-            cut_short(f"{checkpoint}/model.safetensors")
+    for path in checkpoint.checkpoints(run):
+        if harmed == "all" or path.endswith("checkpoint-12"):
+            cut_short(f"{path}/model.safetensors")
     arguments = [argument.replace("RUN", str(run)) for argument in arguments]
     refused([f"--model={folder}", reward_file, *arguments], message, tmp_path)
 
 
 def test_other_ranks_go_on_and_say_so(whole, folder, reward_file, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
-    launcher = (*TORCHRUN, "--nproc_per_node=2")
-    output = launch(*command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=14,
-                             resume="auto")[1:], launcher=launcher)
-    assert "which 1 ranks wrote: sums round otherwise on 2" in output and len(lines(tmp_path / "run")) == 15
+    output = train(folder, tmp_path / "run", reward_file, ranks=2, max_steps=14, resume="auto")
+    assert "which 1 ranks wrote: sums round differently on 2" in output and len(lines(tmp_path / "run")) == 15
     alone = shutil.copytree(whole, tmp_path / "alone")
-    output = launch(*command("train_grpo.py", folder, alone, reward_file, max_steps=14, resume="auto")[1:])
+    output = train(folder, alone, reward_file, max_steps=14, resume="auto")
     assert "goes on from" in output and "ranks wrote" not in output
     policies = map(AutoModelForCausalLM.from_pretrained, (
         f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-14", f"{alone}/checkpoint-14"))
     start, ours, theirs = (torch.cat([p.flatten() for p in policy.parameters()]) for policy in policies)
-    assert (ours - theirs).norm() < 0.02 * (theirs - start).norm()      # with Adam's moments, on either
+    # With Adam's moments, on either.
+    assert (ours - theirs).norm() < 0.02 * (theirs - start).norm()
 
 
 def test_the_best_checkpoint_stays(whole):
     scores = {line["step"]: line["eval/mean@1"] for line in lines(whole)[1:12] if "eval/mean@1" in line}
     best = max(scores, key=lambda step: (scores[step], -step))
-    kept = [os.path.basename(path) for path in weights.checkpoints(whole)]
+    kept = [os.path.basename(path) for path in checkpoint.checkpoints(whole)]
     assert kept == [f"checkpoint-{step}" for step in sorted({best, 11, 12})]
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out_dir = str(tmp_path / "run")
-    code = f"import weights, time; weights.claim({out_dir!r}); print('in', flush=True); time.sleep(600)"
+    code = f"import checkpoint, time; checkpoint.claim({out_dir!r}); print('in', flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "in\n"
-    with pytest.raises(ValueError, match="another run is writing there"):
-        weights.claim(out_dir, patience=1)
+    # A claim that has failed does not make the folder this process's own.
+    for patience in (1, 0):
+        with pytest.raises(ValueError, match="another run is writing there"):
+            checkpoint.claim(out_dir, patience)
     holder.kill()
     holder.wait()
-    weights.claim(out_dir, patience=1)
+    checkpoint.claim(out_dir, patience=1)
+    assert out_dir in checkpoint.LOCKS
 
 
 # ---------------------------------------------------------------- a full disk, gradients that are not finite
@@ -207,12 +264,14 @@ def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
     """No file may grow over 300 KiB from step 12 on, the model's is larger: a stand-in for a full disk."""
     shutil.copytree(whole, tmp_path / "run")
     go_on = command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=15, resume="auto")
-    output = launch("-c", f"ulimit -f 300; exec {' '.join(map(str, go_on))}", launcher=("bash",), code=2)
+    limited = f"ulimit -f 300; exec {' '.join(map(str, [sys.executable, *go_on]))}"
+    output = launch("-c", limited, launcher=("bash",), code=2)
     assert output.count("no checkpoint, the older ones stand") == 3
     assert "the last model could not be saved" in output
     assert not os.path.exists(tmp_path / "run" / "checkpoint.part")
-    assert weights.damage(weights.checkpoints(tmp_path / "run")[-1]) is None
-    launch(*go_on[1:])                                          # with space again, from the older checkpoint
+    assert checkpoint.damage(checkpoint.checkpoints(tmp_path / "run")[-1]) is None
+    # With space again, from the older checkpoint.
+    forked(tmp_path / "log", *go_on)
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(16))
 
 
@@ -230,29 +289,33 @@ def always(prompts, completions, **_):
 def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
     settings = {"advantage": "dr_grpo", "eval_interval": 100}
-    launch(*command("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/rewards.py:sometimes",
-                    **settings)[1:])
+    train(folder, tmp_path / "run", f"--reward={tmp_path}/rewards.py:sometimes", **settings)
     skipped = [line["actor/skipped_updates"] for line in lines(tmp_path / "run")[:-1]]
     assert sum(skipped) == 2 and len(skipped) == 12
-    always = command("train_grpo.py", folder, tmp_path / "always", f"--reward={tmp_path}/rewards.py:always",
-                     max_skipped_updates=3, **settings)
-    output = launch(*always[1:], code=1)
-    assert "3 updates in a row were skipped" in output and len(lines(tmp_path / "always")) == 2
+    output = train(folder, tmp_path / "always", f"--reward={tmp_path}/rewards.py:always", code=1,
+                   max_skipped_updates=3, **settings)
+    assert "3 updates of the actor in a row were skipped" in output and len(lines(tmp_path / "always")) == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")     # TensorBoard's writer
-def test_log_lines_wait_for_space(tmp_path, monkeypatch):
+def test_log_lines_wait_for_space(mesh, tmp_path):
     """A write that the disk takes in part leaves the file as it was; the next one brings all lines."""
-    monkeypatch.setattr("runlog.dist.get_rank", lambda: 0)
     log = RunLog(str(tmp_path / "run"), __file__, {}, 0, 3)
-    log.metrics({"step": 0, "reward": 0.5})
+
+    def write(values):
+        log.start(values["step"])
+        log.metrics |= values
+        log.write()
+
+    write({"step": 0, "reward": 0.5})
     full = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, full[1]))    # the file ends in the middle of the next line
-    log.metrics({"step": 1, "reward": 0.6, "eval/mean@4": 0.5})
+    # The file ends in the middle of the next line.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, full[1]))
+    write({"step": 1, "reward": 0.6, "eval/mean@4": 0.5})
     resource.setrlimit(resource.RLIMIT_FSIZE, full)
     assert [line["step"] for line in lines(tmp_path / "run")] == [0]
     log.flush()
-    log.metrics({"step": 2, "reward": 0.7})
+    write({"step": 2, "reward": 0.7})
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2] and log.eval_scores() == {1: 0.5}
     log.close()
 
@@ -264,6 +327,6 @@ def test_a_save_drops_checkpoints_of_a_timeline_that_was_left(whole, folder, rew
     shutil.copytree(run / "checkpoint-12", run / "checkpoint-13")
     for damaged in (12, 13):
         cut_short(run / f"checkpoint-{damaged}" / "model.safetensors")
-    launch(*command("train_grpo.py", folder, run, reward_file, resume="auto", keep_checkpoints=1)[1:])
-    assert weights.damage(weights.checkpoints(run)[-1]) is None
-    assert weights.checkpoints(run)[-1].endswith("checkpoint-12")
+    train(folder, run, reward_file, resume="auto", keep_checkpoints=1)
+    assert checkpoint.damage(checkpoint.checkpoints(run)[-1]) is None
+    assert checkpoint.checkpoints(run)[-1].endswith("checkpoint-12")

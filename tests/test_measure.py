@@ -1,0 +1,35 @@
+"""The two files that a reader reads stay short: their lines, the loop, its branches, and the settings."""
+import ast
+from pathlib import Path
+
+import pytest
+
+from configurator import read_layout
+from runs import ROOT
+
+
+def keys(script):
+    return {key for key, _ in read_layout(Path(ROOT) / script) if key}
+
+
+def own_settings(script):
+    """The names that a script itself assigns between its two dashed rules."""
+    return keys(script) - keys("settings.py")
+
+
+@pytest.mark.parametrize("script, most_lines", [("train_grpo.py", 330), ("train_ppo.py", 370)])
+def test_a_script_is_short(script, most_lines):
+    assert len((Path(ROOT) / script).read_text().splitlines()) <= most_lines
+
+
+def test_the_loop_of_grpo_is_short_and_plain():
+    source = (Path(ROOT) / "train_grpo.py").read_text()
+    (loop,) = [node for node in ast.parse(source).body if isinstance(node, ast.For)]
+    assert ast.unparse(loop.target) == "step" and 60 < loop.end_lineno - loop.lineno + 1 <= 130
+    assert sum(isinstance(node, ast.If) for node in ast.walk(loop)) <= 10
+
+
+def test_grpo_has_few_settings_of_its_own():
+    own = own_settings("train_grpo.py")
+    assert {"model", "learning_rate", "save_interval"} <= own and "dtype" not in own
+    assert len(own) <= 48

@@ -7,15 +7,20 @@ A checkpoint is written next to its final place, synced to disk and then renamed
     checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
     checkpoint-60/critic/     the same for PPO's critic
 """
+import errno
 import fcntl
+import itertools
 import json
 import os
+import pickle
 import re
 import shutil
+import stat
 import sys
 import time
 import zlib
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -61,7 +66,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
                 model.hf.save_pretrained(os.path.join(part, place), state_dict=whole | buffers)
         # On a full disk libraries raise all kinds of errors; PyTorch's own, the second, is no Exception.
         except (Exception, CheckpointException) as error:
-            problem = str(error)[-300:]
+            problem = repr(error)[-300:]
     problem = first_problem(problem)
     if master and not problem:
         try:
@@ -142,18 +147,34 @@ def number(folder):
 
 
 def damage(folder):
-    """What is wrong with a checkpoint, by the first file that is missing, cut short or altered; or None."""
+    """What is wrong with a checkpoint, by its first file that is missing, foreign or altered; or None.
+
+    Only regular files count, and each has to be listed, except for rollouts.jsonl, which is written later and
+    which resuming does not read.
+    """
+    found = {os.path.relpath(os.path.join(root, name), folder)
+             for root, folders, files in os.walk(folder) for name in [*files, *folders]
+             if name in files or os.path.islink(os.path.join(root, name))}
     try:
+        for name in found:
+            if not stat.S_ISREG(os.lstat(os.path.join(folder, name)).st_mode):
+                return f"{name} is not a regular file"
         with open(os.path.join(folder, "trainer", "checksums.json")) as file:
-            checksums = json.load(file)
-        for name, value in checksums.items():
+            listed = json.load(file)
+        if not isinstance(listed, dict):
+            return "checksums.json is not a list of files"
+        for name in sorted(found - listed.keys() - {"trainer/checksums.json", "rollouts.jsonl"}):
+            return f"{name} is not listed in checksums.json"
+        for name, value in listed.items():
+            if name not in found:
+                return f"{name} is missing"
             if checksum(os.path.join(folder, name)) != value:
                 return f"{name} is not what was written"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-# {folder: open file}; a lock lasts as long as the process.
+# {folder: descriptor of the open .lock}; a lock lasts as long as the process.
 LOCKS = {}
 
 
@@ -166,8 +187,12 @@ def claim(out_dir, patience=600):
     out_dir = os.path.abspath(out_dir)
     if out_dir in LOCKS:
         return
-    os.makedirs(out_dir, exist_ok=True)
-    LOCKS[out_dir] = open(os.path.join(out_dir, ".lock"), "w")
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        LOCKS[out_dir] = os.open(os.path.join(out_dir, ".lock"), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW)
+    except OSError as error:
+        what = "its .lock is a link" if error.errno == errno.ELOOP else error.strerror
+        raise ValueError(f"out_dir={out_dir} cannot be written: {what}") from None
     for second in range(patience + 1):
         try:
             return fcntl.flock(LOCKS[out_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,14 +209,17 @@ def claim(out_dir, patience=600):
 def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
 
-    An empty out_dir means the run that the resumed checkpoint belongs to, or `default` where none is resumed;
-    any other folder is claimed. resume=auto passes over damaged checkpoints and prints their names. Raises
-    ValueError for a resume that is not a checkpoint, is damaged or is not the newest of its run, and for a
-    folder that holds another run or only damaged checkpoints.
+    An empty out_dir means the run that the resumed checkpoint belongs to, or where none is resumed a new
+    folder named `default`, with a number behind it if that is taken. The folder is claimed. resume=auto
+    passes over damaged checkpoints and prints their names. Raises ValueError for a resume that is not a
+    checkpoint, is damaged or is not the newest of its run, and for a folder that cannot be written, that
+    holds another run, only damaged checkpoints, or what is no run at all.
     """
+    out_dir, resume = (path and os.path.normpath(os.path.expanduser(path)) for path in (out_dir, resume))
     if resume == "auto":
         if not out_dir:
             raise ValueError("resume=auto goes on from the newest checkpoint in out_dir: name an out_dir")
+        refuse_foreign(out_dir)
         claim(out_dir)
         found = checkpoints(out_dir)
         for folder in reversed(found):
@@ -205,26 +233,72 @@ def locate_run(out_dir, resume, default):
     if resume and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
         raise ValueError(f"resume={resume}: not a checkpoint folder")
     goes_on = bool(resume) and os.path.abspath(out_dir or own) == own
-    folder = own if goes_on else out_dir
-    if folder:
-        # Before looking into it: another run may be about to end.
-        claim(folder)
+    folder = own if goes_on else out_dir or new_folder(default)
+    refuse_foreign(folder)
+    # Before looking into it: another run may be about to end.
+    claim(folder)
     if goes_on:
         newest = (checkpoints(own) or [resume])[-1]
         if os.path.basename(newest) != os.path.basename(os.path.abspath(resume)):
             raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
-    elif os.path.isdir(folder) and set(os.listdir(folder)) - {".lock"}:
+    elif set(os.listdir(folder)) - {".lock"}:
         raise ValueError(f"out_dir={out_dir} holds another run: "
                          "name a new folder, or go on with it by --resume=auto")
     if resume and (problem := damage(resume)):
         raise ValueError(f"resume={resume}: damaged: {problem}")
-    return folder or default, resume or None
+    return folder, resume or None
+
+
+def new_folder(default):
+    # Two runs may begin in the same second: only one of them can make the folder.
+    for number in itertools.count(1):
+        try:
+            os.makedirs(folder := default if number == 1 else f"{default}-{number}")
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"out_dir={folder} cannot be made: {error.strerror}") from None
+
+
+def refuse_foreign(folder):
+    # A run's folder has a .lock from its first moment on; what else has none belongs to somebody else.
+    if os.path.isdir(folder):
+        strangers = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
+        if strangers and ".lock" not in strangers:
+            raise ValueError(f"out_dir={folder} holds {min(strangers)} and is not the folder of a run: name "
+                             "a new folder")
+
+
+# What the description of an optimizer's state may name. A pickle that names anything else could run code.
+NAMED = {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+         *(("torch.distributed.checkpoint.metadata", name) for name in (
+             "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+             "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"))}
+
+
+class KnownNames(pickle.Unpickler):
+    def find_class(self, module, name):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in NAMED and not is_dtype:
+            raise ValueError(f"it names {module}.{name}, which a checkpoint of this project never does")
+        return super().find_class(module, name)
+
+
+class PlainBytes(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item, value):
+        # PyTorch reads these with weights_only=False. Where this passes, that is harmless.
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 def load_optimizer(folder, model, optimizer):
     """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks at hand. A collective.
 
     The optimizer keeps the learning rate, betas and weight decay that it was made with: settings may change.
+    A checkpoint may come from a stranger: ValueError if its files could run code when they are read.
     """
     # Before its first step an optimizer has nothing to save.
     if not os.path.exists(f"{folder}/trainer/.metadata"):
@@ -232,7 +306,12 @@ def load_optimizer(folder, model, optimizer):
     made_with = [{key: value for key, value in group.items() if key != "params"}
                  for group in optimizer.param_groups]
     state = get_optimizer_state_dict(model, optimizer)
-    dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"))
+    try:
+        with open(f"{folder}/trainer/.metadata", "rb") as file:
+            KnownNames(file).load()
+        dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"), planner=PlainBytes())
+    except (ValueError, pickle.UnpicklingError, CheckpointException) as error:
+        raise ValueError(f"resume={folder}: its optimizer's state is not read: {str(error)[-300:]}") from None
     set_optimizer_state_dict(model, optimizer, state)
     for group, values in zip(optimizer.param_groups, made_with):
         group |= values

@@ -12,10 +12,11 @@ from configurator import check, input_errors
 POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
     token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
     kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size""".split()
+    vllm_tensor_parallel_size samples""".split()
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
-    correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout sync_timeout
+    correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
+    reward_step_timeout sync_timeout
     train_prompts eval_prompts""".split()
 SHARES = ("gamma", "lam", "cov_share")
 DECAYS = ("constant", "linear", "cosine")
@@ -48,6 +49,8 @@ def check_run(settings, world_size):
     check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
     check(s.reward != "none" or s.reward_model, "reward=none needs a reward_model")
+    check(s.task == "file" or not (s.train_file or s.eval_file),
+          f"train_file={s.train_file}, eval_file={s.eval_file}: they are read only with --task=file")
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
           f"reward_weight={s.reward_weight} and reward_model_weight={s.reward_model_weight} need a "
           "reward_model")

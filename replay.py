@@ -72,8 +72,6 @@ if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
           "last of its run")
     with open(f"{checkpoint}/rollouts.jsonl") as file, input_errors():
         kept, *rows = map(json.loads, file)
-    # Runs from before this was a setting had no such head.
-    kept.setdefault("float32_head", False)
     globals().update({key: value for key, value in kept.items() if key in globals()})
 settings = configure(globals(), others=kept)
 check(checkpoint, "name a checkpoint first: python replay.py out/grpo-algebra-.../checkpoint-40")

@@ -7,6 +7,7 @@
     evaluation    mean@k, pass@k, maj@k of scored rollouts
 """
 import contextlib
+import copy
 import difflib
 import importlib.util
 import inspect
@@ -16,6 +17,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 from collections import Counter, defaultdict
 from fractions import Fraction
 from types import SimpleNamespace
@@ -182,7 +185,7 @@ def load_reward(spec, task):
     module = sys.modules["reward_file"] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward: {path} raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -198,7 +201,8 @@ def one_by_one(compute_score):
     def reward(prompts, completions, **columns):
         nothing = [None] * len(completions)
         if {"reward_model", "ground_truth", "answer"} & columns.keys():
-            truths = columns.get("ground_truth", columns.get("answer", nothing))
+            truths = [answer if given is None else given for given, answer in
+                      zip(columns.get("ground_truth", nothing), columns.get("answer", nothing))]
             columns["ground_truth"] = [model["ground_truth"] if model else truth for model, truth in
                                        zip(columns.get("reward_model", nothing), truths)]
         columns = {"data_source": columns.get("source", nothing), "extra_info": nothing, **columns,
@@ -233,31 +237,53 @@ class TimeUp(BaseException):
     """
 
 
+# The signal of our own time limits: rewards may use SIGALRM and its timer themselves.
+SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+
+
 @contextlib.contextmanager
 def time_limit(seconds):
-    # This works in the main thread only. Python acts on the signal between its own instructions, so a call
-    # into C that never returns is not cut off. The signal repeats, because some rewards swallow even TimeUp.
-    # 0 seconds means no limit.
-    def stop(*_):
-        raise TimeUp
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    try:
+    # Raises TimeUp in the block, which runs in the main thread, every `seconds` seconds until the block ends;
+    # 0 means no limit. It repeats because some rewards swallow even TimeUp. Python acts on the signal between
+    # its own instructions, so a call into C that never returns is not cut off.
+    if not seconds:
         yield
+        return
+    done = threading.Event()
+
+    def stop(*_):
+        if not done.is_set():
+            raise TimeUp
+
+    def watch():
+        while not done.wait(seconds):
+            signal.pthread_kill(threading.main_thread().ident, SIGNAL)
+
+    # The handler stays when the block has ended: the signal's default action would end the process.
+    signal.signal(SIGNAL, stop)
+    watcher = threading.Thread(target=watch, daemon=True)
+    try:
+        try:
+            watcher.start()
+            yield
+        finally:
+            done.set()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        # TimeUp may have come just before the line above.
+        done.set()
+        watcher.join()
 
 
-def score(reward, rows, completions, timeout):
+def score(reward, rows, completions, timeout, budget=math.inf):
     """Returns (scores, {part: values}, number of timeouts) of completions, with NaN for what has no value.
 
     completions: for each row a string, or where its prompt is a list of messages the list of those that
     follow. A reward without named parts is its own only part, under the function's name. The reward gets
     `timeout` seconds (0: no limit) for all completions together, or in verl's form for each. If it takes
-    longer, the completions are scored one by one, and those that still take longer get 0.0. Raises
-    RuntimeError if the reward raises (the message shows the completion), or if it returns anything but a
-    finite number, None or a dict of these for each completion; and ValueError for a column that is missing.
+    longer, the completions are scored one by one, and those that still take longer get 0.0, as do all that
+    are left when `budget` seconds have passed. The reward gets copies of the rows. Raises RuntimeError if the
+    reward raises (the message shows the completion), or if it returns anything but a finite number, None or a
+    dict of these for each completion; and ValueError for a column that is missing.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
 
@@ -266,13 +292,18 @@ def score(reward, rows, completions, timeout):
         columns = {key: [rows[i][key] for i in chosen] for key in shared}
         columns["prompts"] = [rows[i]["prompt"] for i in chosen]
         columns["completions"] = [completions[i] for i in chosen]
-        columns = accepted(reward, columns)
+        columns = copy.deepcopy(accepted(reward, columns))
+        left = end - time.monotonic()
+        if left <= 0:
+            return None, TimeUp()
         try:
-            with time_limit(timeout):
+            with time_limit(min(timeout or left, left) if left < math.inf else timeout):
                 return reward(**columns), None
-        except (Exception, TimeUp) as error:
+        # sys.exit in a reward must not end the run as if it had come to its end.
+        except (Exception, SystemExit, TimeUp) as error:
             return None, error
 
+    end = time.monotonic() + budget
     # The culprit stays 0 if the reward raises for all completions together and for none alone.
     values, timeouts, culprit = [], 0, 0
     returned, error = call(range(len(rows))) if not hasattr(reward, "one_by_one") else (None, TimeUp())
@@ -286,7 +317,7 @@ def score(reward, rows, completions, timeout):
             error, culprit = own_error, i
             break
         values += checked(reward, returned, 1)
-    if isinstance(error, Exception):
+    if error is not None and not isinstance(error, TimeUp):
         raise RuntimeError(f"reward {name_of(reward)} raised {type(error).__name__}: {error}; "
                            f"the completion is {content(completions[culprit])[:500]!r}") from error
     names = dict.fromkeys(key for _, parts in values for key in parts)
@@ -377,11 +408,12 @@ class Scorer:
         completions = [rollout.completion for rollout in rollouts]
         scores, parts, timeouts = [math.nan] * len(rollouts), {}, 0
         if self.reward:
-            scores, parts, timeouts = score(self.reward, rows, completions, s.reward_timeout)
+            scores, parts, timeouts = score(self.reward, rows, completions, s.reward_timeout,
+                                            s.reward_step_timeout or math.inf)
         if self.model:
             judged = self.model.score([row["prompt"] for row in rows], completions)
-            scores = [s.reward_model_weight * b + (0 if math.isnan(a) else s.reward_weight * a)
-                      for a, b in zip(scores, judged)]
+            scores = [(s.reward_model_weight and s.reward_model_weight * b)
+                      + (0 if math.isnan(a) else s.reward_weight * a) for a, b in zip(scores, judged)]
             parts = parts | {"reward_model": judged}
         for i, rollout in enumerate(rollouts):
             rollout.score, rollout.parts = scores[i], {name: values[i] for name, values in parts.items()}

@@ -74,16 +74,6 @@ def engine_class(engine):
     return VLLMEngine if installed and engine != "hf" else HFEngine
 
 
-def start_engine(kind, model, tokenizer, dtype, max_length, gpu_memory_utilization, tensor_parallel_size=1,
-                 float32_head=True):
-    """The engine of that kind (engine_class) with the weights in `model`, a folder or hub id, in dtype.
-
-    max_length: of prompt and completion together, in tokens. The last three are settings of the scripts.
-    """
-    return engine_class(kind)(model, dtype, max_length, end_tokens(model, tokenizer), gpu_memory_utilization,
-                              tensor_parallel_size, float32_head)
-
-
 def end_tokens(model, tokenizer):
     """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
 

@@ -48,9 +48,11 @@ class Run:
             is_ppo, wants_ppo = os.path.isdir(f"{self.resumed}/critic"), "critic_model" in settings
             check(not is_ppo or wants_ppo, f"{self.resumed} has a critic: a run of PPO")
             check(is_ppo or not wants_ppo, f"{self.resumed} has no critic: not a run of PPO")
-            # Another script's state holds more than this one keeps up to date.
             loaded = checkpoint.load_state(self.resumed)
-            self.state |= {key: value for key, value in loaded.items() if key in self.state}
+            strange = sorted(loaded.keys() - self.state.keys())
+            check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
+                               "would lose: go on with the script that wrote it")
+            self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
             now, then = settings.get(key), before.get(key)
@@ -98,7 +100,7 @@ class Run:
         # while after the first ends the run at once.
         if number == signal.SIGINT and self.signals and time.monotonic() - self.signals[0] > 1:
             os._exit(130)
-        if not self.signals and dist.get_rank() == 0:
+        if not self.signals and self.log.master:
             print("\nThis step will be finished and saved, then the run stops. Ctrl-C again ends it at once.",
                   file=sys.stderr, flush=True)
         self.signals.append(time.monotonic())

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import ranks
 from checkpoint import claim
 from data import prompt_text
-from rewards import content
+from rewards import content, part_means
 
 # What the console shows of a step: its word for it, the metric, the format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5.1f"),
@@ -36,7 +36,7 @@ class RunLog:
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
         self.master, self.out_dir = dist.get_rank() == 0, out_dir
-        self.sample_interval = settings.get("sample_interval", 0)
+        self.sample_interval = settings["sample_interval"]
         self.waiting = defaultdict(list)
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         self.start(first_step)
@@ -200,13 +200,8 @@ def rollout_metrics(rollouts):
     """What a log says of sampled and scored rollouts; scores and parts that are NaN count for nothing."""
     lengths = [len(r.logprobs) for r in rollouts]
     scores = np.array([r.score for r in rollouts])
-    parts = defaultdict(list)
-    for r in rollouts:
-        for name, value in r.parts.items():
-            parts[name].append(value)
-    mean = lambda values: float(np.nanmean(values)) if not np.isnan(values).all() else 0.0
-    return {"reward": mean(scores), "rewards/unscored": int(np.isnan(scores).sum()),
-            **{f"rewards/{name}/mean": mean(values) for name, values in parts.items()},
+    return {"reward": 0.0 if np.isnan(scores).all() else float(np.nanmean(scores)),
+            "rewards/unscored": int(np.isnan(scores).sum()), **part_means(rollouts, "rewards"),
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/min_length": min(lengths), "completions/max_length": max(lengths),
             "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}

@@ -2,7 +2,7 @@
 Generate from a checkpoint and score it: mean@k, pass@k, maj@k over held-out problems or the rows of a file.
 
     python sample.py --model=out/grpo-algebra-20260101-120000/checkpoint-60
-    python sample.py --model=Qwen/Qwen3-1.7B --task=gsm8k --eval_samples=8 --max_completion_length=1024
+    python sample.py --model=Qwen/Qwen3-1.7B --task=gsm8k --samples=8 --max_completion_length=1024
     python sample.py --model=out/.../checkpoint-60 --prompt="Solve 2(x+3)=10"
 """
 import json
@@ -15,14 +15,16 @@ import ranks
 import rewards
 import rollout
 import tiny
+from checks import check_values
 from configurator import configure, input_errors
 from models import check_model, precision
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
 prompt = ""                     # a prompt of your own: its completions are printed and nothing is scored
-task = "algebra"                # algebra, countdown, gsm8k, or file: rows from eval_file
+task = "algebra"                # algebra, countdown, gsm8k, or file: rows from eval_file or train_file
 difficulty = 1                  # of generated problems
-eval_file = ""                  # JSONL or parquet, for task=file
+train_file = ""                 # JSONL or parquet, for task=file: the share of it that a run holds out
+eval_file = ""                  # the same, all of it
 eval_prompts = 128              # problems; 0: the whole file
 reward = ""                     # file.py:function; empty: the task's own verifier
 reward_timeout = 10.0           # seconds for a batch; where it takes longer, for each completion. 0: no limit
@@ -42,22 +44,25 @@ show = 4                        # problems whose first samples are printed
 output = ""                     # a JSONL file for all samples; empty: none
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
+check_values(settings)
 _, _, device, _ = ranks.set_up()
 
 with input_errors():
     rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
-            data.load_rows(task, "eval", eval_prompts, 0, difficulty, eval_file=eval_file))
+            data.load_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
     base = tiny.ensure() if model == "tiny" else model
     check_model(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     prompts = [data.Prompt(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
                for row in rows]
     compute_dtype, _ = precision(dtype, 0, device)
-    scorer = rewards.Scorer(settings | {"reward_model": ""}, device, compute_dtype)
-    longest = max(len(ids) for _, ids in prompts) + max_completion_length
-    print(f"loading {base} into the engine", flush=True)
-    rollout_engine = rollout.start_engine(engine, base, tokenizer, compute_dtype, longest,
-                                          vllm_gpu_memory_utilization, float32_head=float32_head)
+    unused = {"reward_model": "", "reward_step_timeout": 0.0}
+    scorer = rewards.Scorer(settings | unused, device, compute_dtype)
+    eos_ids = rollout.end_tokens(base, tokenizer)
+longest = max(len(ids) for _, ids in prompts) + max_completion_length
+print(f"loading {base} into the engine", flush=True)
+rollout_engine = rollout.engine_class(engine)(base, compute_dtype, longest, eos_ids,
+                                              vllm_gpu_memory_utilization, float32_head=float32_head)
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]

@@ -10,6 +10,7 @@ difficulty = 1                  # of generated problems: 1 suits the tiny model,
 chat = True                     # apply the chat template to messages; False: join them, for base models
 system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
 reward_timeout = 10.0           # seconds for a batch; where it takes longer, for each completion. 0: no limit
+reward_step_timeout = 600.0     # seconds for a step's completions on a rank; the rest scores 0. 0: no limit
 reward_model = ""               # a folder or hub id of a sequence-classification model with one label
 reward_model_weight = 1.0       # weight of its score
 reward_weight = 1.0             # weight of the reward where there is a reward model as well; 0: only logged

@@ -125,18 +125,19 @@ with input_errors():
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     scorer.try_on([prompt.row for prompt in train_set])
+    eos_ids = rollout.end_tokens(base, tokenizer)
 
     start = run.resumed or base
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
     reference = (load_policy(base, mesh, compute_dtype, trained=False, float32_head=float32_head)
                  if kl_coef > 0 else None)
-    optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
-                                  weight_decay=weight_decay, fused=True)
-    if offload_optimizer:
-        offload(optimizer, device)                              # to host memory, except while it steps
-    rollout_engine = rollout.start_engine(
-        engine, start, tokenizer, compute_dtype, max_prompt_length + max_completion_length,
-        vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
+                              weight_decay=weight_decay, fused=True)
+if offload_optimizer:
+    offload(optimizer, device)                                  # to host memory, except while it steps
+rollout_engine = rollout.engine_class(engine)(
+    start, compute_dtype, max_prompt_length + max_completion_length, eos_ids, vllm_gpu_memory_utilization,
+    vllm_tensor_parallel_size, float32_head)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 

@@ -108,6 +108,7 @@ with input_errors():
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     scorer.try_on([prompt.row for prompt in train_set])
+    eos_ids = rollout.end_tokens(base, tokenizer)
 
     start = run.resumed or base
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
@@ -115,15 +116,15 @@ with input_errors():
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing)
     reference = (load_policy(base, mesh, compute_dtype, trained=False, float32_head=float32_head)
                  if kl_coef > 0 else None)
-    adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, **adamw)
-    critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, **adamw)
-    if offload_optimizer:
-        offload(optimizer, device)
-        offload(critic_optimizer, device)
-    rollout_engine = rollout.start_engine(
-        engine, start, tokenizer, compute_dtype, max_prompt_length + max_completion_length,
-        vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
+adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, **adamw)
+critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, **adamw)
+if offload_optimizer:
+    offload(optimizer, device)
+    offload(critic_optimizer, device)
+rollout_engine = rollout.engine_class(engine)(
+    start, compute_dtype, max_prompt_length + max_completion_length, eos_ids, vllm_gpu_memory_utilization,
+    vllm_tensor_parallel_size, float32_head)
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 

@@ -1,0 +1,186 @@
+"""Folders and checkpoints of strangers: nothing is overwritten, nothing of theirs is run."""
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import checkpoint
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 4)
+
+
+@pytest.fixture
+def saved(mesh, model, tmp_path):
+    """The optimizer of a model after one step, in tmp_path/checkpoint-1/trainer."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    os.makedirs(tmp_path / "checkpoint-1" / "trainer")
+    dcp.save(checkpoint.get_optimizer_state_dict(model, optimizer),
+             checkpoint_id=str(tmp_path / "checkpoint-1" / "trainer"))
+    optimizer.zero_grad()
+    return str(tmp_path / "checkpoint-1"), optimizer
+
+
+def test_our_own_optimizer_is_read(saved, model):
+    folder, optimizer = saved
+    fresh = torch.optim.AdamW(model.parameters(), 0.5, weight_decay=0.25)
+    checkpoint.load_optimizer(folder, model, fresh)
+    for parameter in model.parameters():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(fresh.state[parameter][name], optimizer.state[parameter][name])
+    # The settings rule.
+    assert fresh.param_groups[0]["lr"] == 0.5 and fresh.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_a_forged_description_runs_no_code(saved, model, tmp_path):
+    folder, optimizer = saved
+    with open(f"{folder}/trainer/.metadata", "wb") as file:
+        pickle.dump(Evil(tmp_path / "owned"), file)
+    with pytest.raises(ValueError, match="names posix.mkdir"):
+        checkpoint.load_optimizer(folder, model, torch.optim.AdamW(model.parameters(), 0.1))
+    assert not os.path.exists(tmp_path / "owned")
+
+
+def test_a_forged_entry_runs_no_code(mesh, model, tmp_path):
+    """DCP stores what is no tensor as pickled bytes, which it would read without weights_only."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = checkpoint.get_optimizer_state_dict(model, optimizer)
+    state["param_groups"][0]["lr"] = Evil(tmp_path / "owned")
+    os.makedirs(tmp_path / "checkpoint-1" / "trainer")
+    dcp.save(state, checkpoint_id=str(tmp_path / "checkpoint-1" / "trainer"))
+    with pytest.raises(ValueError, match="optimizer's state is not read"):
+        checkpoint.load_optimizer(str(tmp_path / "checkpoint-1"), model, optimizer)
+    assert not os.path.exists(tmp_path / "owned")
+
+
+# ---------------------------------------------------------------- what a checkpoint consists of
+
+@pytest.fixture
+def whole(tmp_path):
+    folder = tmp_path / "run" / "checkpoint-1"
+    os.makedirs(folder / "trainer")
+    (folder / "config.json").write_text("{}")
+    checkpoint.write_state(str(folder), {"step": 1})
+    assert checkpoint.damage(str(folder)) is None
+    return folder
+
+
+def test_rollouts_may_come_later(whole):
+    (whole / "rollouts.jsonl").write_text("{}\n")
+    assert checkpoint.damage(str(whole)) is None
+
+
+def replaced(path, make):
+    os.remove(path)
+    make(path)
+
+
+@pytest.mark.parametrize("harm, problem", [
+    (lambda f: os.remove(f / "config.json"), "config.json is missing"),
+    (lambda f: (f / "modeling.py").write_text("import os"), "modeling.py is not listed"),
+    (lambda f: os.symlink("/etc/hostname", f / "extra"), "extra is not a regular file"),
+    (lambda f: os.symlink("/etc", f / "folder"), "folder is not a regular file"),
+    (lambda f: replaced(f / "config.json", os.mkfifo), "config.json is not a regular file"),
+    (lambda f: replaced(f / "trainer/checksums.json", os.mkfifo), "checksums.json is not a regular file"),
+    (lambda f: replaced(f / "trainer/checksums.json", lambda path: os.symlink("/dev/zero", path)),
+     "checksums.json is not a regular file"),
+    (lambda f: (f / "trainer/checksums.json").write_text("[" * 100_000), "Error"),
+    (lambda f: (f / "trainer/checksums.json").write_text("[]"), "not a list of files"),
+    (lambda f: (f / "trainer/checksums.json").write_text(json.dumps({"../../../etc/passwd": 1})),
+     "config.json is not listed"),
+    (lambda f: (f / "config.json").write_text("{ }"), "config.json is not what was written")])
+def test_what_is_wrong_is_said_and_nothing_hangs(whole, harm, problem):
+    harm(whole)
+    assert problem in checkpoint.damage(str(whole))
+
+
+# ---------------------------------------------------------------- folders
+
+LOCATE = """
+import sys, checkpoint
+sys.stdin.readline()
+folder, _ = checkpoint.locate_run("", "", sys.argv[1])
+print(folder, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
+    command = [sys.executable, "-c", LOCATE, str(tmp_path / "out" / "grpo")]
+    runs = [subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(3)]
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+    folders = [run.stdout.readline().strip() for run in runs]
+    for run in runs:
+        run.communicate("\n")
+    assert sorted(folders) == [str(tmp_path / "out" / name) for name in ("grpo", "grpo-2", "grpo-3")]
+
+
+@pytest.mark.parametrize("resume", ["", "auto"])
+def test_what_is_no_run_is_left_alone(tmp_path, resume):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds config.json and is not the folder of a run"):
+        checkpoint.locate_run(str(tmp_path), resume, "out/x")
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_a_name_may_have_a_tilde_and_slashes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert checkpoint.locate_run("~/run//", "auto", "out/x") == (str(tmp_path / "run"), None)
+    assert checkpoint.locate_run("~/run/", "auto", "out/x") == (str(tmp_path / "run"), None)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out_dir in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run", tmp_path / ("x" * 300)):
+        with pytest.raises(ValueError, match="out_dir="):
+            checkpoint.locate_run(str(out_dir), "", "out/x")
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    os.makedirs(tmp_path / "run")
+    os.symlink(tmp_path / "precious", tmp_path / "run" / ".lock")
+    with pytest.raises(ValueError, match="its .lock is a link"):
+        checkpoint.locate_run(str(tmp_path / "run"), "auto", "out/x")
+    assert not os.path.exists(tmp_path / "precious")
+
+
+def test_an_error_without_words_is_an_error(mesh, whole, monkeypatch):
+    """A save that fails with an empty message (MemoryError) must not count as a checkpoint."""
+    def fails(*_, **__):
+        raise MemoryError
+    hf = type("HF", (), {"named_parameters": lambda self, remove_duplicate=True: [],
+                         "state_dict": lambda self: {}, "save_pretrained": fails})()
+    network = type("Network", (), {"hf": hf, "reshard": lambda self: None})()
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    folder = str(whole.parent / "checkpoint-2")
+    problem = checkpoint.save_checkpoint(folder, {"": (network, optimizer)}, None, {"step": 2}, 2, {})
+    assert "MemoryError" in problem and not os.path.exists(folder)
+    assert checkpoint.checkpoints(str(whole.parent)) == [str(whole)]
+    shutil.rmtree(whole)

@@ -101,7 +101,8 @@ def test_a_string_prompt_is_continued(judge):
 
 
 def scorer_of(path):
-    settings = {"reward": "none", "task": "algebra", "reward_timeout": 1.0, "reward_weight": 1.0,
+    settings = {"reward": "none", "task": "algebra", "reward_timeout": 1.0, "reward_step_timeout": 0.0,
+                "reward_weight": 1.0,
                 "reward_model": str(path), "reward_model_weight": 2.0, "token_budget": 500}
     return rewards.Scorer(settings, torch.device("cpu"), torch.float32)
 

@@ -1,6 +1,8 @@
 """A long table holds what the answer checker must say, and rewards come in every form, good and bad."""
 import math
 import signal
+import sys
+import threading
 import time
 from fractions import Fraction
 from types import SimpleNamespace
@@ -364,7 +366,8 @@ def test_a_reward_that_raises(tmp_path):
 # ------------------------------------------------------------------------------------------------ rollouts
 
 
-SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_weight": 1.0, "reward_model": "",
+SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_step_timeout": 0.0,
+            "reward_weight": 1.0, "reward_model": "",
             "reward_model_weight": 1.0, "token_budget": 100}
 
 
@@ -503,3 +506,68 @@ def test_evaluation_has_the_mean_of_each_part():
     assert rewards.evaluation(rollouts, 2) == {
         "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
         **{f"eval/rewards/{name}/mean": parts[name] for name in parts}}
+
+
+# ---------------------------------------------------------------- rewards that misbehave
+
+SUMS = [{"prompt": "2+2", "answer": "4", "extra_info": {"index": 1}} for _ in range(4)]
+
+
+def test_a_reward_cannot_lift_its_time_limit():
+    def hangs(prompts, completions, **_):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if "slow" in completions:
+            time.sleep(60)
+        return [1.0] * len(completions)
+
+    started = time.monotonic()
+    scores, _, timeouts = rewards.score(hangs, SUMS, ["slow", "fast", "slow", "fast"], 0.2)
+    assert scores == [0.0, 1.0, 0.0, 1.0] and timeouts == 2 and time.monotonic() - started < 10
+
+
+def test_a_time_limit_ends_with_its_block():
+    """Rewards that end just when their time does: TimeUp never comes later, in the middle of something else."""
+    def just_in_time(prompts, completions, **_):
+        end = time.perf_counter() + 0.002
+        while time.perf_counter() < end:
+            pass
+        return [1.0] * len(completions)
+
+    for _ in range(200):
+        rewards.score(just_in_time, SUMS[:1], ["a"], 0.002)
+    threads = threading.active_count()
+    time.sleep(0.1)
+    assert threading.active_count() <= threads and not any("watch" in t.name for t in threading.enumerate())
+
+
+def test_a_step_has_a_budget():
+    def hangs(prompts, completions, **_):
+        time.sleep(60)
+
+    started = time.monotonic()
+    scores, _, timeouts = rewards.score(hangs, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
+    assert scores == [0.0] * 200 and timeouts == 200 and time.monotonic() - started < 10
+
+
+def test_sys_exit_in_a_reward_is_an_error(tmp_path):
+    def leaves(prompts, completions, **_):
+        sys.exit(0)
+
+    with pytest.raises(RuntimeError, match="leaves raised SystemExit"):
+        rewards.score(leaves, SUMS, ["a"] * 4, 1.0)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ValueError, match="raised SystemExit"):
+        rewards.load_reward(f"{tmp_path}/leaves.py:score", "algebra")
+
+
+def test_a_reward_gets_copies():
+    def pops(prompts, completions, extra_info, **_):
+        extra_info[0].pop("index")
+        completions[0][0]["content"] = "changed"
+        return [0.0] * len(completions)
+
+    completions = [[{"role": "assistant", "content": "4"}] for _ in SUMS]
+    for _ in range(2):
+        rewards.score(pops, SUMS, completions, 1.0)
+    assert SUMS[0]["extra_info"] == {"index": 1} and completions[0][0]["content"] == "4"

@@ -35,8 +35,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {place in the folder: (model, optimizer)}; the policy's place is "", so that from_pretrained and
-    vLLM load the folder. state: a dict that JSON can hold. Afterwards the older checkpoints go, except the
-    `keep` newest and the best by eval_scores, {step: score}. Returns None, or what went wrong where the
+    vLLM can load the folder. state: a dict that JSON can hold. Afterwards the older checkpoints go, except
+    the `keep` newest and the best by eval_scores, {step: score}. Returns None, or what went wrong if the
     checkpoint could not be written (a full disk, say): the older ones then stay. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
@@ -78,7 +78,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     if master and problem:
         shutil.rmtree(part, ignore_errors=True)
     elif master:
-        # Newer ones were damaged, or belong to a past that was left: a resumed run must not go back to them.
+        # Newer ones were damaged, or belong to a branch that was abandoned: a resumed run must not go back to
+        # them.
         found = checkpoints(os.path.dirname(folder))
         here = found.index(folder)
         scored = [one for one in found[:here + 1] if number(one) in eval_scores]
@@ -90,7 +91,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
 
 
 def first_problem(problem):
-    # that of the first rank that has one, so that all ranks do the same next
+    # the problem of the first rank that has one, so that all ranks do the same next
     return next(filter(None, ranks.gathered([problem])), None)
 
 
@@ -113,7 +114,7 @@ def write_state(folder, state):
 
 
 def finish(part, folder):
-    # A run that was killed and resumed may have left it.
+    # It may be left over from before a kill.
     if os.path.exists(folder):
         shutil.rmtree(folder)
     os.rename(part, folder)

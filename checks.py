@@ -1,5 +1,6 @@
 """
-What the training scripts and replay.py refuse before a model is loaded. Each message names the setting.
+Settings that the training scripts and replay.py refuse before a model is loaded. Each message names the
+setting.
 
 A script of your own may leave these calls out: they catch mistakes, and nothing else depends on them.
 """

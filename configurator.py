@@ -45,7 +45,7 @@ def did_you_mean(name, names, dashes=""):
 def read_layout(path):
     """The script's [key, comment lines] in order, then those of the files that its block imports with *.
 
-    The key of a heading is ''. What the script itself assigns stands at the script's place only.
+    The key of a heading is ''. What the script itself assigns is listed only there.
     """
     with tokenize.open(path) as script:
         statements = ast.parse(script.read()).body

@@ -172,8 +172,8 @@ def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file
 
     algebra and countdown generate `count` distinct problems; count 0 stands for 4,096 of "train" and 128 of
     "eval", or all that the task has if it has fewer. gsm8k and file give their first `count` rows, or all of
-    them for 0. Without an eval_file task file holds one in eight prompts of train_file out of "train" and
-    gives their rows as "eval". Raises ValueError if there are no such rows, or fewer distinct problems than
+    them for 0. Without an eval_file task file sets one in eight prompts of train_file aside: their rows are
+    "eval", the others "train". Raises ValueError if there are no such rows, or fewer distinct problems than
     `count`; a message about a row of a file begins with file:line.
     """
     if count < 0:
@@ -202,7 +202,7 @@ def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file
 
 def held_out(text):
     # A stable hash of the prompt's text decides its split, so that no two seeds can mix training and
-    # evaluation, and a prompt that stands in two rows has both on the same side.
+    # evaluation, and both rows of a prompt that stands in two are on the same side.
     return zlib.crc32(text.encode()) % 8 == 0
 
 
@@ -262,8 +262,9 @@ def file_rows(split, train_file, eval_file):
     for row in rows:
         sides["eval" if held_out(whole_text(row["prompt"])) else "train"].append(row)
     if not all(sides.values()):
-        raise ValueError(f"{path}: without an eval_file a hash of the prompt holds one in eight rows out for "
-                         f"evaluation, here {len(sides['eval'])} of {len(rows)}, which leaves one side empty")
+        raise ValueError(f"{path}: without an eval_file a hash of the prompt sets one in eight rows aside "
+                         f"for evaluation, here {len(sides['eval'])} of {len(rows)}, which leaves one side "
+                         "empty")
     return sides[split]
 
 

@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from packing import micro_batches
 
-# Its bars for every load and save would tear the run's own bar apart.
+# Its bars for every load and save would break up the run's own progress bar.
 logging.disable_progress_bar()
-# Logits that exist at one time, twice: 128 MB and 1 GB in float32.
+# The most logits held at once; two copies take 128 MB and 1 GB in float32.
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}
 
 
@@ -119,7 +119,7 @@ def hidden_states(hf, batch):
 class Policy(nn.Module):
     """A causal language model whose forward returns logprobs and entropies of sampled tokens.
 
-    The head is applied here, in the forward of FSDP's root, because only there its weight is whole.
+    The head is applied here, in the forward of FSDP's root, because only there is its weight whole.
     """
 
     def __init__(self, hf, float32_head=True):
@@ -170,7 +170,7 @@ def check_model(path, key="model", tokenizer=True):
             AutoConfig.from_pretrained(path)
             return
         except OSError as error:
-            raise ValueError(f"{key}={path}: no such folder, and the hub does not give it: "
+            raise ValueError(f"{key}={path}: no such folder, and it cannot be loaded from the hub: "
                              f"{str(error).splitlines()[0]}") from None
     files = os.listdir(path)
     for what, found in {
@@ -194,8 +194,8 @@ def check_critic(path, policy_path):
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, float32_head=True):
     """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
-    trained: False for a reference, which needs no gradient and no more digits than it computes with. Its
-    weights are then in dtype, which in bfloat16 takes half the memory and gives the same logprobs.
+    trained: False for a reference, which needs no gradient and no more precision than it computes with.
+    Its weights are then in dtype, which in bfloat16 takes half the memory and gives the same logprobs.
     float32_head: see head_logits; the engine needs the same. Raises ValueError for models whose logits are
     more than hidden @ head (softcapped or scaled heads), because they would come out wrong. A collective.
     """
@@ -210,7 +210,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
     if loading["missing_keys"]:
         raise ValueError(f"model={path}: no {', '.join(sorted(loading['missing_keys']))} in its weights")
     if hf.generation_config:
-        # Where it names a temperature it could not be saved without this.
+        # Without this, a generation config that names a temperature cannot be saved.
         hf.generation_config.do_sample = True
     return shard(Policy(hf, float32_head).requires_grad_(trained), mesh, dtype, gradient_checkpointing)
 
@@ -280,6 +280,6 @@ def per_token(network, forward, rollouts, chosen, token_budget):
     found = {}
     for batch in micro_batches(rollouts, chosen, token_budget, next(network.parameters()).device):
         found |= batch.split(forward(batch))
-    # Without a backward FSDP2 leaves the root gathered.
+    # Without a backward FSDP2 leaves the root's parameters gathered.
     network.reshard()
     return found

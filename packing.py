@@ -75,9 +75,9 @@ def pack(rollouts, chosen, token_budget, device):
 
     Each holds at most token_budget tokens; first fit, longest first. The tokens inside the spans are the
     targets, the EOS among them even where the pad token has the same id; no other token is. Raises ValueError
-    for a sequence that is longer than token_budget. Padded instead, 64 completions of 1 to 64 tokens behind
-    prompts of 40 would be 1.4 times as many tokens, and 4.2 times where every eighth has 512 tokens and the
-    others 32. Packing takes 0.6 ms of their update's 250.
+    for a sequence that is longer than token_budget. With padding, 64 completions of 1 to 64 tokens behind
+    prompts of 40 would take 1.4 times as many tokens, and 4.2 times as many if one in eight has 512 tokens
+    and the others 32. Packing takes 0.6 ms of a 250 ms update.
     Example: prompts [5, 6] and [5] with completions [7, 8] and [9], budget 8 -> one micro-batch 5 6 7 8 | 5 9
     with index [1, 2, 4] and targets [7, 8, 9]: token 7 is predicted at place 1, 8 at 2, 9 at 4.
     """
@@ -123,20 +123,21 @@ def idle(device):
 
 
 def micro_batches(rollouts, chosen, token_budget, device):
-    """The MicroBatches of the chosen rollouts, equally many on each rank, for networks that are sharded.
+    """The MicroBatches of the chosen rollouts, the same number on every rank, as sharded networks require.
 
     Their forward and backward are collectives. A rank that has fewer MicroBatches than another therefore also
     gets idle ones that predict nothing: each of their per-token tensors is empty. A collective itself.
     """
     batches = pack(rollouts, chosen, token_budget, device)
-    # One turn at least: a gradient of 0 is a gradient.
+    # At least one, so that every rank has a gradient, even if it is 0.
     turns = max(1, int(ranks.largest([len(batches)])[0]))
     return batches + [idle(device)] * (turns - len(batches))
 
 
 # ---------------------------------------------------------------- attention
 
-# PyTorch 2.11's kernel takes fewer heads of key and value than of query unasked; later ones want to be asked.
+# PyTorch 2.11's kernel takes fewer heads of key and value than of query by default; later ones need
+# enable_gqa.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
@@ -164,7 +165,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, bounds=
         raise ValueError("the model's attention has softcapped scores or sinks; packed attention has neither")
     if kernel_takes(query, value):
         rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                  # [T, heads, d]
-        # window_size (-1, 0): all tokens before, none behind.
+        # window_size (-1, 0): all tokens before, none after.
         output = varlen.varlen_attn(*rows, offsets, offsets, max(sizes), max(sizes), scale=scaling,
                                     window_size=(-1, 0), **GROUPED)
         return output.unsqueeze(0), None

@@ -1,4 +1,4 @@
-"""The processes of a run, one per device, which all run the same script, and what they tell each other.
+"""The processes of a run, one per device, which all run the same script, and how they communicate.
 
 All functions except `keep_freed_memory`, `orphaned` and `leave` are collectives: every rank has to call them,
 in the same order.
@@ -93,8 +93,8 @@ def mean(values):
 
 def gathered(items):
     """The lists of all ranks joined into one, in the order of the ranks."""
-    # On one rank nothing is sent, because gloo's thread would start OpenMP threads of its own to pass on a
-    # large list, and on two cores everything after that would take one and a half times as long.
+    # On one rank the list is not sent, because gloo's thread would start OpenMP threads of its own to pass on
+    # a large one, and on two cores everything after that would take one and a half times as long.
     if dist.get_world_size() == 1:
         return list(items)
     lists = [None] * dist.get_world_size()

@@ -1,5 +1,5 @@
 """
-What a loss makes of rollouts that a run has kept: its value, its gradient and its statistics, in seconds.
+Computes a loss on rollouts that a run has kept: its value, its gradient and its statistics, in seconds.
 
     python replay.py out/grpo-algebra-.../checkpoint-40                          # with the run's own settings
     python replay.py out/grpo-algebra-.../checkpoint-40 config/gspo.py --epsilon=1e-3
@@ -7,14 +7,16 @@ What a loss makes of rollouts that a run has kept: its value, its gradient and i
 
 Each checkpoint of train_grpo.py and train_dapo.py, except a run's last, holds the rollouts that its policy
 sampled next. Sections 3 to 5 of those scripts are computed again on them, as one update; no parameter changes
-and nothing is written. What you have changed in a script of your own, change here as well. Settings of
-sampling and of the optimizer have no effect. Next to the result stands what the run logged for that step. The
-two agree as long as no setting differs, dtype=auto means the same here, and the step made one update; with
-filter_groups the run's reward, reward_std and frac_reward_zero_std are of all prompts it sampled, those here
-of the ones it kept, and an entropy bonus does not decay here.
+and nothing is written. If you changed the loss in a script of your own, make the same change here. Settings
+of the engine and of the optimizer do not exist here; in a config file they are passed over.
 
-On the policy that sampled all ratios are 1, and most losses are the same. --new_policy takes the policy of
-another checkpoint on the old rollouts: that is where clipping, corrections and bounds act.
+Next to each result stands what the run logged for that step. The two agree if no setting differs, dtype=auto
+means the same here, and the step made one update. With filter_groups the run's reward, reward_std and
+frac_reward_zero_std are of all prompts it sampled, those here only of the prompts it kept. An entropy bonus
+does not decay here.
+
+With the policy that sampled them all ratios are 1, and most losses are the same. --new_policy takes the
+policy of another checkpoint on the old rollouts: then clipping, corrections and bounds act.
 """
 import json
 import math
@@ -35,12 +37,12 @@ from models import check_model, load_policy, precision, token_logprobs
 from packing import micro_batches
 from rollout import Rollout, compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
-# the defaults are the run's own settings, except for new_policy
+# the defaults are the run's own settings, except for new_policy and reference
 new_policy = ""                 # a folder; empty: the checkpoint, whose policy sampled
 reference = ""                  # where kl_coef is above 0; empty: the model that the run began with
 temperature = 1.0               # of the trainer's logprobs
 max_completion_length = 64      # for overlong_buffer and constant_length
-filter_groups = False           # these and the next are settings of train_dapo.py and train_grpo.py
+filter_groups = False           # from here on as in train_dapo.py and train_grpo.py
 overlong_buffer = 0
 overlong_penalty = 1.0
 mask_truncated = False

@@ -57,7 +57,7 @@ LATEX = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\{,\}", ","), (r"\\[,;: ]|~", " "), (r"[−–]", "-"), (r"\*\*", "^"),
     (r"\\times|\\cdot|[×·]", "*"), (r"\\div|÷", "/"),
     (r"^\s*\\?[a-z]\w*\s*=", "")]]
-# A unit is up to three words after a number, or a metric symbol right behind it. Some words are no unit but
+# A unit is up to three words after a number, or a metric symbol right behind it. Some words are not units but
 # part of the value.
 OPERATOR = "or|and|not|plus|minus|times|over|less|more|squared|cubed|pi|dozen|hundred|thousand|[mbtr]+illion"
 WORD = rf"(?!(?:{OPERATOR})\b)(?:[a-z]{{2,}}|[mglsh])(?:\s?\^\(?[23]\)?)?"
@@ -342,7 +342,7 @@ def checked(reward, returned, count):
     def total_and_parts(value):
         if not isinstance(value, dict):
             return math.nan if value is None else real(value), {}
-        # Next to the score, verl's functions return notes that are no numbers.
+        # Besides the score, verl's functions may return entries that are not numbers.
         if "score" in value:
             value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
         parts = {key: real(part) for key, part in value.items() if part is not None}
@@ -360,8 +360,8 @@ class Scorer:
     """Scores rollouts by the reward and the reward model that a run's settings name.
 
     scorer(rollouts) sets score and parts of each rollout and returns the number of timeouts. With a reward
-    model the score is reward_weight times the reward plus reward_model_weight times the model's score. What
-    the reward leaves unscored then adds nothing, and what the model cannot score is not scored.
+    model the score is reward_weight times the reward plus reward_model_weight times the model's score. An
+    unscored reward then counts as 0, and what the model cannot score has no score, unless its weight is 0.
 
     settings: what configure returns. device, dtype: where and in which precision the reward model computes.
     Raises ValueError if the reward or the reward model cannot be loaded.
@@ -437,7 +437,7 @@ def evaluation(rollouts, k):
     maj@k   mean over prompts of the score of the commonest answer, or of the first of those equally common;
             a completion without an answer has no vote, and a prompt without votes scores as its first one
     Over all prompts they are named eval/..., over those of each source eval/{source}/.... A completion that
-    was not scored (NaN) counts for nothing. The mean of each part is eval/rewards/{name}/mean.
+    was not scored (NaN) is ignored. The mean of each part is eval/rewards/{name}/mean.
     """
     values = defaultdict(list)
     for i in range(0, len(rollouts), k):

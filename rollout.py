@@ -1,9 +1,9 @@
 """
-Rollout: prompts in, sampled tokens and their logprobs out. Two engines with the same three methods.
+Rollout: prompts in, sampled tokens and their logprobs out. Both engines have the same three methods, and the
+attributes name, weight_names and allocated.
 
-    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0) -> n Rollouts per prompt,
-    adjacent
-    load_weights(named_tensors)                                              -> the next generate uses them
+    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0)  n adjacent Rollouts per prompt
+    load_weights(named_tensors)                                               the next generate uses them
     close()
 
 Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in
@@ -30,7 +30,7 @@ from models import head_logits
 
 @dataclass
 class Rollout:
-    """A prompt and what the policy made of it: all tokens of the row, and which of them it sampled."""
+    """A prompt and what the policy generated: all tokens of the row, and which of them it sampled."""
     ids: np.ndarray          # int32 [L]: the prompt, then what was sampled and what was inserted, in order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
     logprobs: np.ndarray     # float32: the engine's, of the sampled tokens
@@ -52,7 +52,7 @@ class Rollout:
 
 
 def generate(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-    """n Rollouts for each data.Prompt, adjacent, with its row and their text. seeds: one per prompt."""
+    """Returns n adjacent Rollouts per data.Prompt, with row and completion set. seeds: one per prompt."""
     ids = [prompt.ids for prompt in prompts]
     rollouts = engine.generate(ids, n, seeds, max_tokens, temperature, top_p, top_k)
     for i, r in enumerate(rollouts):
@@ -64,7 +64,10 @@ def generate(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_
 
 
 def engine_class(engine):
-    """The class for engine vllm, hf, or auto: vLLM where it is installed. ValueError where it is not."""
+    """The class for engine vllm, hf, or auto, which is vllm where it is installed and hf elsewhere.
+
+    Raises ValueError for another name, or for vllm where it is not installed.
+    """
     if engine not in ("auto", "vllm", "hf"):
         raise ValueError(f"engine={engine}: choose auto, vllm or hf")
     installed = importlib.util.find_spec("vllm") is not None
@@ -146,7 +149,10 @@ def give_float32_head(model):
 
 
 class VLLMEngine:
-    """vLLM in this process, on this rank's device. It sleeps and frees its memory while the trainer works."""
+    """vLLM in this process, on this rank's device.
+
+    On a GPU it sleeps while the trainer works, and its memory is free.
+    """
     name, weight_names = "vllm", "checkpoint"
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
@@ -196,7 +202,7 @@ class VLLMEngine:
 
     def _generate(self, prompts, seeds, n, max_tokens, temperature, top_p, top_k):
         self._wake()
-        # vLLM makes only one greedy completion of a prompt; they are all equal.
+        # vLLM returns only one greedy completion per prompt, so it is copied.
         copies, n = (n, 1) if temperature == 0 else (1, n)
         params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature,
                                       top_p=top_p, top_k=top_k, logprobs=0, flat_logprobs=True,
@@ -217,12 +223,12 @@ class VLLMEngine:
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))
         else:
             # The CPU build repacks linear weights and drops the originals: only a reload can replace them. On
-            # a GPU falling asleep empties the prefix cache, here it has to be asked for.
+            # a GPU falling asleep empties the prefix cache, here it has to be emptied explicitly.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             self.llm.reset_prefix_cache()
 
     def close(self):
-        self._wake()                                           # a shutdown asleep would unmap memory twice
+        self._wake()                                           # shut down asleep, it would unmap memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         if len(self.group) > 1 and not self.cuda:
@@ -255,7 +261,7 @@ class VLLMEngine:
 class HFEngine:
     """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read."""
     name, weight_names, allocated = "hf", "module", 0
-    max_seqs = 256           # sequences that are generated at a time
+    max_seqs = 256           # sequences generated at once
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  float32_head=True):
@@ -340,7 +346,7 @@ def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
         probs, order = probs.sort(-1, descending=True)
         if top_k > 0:
             probs[:, top_k:] = 0
-        # A token goes where the likelier ones already hold top_p of the probability.
+        # Drop a token if the likelier ones already hold top_p of the probability.
         probs[probs.cumsum(-1) - probs >= top_p * probs.sum(-1, keepdim=True)] = 0
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]

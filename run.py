@@ -1,7 +1,8 @@
 """
 The frame of a run, which all training scripts share: it begins or goes on, saves, stops, and ends.
 
-None of it is part of an algorithm. Files on disk are checkpoint.py's, figures and console are runlog.py's.
+None of it is part of an algorithm. checkpoint.py writes the checkpoints, runlog.py the metrics, the samples
+and the console output.
 """
 import datetime
 import math
@@ -17,7 +18,7 @@ import ranks
 from configurator import check, input_errors
 from runlog import RunLog, peak_memory, save_rollouts
 
-# A run that goes on has the same values of these; all other settings may change.
+# A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "eval_file", "reward",
         "reward_model", "max_prompt_length", "chat", "system_prompt", "prompts_per_step", "num_generations",
         "seed")
@@ -26,9 +27,9 @@ SAME = ("model", "critic_model", "task", "difficulty", "train_prompts", "train_f
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
-    settings: what configure returned. script: its __file__. state: what a new run's state holds apart from
-    the step; it is saved with each checkpoint, and a resumed run has it back. Stops the script with a message
-    where the settings do not fit the folder or the checkpoint. A collective.
+    settings: what configure returned. script: the training script's __file__. state: what a new run's state
+    holds apart from the step; it is saved with each checkpoint, and a resumed run gets it back. Stops the
+    script with a message if the settings do not fit the folder or the checkpoint. A collective.
     """
 
     def __init__(self, settings, script, **state):
@@ -36,7 +37,7 @@ class Run:
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         located = None
         with input_errors():
-            # There is one clock, and one reader of checkpoints.
+            # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
             if dist.get_rank() == 0:
                 clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
                 located = checkpoint.locate_run(settings["out_dir"], settings["resume"],
@@ -80,10 +81,10 @@ class Run:
         self.log.say(
             f"{self.out_dir}: {s['model']}, {million:.2f} M parameters, on {self.world_size} x "
             f"{next(policy.parameters()).device.type}, engine {engine.name}\n"
-            f"a step: {s['prompts_per_step']} prompts x {s['num_generations']} completions = {N} sequences, "
-            f"then {updates}, in micro-batches of at most {s['token_budget']} tokens\n"
-            f"the run: {self.max_steps} steps; every {s['eval_interval']} steps an evaluation with "
-            f"{s['eval_samples']} completions per held-out prompt\n{data_note}")
+            f"Each step uses {s['prompts_per_step']} prompts x {s['num_generations']} completions = {N} "
+            f"sequences and makes {updates}, in micro-batches of at most {s['token_budget']} tokens.\n"
+            f"The run has {self.max_steps} steps and evaluates every {s['eval_interval']}, with "
+            f"{s['eval_samples']} completions per held-out prompt.\n{data_note}")
         if self.resumed:
             ranks_before = self.state["world_size"]
             self.log.say(f"goes on from {self.resumed}" + ("" if ranks_before == self.world_size else (
@@ -96,8 +97,8 @@ class Run:
         return self.log
 
     def _signalled(self, number, frame):
-        # A launcher may pass on a signal that the process has had already. Only a second Ctrl-C that comes a
-        # while after the first ends the run at once.
+        # A launcher may pass on a signal that the process has had already. Only a Ctrl-C that comes more than
+        # a second after the first signal ends the run, as soon as Python runs again.
         if number == signal.SIGINT and self.signals and time.monotonic() - self.signals[0] > 1:
             os._exit(130)
         if not self.signals and self.log.master:
@@ -111,7 +112,7 @@ class Run:
         return self.stopped
 
     def may_step(self, name, norm):
-        """Whether a gradient's norm is finite. Logs it, or a skipped update, under the network's name.
+        """Whether a gradient's norm is finite. Logs the norm, or else counts a skipped update.
 
         Raises RuntimeError after max_skipped_updates skipped ones in a row.
         """
@@ -135,7 +136,7 @@ class Run:
                 self.log.say(problem)
 
     def end_step(self, rollouts):
-        """Write the figures of a step that has made these rollouts, all ranks', and go to the next step."""
+        """Write the figures of the step and go on to the next. rollouts: all it sampled, on all ranks."""
         tokens = sum(len(r.ids) for r in rollouts)
         self.state["step"] += 1
         self.state["num_tokens"] += tokens
@@ -144,9 +145,10 @@ class Run:
         self.log.end(tokens)
 
     def save(self, networks, tokenizer):
-        """Write a checkpoint of this step, unless the run has just begun here. A collective.
+        """Write a checkpoint of this step. A collective.
 
-        Where that fails the older ones stay; the script stops only if it was the run's last.
+        Before its first step a run writes none, unless it stops there and had resumed from another folder. If
+        the save fails, older checkpoints are kept; the script stops only if no later save will follow.
         """
         step, problem = self.state["step"], None
         last = step == self.max_steps or self.stopped

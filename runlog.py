@@ -27,11 +27,12 @@ CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5
 
 
 class RunLog:
-    """metrics.jsonl and the same for TensorBoard, samples.jsonl, config.json, the script, a console.
+    """Writes metrics.jsonl and TensorBoard events, samples.jsonl, config.json and a copy of the script, and
+    prints to the console.
 
-    Rank 0 writes. A run that goes on from first_step drops the lines of that step and of later ones, because
-    it writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree on, and
-    by `mean` and `sum`, which are taken over all ranks when the step ends.
+    Only rank 0 writes. A run that goes on from first_step drops the lines of that step and of later ones,
+    because it writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree
+    on, and by `mean` and `sum`, which are taken over all ranks when the step ends.
     """
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
@@ -66,9 +67,9 @@ class RunLog:
         self.timing[f"timing_s/{name}"] += time.perf_counter() - start
 
     def mean(self, name, values):
-        """Take values, a tensor or list, into the step's mean over all that all ranks give under this name.
+        """Add values, a tensor or list, to the step's mean for this name, which is taken over all ranks.
 
-        A name without any values is logged as 0. Nothing here waits for a GPU.
+        A name that gets no values is logged as 0. Nothing here waits for a GPU.
         """
         values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
         total, count = self.totals.get(name, (0.0, 0))
@@ -80,12 +81,12 @@ class RunLog:
         self.totals[name] = total + torch.as_tensor(value).detach(), None
 
     def nothing(self, *names):
-        """Have these means logged as 0 if the step gives them no value."""
+        """Log these means as 0 if the step gives them no values."""
         for name in names:
             self.mean(name, [])
 
     def rollouts(self, rollouts, timeouts):
-        """Note all ranks' rollouts of the step, and show some. timeouts: how many this rank's rewards had."""
+        """Note all ranks' rollouts of the step and keep a few as samples. timeouts: this rank's number."""
         self.metrics |= rollout_metrics(rollouts)
         self.sum("rewards/timeouts", timeouts)
         first = [r for i, r in enumerate(rollouts) if i == 0 or r.row is not rollouts[i - 1].row]
@@ -107,7 +108,7 @@ class RunLog:
     def end(self, tokens):
         """Write the step: a line to metrics.jsonl and TensorBoard, a few samples, a line on the console.
 
-        tokens: how many the step has read and sampled.
+        tokens: number of prompt and completion tokens.
         """
         self.timing["timing_s/step"] = seconds = time.perf_counter() - self.started
         self.metrics["perf/throughput"] = tokens / seconds
@@ -161,7 +162,7 @@ class RunLog:
                 if name.startswith("eval/mean@")}
 
     def flush(self):
-        """Write what a full disk has not taken before."""
+        """Write the lines that a full disk refused earlier."""
         for name in list(self.waiting):
             self._append(name, [])
 
@@ -182,7 +183,7 @@ class RunLog:
                     raise
             self.waiting[name].clear()
         except OSError as error:
-            self.say(f"{name} could not be written, its lines wait: {error}")
+            self.say(f"{name} could not be written, its lines will be written later: {error}")
 
 
 def over_all_ranks(totals):
@@ -197,7 +198,7 @@ def over_all_ranks(totals):
 
 
 def rollout_metrics(rollouts):
-    """What a log says of sampled and scored rollouts; scores and parts that are NaN count for nothing."""
+    """What a log says of sampled and scored rollouts; its means ignore scores and parts that are NaN."""
     lengths = [len(r.logprobs) for r in rollouts]
     scores = np.array([r.score for r in rollouts])
     return {"reward": 0.0 if np.isnan(scores).all() else float(np.nanmean(scores)),
@@ -236,7 +237,7 @@ def peak_memory():
 
 
 def rewind(path, step):
-    """Drop the lines of a .jsonl log that speak of `step` or later, and a last one that was cut off."""
+    """Drop the lines of a .jsonl log for `step` or later, and a last one that was cut off."""
     if os.path.exists(path):
         with open(path) as file:
             lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < step]

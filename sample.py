@@ -25,9 +25,9 @@ task = "algebra"                # algebra, countdown, gsm8k, or file: rows from 
 difficulty = 1                  # of generated problems
 train_file = ""                 # JSONL or parquet, for task=file: the share of it that a run holds out
 eval_file = ""                  # the same, all of it
-eval_prompts = 128              # problems; 0: the whole file
+eval_prompts = 128              # problems; 0: 128 generated, or all that are held out
 reward = ""                     # file.py:function; empty: the task's own verifier
-reward_timeout = 10.0           # seconds for a batch; where it takes longer, for each completion. 0: no limit
+reward_timeout = 10.0           # seconds for a batch; if it takes longer, for each completion alone. 0: none
 chat = True                     # apply the chat template to messages; False: join them, for base models
 system_prompt = ""              # put before every message prompt
 samples = 4                     # completions per problem: k
@@ -44,10 +44,12 @@ show = 4                        # problems whose first samples are printed
 output = ""                     # a JSONL file for all samples; empty: none
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
-check_values(settings)
+# A temperature of 0 is greedy here.
+check_values(settings | {"temperature": temperature or 1.0})
 _, _, device, _ = ranks.set_up()
 
 with input_errors():
+    engine_type = rollout.engine_class(engine)
     rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
             data.load_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
     base = tiny.ensure() if model == "tiny" else model
@@ -61,8 +63,8 @@ with input_errors():
     eos_ids = rollout.end_tokens(base, tokenizer)
 longest = max(len(ids) for _, ids in prompts) + max_completion_length
 print(f"loading {base} into the engine", flush=True)
-rollout_engine = rollout.engine_class(engine)(base, compute_dtype, longest, eos_ids,
-                                              vllm_gpu_memory_utilization, float32_head=float32_head)
+rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
+                             float32_head=float32_head)
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
@@ -80,7 +82,7 @@ scorer(rollouts)
 for first in range(0, min(show, len(rows)) * samples, samples):
     row = rollouts[first].row
     print(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})")
-    # Samples that are the same are shown once, with their number.
+    # Samples that are the same are shown once, with their count.
     texts = [rewards.content(r.completion) for r in rollouts[first:first + samples]]
     for text in dict.fromkeys(texts):
         r = rollouts[first + texts.index(text)]

@@ -14,12 +14,12 @@ def full_weights(policy, dtype=None, names=None):
 
     Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. On top
     of the shards it takes about two copies of the largest parameter: the gathered pieces and the whole.
-    names  None        each parameter once, under its name in the module
-           module      a head that shares the embedding's weight is yielded under its own name as well
-           checkpoint  as module, under the names of a checkpoint: what the module stores fused (the experts
-           of a
-                       mixture-of-experts layer) comes apart. vLLM wants those names; its CPU build keeps a
-                       packed copy of a tied head and refreshes it under that name only
+    names:
+    None        each parameter once, under its name in the module
+    module      the same, but a head that shares the embedding's weight comes under its own name as well
+    checkpoint  as module, but under the names that a checkpoint has, so that what the module stores fused
+                (the experts of a mixture-of-experts layer) comes apart. vLLM expects these names, and its CPU
+                build refreshes its packed copy of a tied head only under the head's own name
     """
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()

@@ -5,7 +5,7 @@ All that needs a GPU to be tested or measured, each part under its command.
     python -m bench.gpu --parts=default,speed                # some
 
     tests       tests/test_cuda.py
-    default     both training scripts on the tiny model; GRPO again with logits rounded to bfloat16
+    default     train_grpo.py and train_ppo.py on the tiny model; GRPO again with logits rounded to bfloat16
     colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
     speed       training and sampling of Qwen3-0.6B's shape, its memory, the attention kernel
     base        a larger base model, made with tiny.py

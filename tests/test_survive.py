@@ -191,7 +191,7 @@ def flip_a_bit(path):
 @pytest.mark.parametrize("name, harm, problem", [
     ("model.safetensors", cut_short, "model.safetensors is not what was written"),
     ("model.safetensors", flip_a_bit, "model.safetensors is not what was written"),
-    ("trainer/__0_0.distcp", os.remove, "No such file"),
+    ("trainer/__0_0.distcp", os.remove, "trainer/__0_0.distcp is missing"),
     ("trainer/state.json", flip_a_bit, "state.json is not what was written"),
     ("trainer/checksums.json", cut_short, "JSONDecodeError")])
 def test_damage_is_found(whole, tmp_path, name, harm, problem):
@@ -300,7 +300,7 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")     # TensorBoard's writer
 def test_log_lines_wait_for_space(mesh, tmp_path):
     """A write that the disk takes in part leaves the file as it was; the next one brings all lines."""
-    log = RunLog(str(tmp_path / "run"), __file__, {}, 0, 3)
+    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 0, 3)
 
     def write(values):
         log.start(values["step"])

@@ -91,6 +91,13 @@ def test_a_resumed_run_remembers_prompts_and_their_history(dapo_run):
 
 # ---------------------------------------------------------------- bad input
 
+def test_train_grpo_does_not_lose_what_a_run_remembers(dapo_run, tmp_path):
+    path, _, _ = dapo_run
+    shutil.copytree(path / "run", tmp_path / "run")
+    refused([*REAL, f"--out_dir={tmp_path}/run", "--resume=auto"],
+            "checkpoint-4 holds history, position, which train_grpo.py would lose", tmp_path)
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--max_num_gen_batches=5", "--train_prompts=100"], "times max_num_gen_batches=5 is more than the 100 "),
     (["--max_num_gen_batches=0"], "max_num_gen_batches=0: must be above 0"),

@@ -219,7 +219,7 @@ def bad(tmp_path_factory, folder):
     (["--model=BAD/nonsuch"], "no such folder"),
     (["--model=BAD/without_model"], "no weights"),
     (["--model=BAD/without_tokenizer"], "no tokenizer"),
-    (["--out_dir=BAD/old_run"], "old_run holds another run"),
+    (["--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the folder of a run: name a new folder"),
     (["--resume=BAD/old_run"], "not a checkpoint folder"),
     (["--resume=auto"], "out_dir")])
 def test_bad_input(folder, bad, tmp_path, arguments, message):
@@ -231,13 +231,17 @@ def test_bad_input(folder, bad, tmp_path, arguments, message):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--resume=RUN/checkpoint-1"], "checkpoint-2 is newer; remove it, or name a new out_dir"),
-    (["--resume=RUN/checkpoint-2", "--out_dir=BAD/old_run"], "old_run holds another run"),
+    (["--resume=RUN/checkpoint-2", "--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the folder"),
+    (["--resume=RUN/checkpoint-2", "--out_dir=OTHER"], "other holds another run: name a new folder"),
     (["--resume=RUN/checkpoint-2"], "max_steps=1, but"),
     (["--resume=auto", "--out_dir=RUN", "--seed=7"], "seed=7, but"),
     (["--resume=auto", "--out_dir=RUN", "--task=countdown"], "task=countdown, but"),
     (["--out_dir=RUN"], "holds another run")])
 def test_bad_resume(plain_run, folder, reward_file, bad, tmp_path, arguments, message):
-    arguments = [argument.replace("BAD", str(bad)).replace("RUN", plain_run[0]) for argument in arguments]
+    other = tmp_path / "other"
+    shutil.copytree(plain_run[0], other)
+    for name, path in (("BAD", bad), ("RUN", plain_run[0]), ("OTHER", other)):
+        arguments = [argument.replace(name, str(path)) for argument in arguments]
     arguments = runs.with_defaults([reward_file, *arguments], SMALL | {"model": folder, "max_steps": 1})
     refused(arguments, message, tmp_path)
     # Nothing is lost.

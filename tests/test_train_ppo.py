@@ -63,7 +63,7 @@ def test_saving_before_the_first_update_changes_nothing(plain_run, folder, rewar
 
 
 def test_another_algorithms_checkpoint_is_refused(plain_run, folder, reward_file, tmp_path):
-    checkpoint = shutil.copytree(f"{plain_run[0]}/checkpoint-3", tmp_path / "checkpoint-3")
+    checkpoint = shutil.copytree(f"{plain_run[0]}/checkpoint-3", tmp_path / "run" / "checkpoint-3")
     arguments = [f"--model={folder}", reward_file, f"--resume={checkpoint}"]
     refused(arguments, "has a critic: a run of PPO", tmp_path)
     shutil.rmtree(checkpoint / "critic")

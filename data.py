@@ -358,7 +358,7 @@ def fitting_prompts(tokenizer, s, split, count, seed):
         file = s.eval_file if split == "eval" and s.eval_file else s.train_file
         origin = f"{part} {len(rows):,} rows of {file if s.task == 'file' else s.task}"
     if s.task == "file" and not s.eval_file:
-        origin += f" that a hash of the prompt {'holds out' if split == 'eval' else 'does not hold out'}"
+        origin += f" that are {'' if split == 'eval' else 'not '}held out"
     left_out = len(prompts) - len(fitting)
     return fitting, origin + (f", without {left_out:,} that are longer than max_prompt_length="
                               f"{s.max_prompt_length} tokens" if left_out else "")

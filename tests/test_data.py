@@ -514,8 +514,8 @@ def test_encode_prompt_errors(tokenizer):
         data.encode_prompt(without, [{"role": "user", "content": "1+1?"}])
 
 
-SETTINGS = {"task": "algebra", "train_prompts": 300, "eval_prompts": 40, "seed": 0, "difficulty": 1,
-            "train_file": "", "eval_file": "", "chat": True, "system_prompt": "", "max_prompt_length": 24}
+SETTINGS = {"task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
+            "difficulty": 1, "train_file": "", "eval_file": "", "chat": True, "system_prompt": "", "max_prompt_length": 24}
 
 
 class Counting:
@@ -554,12 +554,12 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
     assert calls == 340
     n, m = len(train_set), len(eval_set)
     assert note == (
-        f"The run trains on {n} prompts (300 generated problems, less {300 - n} that are longer than "
-        f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, less "
+        f"The run trains on {n} prompts (300 generated problems, without {300 - n} that are longer than "
+        f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, without "
         f"{40 - m} that are longer than max_prompt_length=24 tokens).")
     _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
-    assert "trains on 4,096 prompts (4,096 generated problems, less 0 that" in note
-    assert "on 128 held-out prompts (128 generated problems, less 0" in note
+    assert "trains on 4,096 prompts (4,096 generated problems) and" in note
+    assert "on 128 held-out prompts (128 generated problems)." in note
 
 
 def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_prompts, tokenizer):
@@ -580,15 +580,15 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     assert [prompt.row["prompt"] for prompt in train_set] == [t for t in train[:100] if len(t) <= 24]
     assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
     assert calls == 100 + len(held_out)
-    assert (f"(the first 100 of {len(train)} rows of {path} that a hash of the prompt does not hold out, "
-            f"less {100 - len(train_set)} that are longer") in note
-    assert (f"(all {len(held_out)} rows of {path} that a hash of the prompt holds out, less "
+    assert (f"(the first 100 of {len(train)} rows of {path} that are not held out, "
+            f"without {100 - len(train_set)} that are longer") in note
+    assert (f"(all {len(held_out)} rows of {path} that are held out, without "
             f"{len(held_out) - len(eval_set)} that are longer") in note
     train_set, eval_set, note, calls = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
     assert (len(train_set), len(eval_set), calls) == (100, 20, 240)
-    assert f"on 100 prompts (all 200 rows of {path}, less 100 that" in note
-    assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}, less 20 that" in note
+    assert f"on 100 prompts (all 200 rows of {path}, without 100 that" in note
+    assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}, without 20 that" in note
 
 
 @pytest.mark.parametrize("split, files", [("train", ("long", "short")), ("eval", ("short", "long"))])
@@ -601,3 +601,15 @@ def test_load_prompts_wants_one_that_fits_on_each_side(load_prompts, tmp_path, s
         load_prompts(task="file", train_file=train_file, eval_file=eval_file)
     with pytest.raises(ValueError, match="train_prompts must not be negative"):
         load_prompts(task="file", train_file=train_file, eval_file=eval_file, train_prompts=-1)
+
+
+def test_load_prompts_wants_enough_for_a_step_and_one_for_each_rank():
+    tokenizer = tiny.make_tokenizer()
+    settings = SETTINGS | {"max_prompt_length": 99, "train_prompts": 10, "eval_prompts": 2}
+    assert len(data.load_prompts(tokenizer, settings | {"prompts_per_step": 10}, 2)[0]) == 10
+    with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training prompts"):
+        data.load_prompts(tokenizer, settings | {"prompts_per_step": 11}, 2)
+    with pytest.raises(ValueError, match="prompts_per_step=4 times max_num_gen_batches=3 is more than the 10"):
+        data.load_prompts(tokenizer, settings | {"prompts_per_step": 4, "max_num_gen_batches": 3}, 2)
+    with pytest.raises(ValueError, match="2 held-out prompts are fewer than 3 ranks"):
+        data.load_prompts(tokenizer, settings, 3)

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 
 import data
+import tiny
 import rewards
 
 

@@ -1,7 +1,8 @@
 """A small model with random weights, and the process group that FSDP2 asks for."""
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")   # before torch: models this small lose by a second thread
+# Before torch: models this small lose by a second thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import tiny
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=1, help="of each run in tests/test_survive.py")
+    parser.addoption("--kills", type=int, default=1, help="kills of each run in tests/test_survive.py")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +34,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mesh():
-    if not dist.is_initialized():   # or again: an engine that another module's tests have closed has ended it
+    # A module's tests may have closed an engine, which ends the group.
+    if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.init_device_mesh("cpu", (1,))
 

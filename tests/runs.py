@@ -1,6 +1,6 @@
-"""How the tests run scripts: by a launcher, as a user does, or in processes forked from one that has all imports.
+"""How the tests run scripts: by a launcher, as a user does, or in processes forked from one with all imports.
 
-A forked run computes the same and takes half a second, where a new process needs five seconds for its imports.
+A forked run computes the same in half a second. A new process takes five seconds for its imports alone.
 """
 import importlib.util
 import json
@@ -139,7 +139,7 @@ def with_defaults(arguments, defaults):
 def train(script, out_dir, arguments, defaults, launcher=None, ranks=1, code=0):
     """Run a training script and return its metrics and what it printed.
 
-    defaults: settings for what the arguments do not name. launcher: the command to run it by, instead of forks.
+    defaults: settings for what the arguments do not name. launcher: a command to run it by, without forks.
     """
     command = [script, f"--out_dir={out_dir}", *with_defaults(arguments, defaults)]
     output = (launch(*command, launcher=launcher, code=code) if launcher else

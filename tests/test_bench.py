@@ -25,7 +25,8 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
     tiny.ensure(str(tmp_path / "base"))
     (tmp_path / "run.py").write_text("max_steps = 3\nprompts_per_step = 8\neval_prompts = 32\n"
                                      "learning_rate = 1e-3\nengine = 'hf'\ntrain_prompts = 64\n")
-    output = launch("-m", "bench.gpu", "--parts=larger", f"--out_dir={tmp_path}", f"--larger={tmp_path}/run.py")
+    output = launch("-m", "bench.gpu", "--parts=larger", f"--out_dir={tmp_path}",
+                    f"--larger={tmp_path}/run.py")
     before, after = map(float, re.search(r"eval/mean@4: (.*)\n", output)[1].split(", "))
     again = float(re.search(r"eval/mean@4 +(\d\S*)\n", output)[1])
     assert again == pytest.approx(after, abs=6e-4) and abs(again - before) > 0.01 and again > 0.1
@@ -33,7 +34,8 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
 
 
 def test_what_fails_is_named_at_the_end(tmp_path):
-    output = launch("-m", "bench.gpu", "--parts=base", f"--out_dir={tmp_path}/out", "--base=--layers=x", code=1)
+    output = launch("-m", "bench.gpu", "--parts=base", f"--out_dir={tmp_path}/out", "--base=--layers=x",
+                    code=1)
     assert "--layers must be a whole number" in output and output.endswith("failed: base\n")
 
 

@@ -29,12 +29,13 @@ def torchrun(count):
 
 
 def train(script, folder, out_dir, reward_file, count=1, code=0, launcher=None, **settings):
-    """Metrics and output of a run on `count` ranks, in forked processes, or on those that the launcher makes."""
-    return runs.train(script, out_dir, [reward_file], SMALL | {"model": folder} | settings, launcher, count, code)
+    """Metrics and output of a run on `count` forked ranks, or on those that the launcher makes."""
+    defaults = SMALL | {"model": folder} | settings
+    return runs.train(script, out_dir, [reward_file], defaults, launcher, count, code)
 
 
 def gradient(checkpoint, tmp_path):
-    """All parameters' gradient of the first update, one vector: Adam's first moment is (1 - beta1) times it."""
+    """The gradient of the first update as one vector: Adam's first moment is (1 - beta1) times it."""
     dcp_to_torch_save(f"{checkpoint}/trainer", tmp_path / "moments.pt")
     state = torch.load(tmp_path / "moments.pt")["state"]
     return torch.cat([state[name]["exp_avg"].flatten() for name in sorted(state)]) / 0.1
@@ -91,8 +92,8 @@ def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_pat
 # Each update is of one sequence.
 @pytest.mark.parametrize("script, settings", [
     ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}),
-    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4, "loss_type": "clip_cov",
-                       "cov_share": 0.2, "kl_coef": 0.1, "engine_correction": "sequence_mask"}),
+    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4, "cov_share": 0.2,
+                       "loss_type": "clip_cov", "kl_coef": 0.1, "engine_correction": "sequence_mask"}),
     ("train_ppo.py", {"prompts_per_step": 4, "num_generations": 1, "updates_per_epoch": 4,
                       "critic_warmup_steps": 0, "critic_learning_rate": 1e-3})])
 def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, script, settings):
@@ -140,7 +141,7 @@ def test_gathered_rollouts_are_the_same_bit_for_bit(tmp_path):
 
 
 def test_rollouts_take_at_most_16_bytes_per_token_on_their_way():
-    """Token ids as a list of integers would take 5 bytes, logprobs as a list of floats 9; arrays take 4 each."""
+    """Arrays take 4 bytes for an id and for a logprob. Lists would take 5 and 9."""
     rollouts = long_rollouts(0)
     assert len(pickle.dumps(rollouts)) <= 16 * sum(len(r.ids) for r in rollouts)
 
@@ -193,8 +194,9 @@ def test_what_does_not_suit_the_ranks_is_refused(folder, tmp_path, setting, coun
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_a_bfloat16_engine_under_float32_masters(folder, reward_file, tmp_path, engine):
     pytest.importorskip("vllm") if engine == "vllm" else None
-    metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine, dtype="bfloat16",
-                       max_steps=3, launcher=(sys.executable,) if engine == "vllm" else None)
+    metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine,
+                       dtype="bfloat16", max_steps=3,
+                       launcher=(sys.executable,) if engine == "vllm" else None)
     assert 1e-6 < metrics[2]["sampling/sampling_logp_difference/mean"] < 0.05
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
@@ -257,8 +259,8 @@ def raises(prompts, completions, **_):
 def test_a_lost_rank_ends_the_run(folder, tmp_path, how, shown):
     (tmp_path / "deaths.py").write_text(DEATHS)
     started = time.monotonic()
-    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}", code=1,
-                      max_steps=1000, launcher=torchrun(2))
+    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}",
+                      code=1, max_steps=1000, launcher=torchrun(2))
     assert shown in output and time.monotonic() - started < 90
 
 
@@ -296,7 +298,7 @@ def none(prompts, completions, **_):
 
 
 def test_what_has_no_advantage_is_left_out_without_a_trace(folder, tmp_path):
-    """With a KL term everything is computed, and the term has no gradient where the policy is the reference."""
+    """A KL term makes the run compute everything, and has no gradient where the policy is the reference."""
     (tmp_path / "spread.py").write_text(SPREAD)
     found, skipped = [], []
     for name, kl_coef, count in (("all", 1e-3, 1), ("needed", 0, 1), ("ranks", 0, 2)):

@@ -1,5 +1,4 @@
 """Logprobs, entropies and values of packed rows against plain forwards of one sequence at a time."""
-import math
 import os
 import random
 import shutil
@@ -17,7 +16,7 @@ from losses import value_loss
 from models import (LogprobsFromHidden, Policy, check_model, head_logits, load_critic, load_policy, offload,
                     product, token_logprobs, token_values)
 from packing import idle, pack
-from test_packing import OnCuda, episode, random_parts, random_rollouts, sampled_places, single
+from test_packing import OnCuda, episode, random_parts, random_rollouts, sampled_places
 
 
 # ---------------------------------------------------------------- logprobs and entropy
@@ -62,8 +61,8 @@ def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh,
 
 @pytest.mark.parametrize("parts", [(4,), (6, 7)])
 @pytest.mark.parametrize("loss_type, aggregation", [("clip", "token_mean"), ("gspo", "sequence_mean")])
-def test_rows_with_several_spans_are_trained_on_what_was_sampled_alone(folder, mesh, loss_type, aggregation, parts):
-    """Two spans, and three, with inserted tokens between them: logprobs, loss and gradient of plain forwards."""
+def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, loss_type, aggregation, parts):
+    """With inserted tokens between two or three spans: logprobs, loss and gradient of plain forwards."""
     lists, temperature = random_parts(12, 256, longest=9, parts=parts), 0.8
     rollouts, plain, adv = [episode(*row) for row in lists], plain_model(folder), torch.randn(12)
     logps = [plain_logps(plain, row, temperature)[0] for row in lists]
@@ -79,7 +78,8 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled_alone(folder, m
     policy = load_policy(folder, mesh, torch.float32)
     without_gradient = token_logprobs(policy, rollouts, range(12), 100, temperature)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
-    weight = losses.sequence_weights(lengths, aggregation, num_tokens=num_tokens, num_sequences=12, max_length=50)
+    weight = losses.sequence_weights(lengths, aggregation, num_tokens=num_tokens, num_sequences=12,
+                                     max_length=50)
     total, batches = 0.0, pack(rollouts, range(12), 100, "cpu")
     assert len(batches) > 1 and any(len(batch.sequences) > 1 for batch in batches)
     for batch in batches:
@@ -87,7 +87,8 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled_alone(folder, m
         for s, part in batch.split(logp.detach()).items():
             torch.testing.assert_close(part, logps[s].detach(), atol=1e-5, rtol=1e-5)
             assert torch.equal(part, without_gradient[s])
-        token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean)
+        token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.spread(adv),
+                                                    mean=batch.mean)
         loss = (batch.spread(weight) * token_loss).sum()
         loss.backward()
         total += loss.item()
@@ -156,7 +157,8 @@ def test_a_float32_head_does_not_round_logits(bias):
     torch.testing.assert_close(kept.double(), exact, atol=1e-4, rtol=1e-5)
     assert torch.equal(rounded, rounded.bfloat16().float()) and (rounded - exact).abs().max() > 0.02
 
-    targets = exact.argsort(1)[:, -2]                                   # rounding moves their odds
+    # Rounding moves the odds of these.
+    targets = exact.argsort(1)[:, -2]
     onehot = F.one_hot(targets, V)
     for float32_head, logits in ((True, kept), (False, rounded)):
         fast = [x.clone().requires_grad_() for x in inputs[:2 + bias]]
@@ -165,12 +167,13 @@ def test_a_float32_head_does_not_round_logits(bias):
         logp.sum().backward()
         d_logits = onehot - logits.double().softmax(1)
         for x, gradient in zip(fast, (d_logits @ weight, d_logits.T @ hidden, d_logits.sum(0))):
-            assert (x.grad - gradient).norm() < 4e-3 * gradient.norm()  # bfloat16's own
+            # The bound is bfloat16's own.
+            assert (x.grad - gradient).norm() < 4e-3 * gradient.norm()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, seed):
-    """Random shapes, vocabularies, lengths, spans, budgets: the clipped loss by padding, mask and full logits."""
+    """The clipped loss by padding, mask and full logits, for random shapes, lengths, spans and budgets."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab, heads, longest = rng.choice([2, 17, 300, 5000]), rng.choice([2, 4]), rng.choice([1, 9, 40])
@@ -260,11 +263,12 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         loss, _, _ = losses.LOSSES["clip"](logp, batch.flat(old), batch.spread(adv), mean=batch.mean)
         (batch.spread(adv) * loss).sum().backward()
         assert all(p.grad is not None for p in policy.parameters())
+        # Such a read would have raised this.
         with pytest.raises(DataDependentOutputException):
-            loss.sum().item()                                       # what such a read would have raised
+            loss.sum().item()
 
 
-def test_moments_are_in_host_memory_but_for_the_step():
+def test_moments_are_in_host_memory_except_during_the_step():
     moments = lambda: {optimizer.state[weight][name].device.type for name in ("exp_avg", "exp_avg_sq")
                        if weight in optimizer.state}
     with FakeTensorMode():

@@ -27,7 +27,7 @@ def episode(*parts):
 
 
 def random_parts(count, vocab, seed=0, longest=20, parts=(2,)):
-    """Lists of parts for `episode`. parts: how many a rollout may have; an odd number ends with inserted tokens."""
+    """Lists of parts for `episode`. parts: how many each may have; with an odd number the last is inserted."""
     rng = random.Random(seed)
     ids = lambda: [rng.randrange(vocab) for _ in range(rng.choice([1, 1, 2, rng.randint(1, longest)]))]
     return [[ids() for _ in range(rng.choice(parts))] for _ in range(count)]
@@ -74,7 +74,7 @@ def test_pack_by_hand():
 
 
 def test_pack_of_several_spans_by_hand():
-    """Sampled are 7 8, then 9, then 4; the tokens 1 2 and 3 between them and the 3 at the end are inserted."""
+    """The tokens 7 8, 9 and 4 are sampled; 1 2 and 3 between them and the 3 at the end are inserted."""
     rows = [episode([5], [9]), episode([5, 6], [7, 8], [1, 2], [9], [3], [4], [3])]
     (batch,) = pack(rows, [0, 1], 12, "cpu")
     assert batch.sequences == [1, 0] and batch.input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 9, 3, 4, 3, 5, 9]]
@@ -121,7 +121,8 @@ def test_a_sequence_over_the_budget_is_refused():
 
 def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
     (batch,) = micro_batches(random_rollouts(3, 300), [], 100, "cpu")
-    assert batch.sequences == batch.lengths == [] and batch.input_ids.shape == batch.position_ids.shape == (1, 1)
+    assert batch.sequences == batch.lengths == []
+    assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
     assert len(batch.index) == len(batch.targets) == len(batch.owner) == len(batch.rows) == 0
     assert len(micro_batches(random_rollouts(3, 300), range(3), 200, "cpu")) == 1
 
@@ -196,7 +197,8 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
 def test_the_tensors_of_an_idle_micro_batch_are_empty():
     batch, values = idle("cpu"), torch.randn(5)
     assert batch.spread(values).tolist() == batch.mean(torch.empty(0)).tolist() == []
-    assert batch.flat({}).tolist() == batch.flat([values]).tolist() == [] and batch.split(torch.empty(0)) == {}
+    assert batch.flat({}).tolist() == batch.flat([values]).tolist() == []
+    assert batch.split(torch.empty(0)) == {}
     assert batch.flat({}).dtype == torch.float32 and batch.flat({}, torch.bool).dtype == torch.bool
 
 

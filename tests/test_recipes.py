@@ -13,8 +13,9 @@ from runs import ROOT, forked
 from tiny import make_tokenizer
 
 # What makes a run small, whatever a recipe says about its size. Everything else is as the recipe has it.
-SMALL = {"model": "tiny", "engine": "hf", "prompts_per_step": 8, "max_prompt_length": 64, "max_completion_length": 24,
-         "train_prompts": 128, "eval_prompts": 4, "eval_samples": 1, "max_steps": 1}
+SMALL = {"model": "tiny", "engine": "hf", "prompts_per_step": 8, "max_prompt_length": 64,
+         "max_completion_length": 24, "train_prompts": 128, "eval_prompts": 4, "eval_samples": 1,
+         "max_steps": 1}
 # A score of 0 or 1 that differs among the completions of any prompt and any difficulty.
 REWARD = "def score(prompts, completions, **_):\n    return [len(m[0]['content']) % 2 for m in completions]\n"
 SCRIPTS = sorted(Path(ROOT).glob("train_*.py"))
@@ -46,7 +47,8 @@ def files(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", [f"config/{path.name}" for path in RECIPES] + [path.name for path in SCRIPTS])
+@pytest.mark.parametrize("name", [f"config/{path.name}" for path in RECIPES]
+                         + [path.name for path in SCRIPTS])
 def test_a_step_of(name, files, tmp_path):
     script, recipe = parsed(Path(ROOT) / name) if name.startswith("config/") else (name, {})
     if script == "tiny.py":
@@ -69,8 +71,8 @@ def test_a_step_of(name, files, tmp_path):
 
 
 def make_a_base(name, recipe, tmp_path):
-    small = {"train_prompts": 64, "harder_prompts": 64, "layers": 1, "hidden_size": 64, "intermediate_size": 64,
-             "heads": 2, "steps": 2, "batch_size": 2}
+    small = {"train_prompts": 64, "harder_prompts": 64, "layers": 1, "hidden_size": 64,
+             "intermediate_size": 64, "heads": 2, "steps": 2, "batch_size": 2}
     assert recipe.keys() - small == {"difficulty"}
     forked(tmp_path / "log", "tiny.py", name, f"--out={tmp_path}/base", *runs.with_defaults([], small))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config.num_hidden_layers == 1

@@ -46,7 +46,8 @@ def test_a_bfloat16_run_is_replayed_with_the_head_that_it_had(tmp_path):
 
 def test_replay_may_count_what_the_run_has_filtered(tmp_path):
     metrics, _ = train(None, tmp_path / "run", *REAL, "--filter_groups=true", "--max_num_gen_batches=3",
-                       "--mask_truncated=true", "--overlong_buffer=8", "--updates_per_step=1", script="train_dapo.py")
+                       "--mask_truncated=true", "--overlong_buffer=8", "--updates_per_step=1",
+                       script="train_dapo.py")
     path, everything = tmp_path / "run" / "checkpoint-1", ["--filter_groups=false", "--mask_truncated=false"]
     counted = metrics[1]["train/frac_counted"]
     assert 0 < counted < 1

@@ -14,7 +14,7 @@ import rewards
 import tiny
 from models import load_critic
 from reward_models import RewardModel
-from test_train_grpo import launch, refused
+from runs import launch, refused
 
 ROWS = data.load_rows("algebra", "train", 64)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -48,8 +48,9 @@ def log_figures(out_dir):
 
 
 def test_figures_are_taken_over_all_ranks(tmp_path):
-    expected = {"step": 0, "agreed": 0.5, "mean": 4.0, "share": 0.5, "of one rank": 3.5, "big": pytest.approx(0.1),
-                "sum": 17.0, "sum of one rank": 4.0, "never": 0.0, "skipped": 0.0, "timeouts": 0.0}
+    expected = {"step": 0, "agreed": 0.5, "mean": 4.0, "share": 0.5, "of one rank": 3.5,
+                "big": pytest.approx(0.1), "sum": 17.0, "sum of one rank": 4.0, "never": 0.0, "skipped": 0.0,
+                "timeouts": 0.0}
     for first, keeps_graph in on_two_ranks(tmp_path, log_figures, str(tmp_path / "run")):
         assert first == expected and not keeps_graph
     # Rank 0 alone has written, and a step begins without the figures of the last one.
@@ -63,9 +64,9 @@ def test_the_metrics_of_rollouts():
     found = rollout_metrics([sampled(row, "a", 1.0, {"right": 1.0, "short": 0.0}, 2),
                              sampled(row, "b", 0.0, {"right": 0.0}, 6, "length"),
                              sampled(row, "c", math.nan, {"right": math.nan}, 4)])
-    assert found == {"reward": 0.5, "rewards/unscored": 1, "rewards/right/mean": 0.5, "rewards/short/mean": 0.0,
-                     "completions/mean_length": 4.0, "completions/min_length": 2, "completions/max_length": 6,
-                     "completions/clipped_ratio": pytest.approx(1 / 3)}
+    assert found == {"reward": 0.5, "rewards/unscored": 1, "rewards/right/mean": 0.5,
+                     "rewards/short/mean": 0.0, "completions/mean_length": 4.0, "completions/min_length": 2,
+                     "completions/max_length": 6, "completions/clipped_ratio": pytest.approx(1 / 3)}
     assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})])["reward"] == 0.0
 
 

@@ -1,4 +1,4 @@
-"""sample.py: a checkpoint gives again what its run evaluated, with either engine, and equal samples are shown once."""
+"""sample.py gives again what a run has evaluated, with either engine, and shows equal samples once."""
 import importlib.util
 import re
 import sys
@@ -11,7 +11,8 @@ from test_train_grpo import train
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_run_and_sample(folder, reward_file, tmp_path):
-    metrics, output = train(folder, tmp_path / "run", reward_file, "--engine=vllm", launcher=(sys.executable,))
+    metrics, output = train(folder, tmp_path / "run", reward_file, "--engine=vllm",
+                            launcher=(sys.executable,))
     assert "engine vllm" in output and len(metrics) == 3
     assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:2]) < 1e-4
     scores = {}
@@ -27,20 +28,22 @@ def test_vllm_run_and_sample(folder, reward_file, tmp_path):
 
 
 def test_the_samples_of_a_prompt(folder, tmp_path):
-    output = forked(tmp_path / "log", "sample.py", f"--model={folder}", "--prompt=2+2=", "--engine=hf", "--samples=3")
+    output = forked(tmp_path / "log", "sample.py", f"--model={folder}", "--prompt=2+2=", "--engine=hf",
+                    "--samples=3")
     assert re.findall("^--- sample .*", output, re.MULTILINE) == [f"--- sample {i} of 3" for i in (1, 2, 3)]
 
 
 def test_without_chat_and_with_truncated_sampling(folder, tmp_path):
-    output = forked(tmp_path / "log", "sample.py", f"--model={folder}", "--chat=false", "--engine=hf", "--samples=2",
-                    "--eval_prompts=4", "--task=countdown", "--temperature=0.5", "--top_p=0.9", "--top_k=20")
+    output = forked(tmp_path / "log", "sample.py", f"--model={folder}", "--chat=false", "--engine=hf",
+                    "--samples=2", "--eval_prompts=4", "--task=countdown", "--temperature=0.5", "--top_p=0.9",
+                    "--top_k=20")
     assert "eval/mean@2" in output
 
 
 @pytest.mark.parametrize("temperature", [0.15, 0])
 def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
-    output = forked(tmp_path / "log", "sample.py", "--engine=hf", "--samples=8", "--eval_prompts=6", "--show=3",
-                    f"--temperature={temperature}", f"--output={tmp_path}/samples.jsonl")
+    output = forked(tmp_path / "log", "sample.py", "--engine=hf", "--samples=8", "--eval_prompts=6",
+                    "--show=3", f"--temperature={temperature}", f"--output={tmp_path}/samples.jsonl")
     rows, shown, counts = lines(tmp_path, "samples.jsonl"), "", []
     assert len(rows) == 48
     for i in range(0, 24, 8):

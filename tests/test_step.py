@@ -1,4 +1,4 @@
-"""What a step of train_grpo.py and train_dapo.py computes, against a slow reading of the rollouts that it kept."""
+"""What a step of train_grpo.py and train_dapo.py computes, by a slow reading of the rollouts that it kept."""
 import math
 import random
 import statistics
@@ -43,9 +43,10 @@ def groups_of(rows, G=6):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_the_loss_of_what_is_counted(tmp_path, aggregation):
     """Filtered groups in no statistics, truncated completions in no denominator, the penalty in the score."""
-    metrics = dapo(tmp_path, *STILL, "--advantage=grpo_batch", "--filter_groups=true", "--max_num_gen_batches=1",
-                   "--mask_truncated=true", "--overlong_buffer=8", "--overlong_penalty=0.5", "--updates_per_step=2",
-                   "--epsilon_high=0.2", f"--loss_aggregation={aggregation}")
+    metrics = dapo(tmp_path, *STILL, "--advantage=grpo_batch", "--filter_groups=true",
+                   "--max_num_gen_batches=1", "--mask_truncated=true", "--overlong_buffer=8",
+                   "--overlong_penalty=0.5", "--updates_per_step=2", "--epsilon_high=0.2",
+                   f"--loss_aggregation={aggregation}")
     rows = kept_rollouts(tmp_path, 1)
     for row in rows:
         assert row["length"] == len(row["logprobs"])
@@ -91,8 +92,8 @@ def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
 def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp_path):
     ratios = {}
     for updates in (1, 2):
-        metrics, _ = train(folder, tmp_path / str(updates), reward_file, "--epsilon=1e-6", "--epsilon_high=1e-6",
-                           f"--updates_per_step={updates}", "--max_steps=1")
+        metrics, _ = train(folder, tmp_path / str(updates), reward_file, "--epsilon=1e-6",
+                           "--epsilon_high=1e-6", f"--updates_per_step={updates}", "--max_steps=1")
         ratios[updates] = metrics[0]["clip_ratio/region_mean"]
     # Half of the tokens, pushed either way.
     assert ratios[1] == 0 and 0.1 < ratios[2] < 0.5
@@ -101,7 +102,8 @@ def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp
 @pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
 def test_where_nothing_is_counted_nothing_moves(folder, reward_file, tmp_path, loss_type):
     metrics = dapo(tmp_path, reward_file, *with_defaults([], PLAIN), "--mask_truncated=true",
-                   "--max_completion_length=1", f"--loss_type={loss_type}", "--weight_decay=0.5", folder=folder)
+                   "--max_completion_length=1", f"--loss_type={loss_type}", "--weight_decay=0.5",
+                   folder=folder)
     assert all(line["train/frac_counted"] == line["loss"] == line["grad_norm"] == 0 for line in metrics[:2])
     before, after = (AutoModelForCausalLM.from_pretrained(path)
                      for path in (folder, f"{tmp_path}/checkpoint-2"))

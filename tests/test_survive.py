@@ -34,8 +34,8 @@ def command(script, folder, out_dir, reward_file, **settings):
 
 def train(folder, out_dir, reward_file, ranks=1, code=0, **settings):
     """Run train_grpo.py in forked processes; returns what it printed."""
-    return forked(f"{out_dir}.log", *command("train_grpo.py", folder, out_dir, reward_file, **settings), ranks=ranks,
-                  code=code)
+    arguments = command("train_grpo.py", folder, out_dir, reward_file, **settings)
+    return forked(f"{out_dir}.log", *arguments, ranks=ranks, code=code)
 
 
 def count_lines(out_dir):
@@ -144,7 +144,8 @@ def waiting_run(folder, tmp_path):
     """A run in the middle of its first step, which ends once there is a file "go on"."""
     (tmp_path / "waiting.py").write_text(WAITING)
     reward = f"--reward={tmp_path}/waiting.py:score"
-    arguments = command("train_grpo.py", folder, tmp_path / "run", reward, reward_timeout=0, save_interval=100)
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward, reward_timeout=0,
+                        save_interval=100)
     (process,) = begin(tmp_path / "out", *arguments, errors=tmp_path / "errors")
     wait_for((tmp_path / "waiting").exists, process)
     yield process
@@ -297,7 +298,8 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
     assert "3 updates of the actor in a row were skipped" in output and len(lines(tmp_path / "always")) == 2
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")     # TensorBoard's writer
+# The warning is about TensorBoard's writer.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_log_lines_wait_for_space(mesh, tmp_path):
     """A write that the disk takes in part leaves the file as it was; the next one brings all lines."""
     log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 0, 3)

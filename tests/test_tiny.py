@@ -15,7 +15,8 @@ import tiny
 
 
 @pytest.mark.parametrize("text", [
-    "", "Solve 2(x+3)=10", "  two  spaces .\n\ttab\r\n", "é ß 漢字 👩‍👩‍👧 \u0000 \u200f", "".join(map(chr, range(0x250)))])
+    "", "Solve 2(x+3)=10", "  two  spaces .\n\ttab\r\n", "é ß 漢字 👩‍👩‍👧 \u0000 \u200f",
+    "".join(map(chr, range(0x250)))])
 def test_round_trip(text):
     tokenizer = tiny.make_tokenizer()
     ids = tokenizer(text).input_ids

@@ -1,4 +1,4 @@
-"""train_dapo.py: train_grpo.py's figures without its differences, and each of these: sampling, length, rests."""
+"""train_dapo.py has train_grpo.py's figures where its own settings are off, and does what these say."""
 import json
 import os
 import shutil
@@ -17,12 +17,12 @@ def dapo(out_dir, *arguments, folder=None):
     return train(folder, out_dir, *arguments, script="train_dapo.py")[0]
 
 
-# ---------------------------------------------------------------- without what differs
+# ---------------------------------------------------------------- its own settings off
 
 @pytest.mark.parametrize("arguments", [
     [],
-    ["--updates_per_step=2", "--advantage=grpo_batch", "--loss_type=clip_cov", "--cov_share=0.05", "--kl_coef=0.1",
-     "--engine_correction=token_mask", "--entropy_coef=0.01"],
+    ["--updates_per_step=2", "--advantage=grpo_batch", "--loss_type=clip_cov", "--cov_share=0.05",
+     "--kl_coef=0.1", "--engine_correction=token_mask", "--entropy_coef=0.01"],
     ["--updates_per_step=3", "--old_logprobs=engine", "--advantage=remax", "--kl_coef=0.1", "--kl_in=reward",
      "--kl_estimator=k1", "--loss_type=gspo", "--loss_aggregation=sequence_mean", "--token_budget=200"]])
 def test_the_figures_are_those_of_train_grpo(tmp_path, arguments):
@@ -45,7 +45,7 @@ def test_a_run_of_train_grpo_goes_on(tmp_path):
     assert metrics[1].items() >= without_times(grpo)[1].items()
 
 
-# ---------------------------------------------------------------- with it
+# ---------------------------------------------------------------- and on
 
 @pytest.fixture(scope="module")
 def dapo_run(tmp_path_factory):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from runs import TORCHRUN, launch, lines, refused, without_times
+from runs import TORCHRUN, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 8, "eval_samples": 2, "max_steps": 2, "save_interval": 1, "warmup_steps": 0,
@@ -178,7 +178,8 @@ def bad(tmp_path_factory, folder):
     (["--task=file", "--train_file=BAD/empty_prompt.jsonl"], "empty_prompt.jsonl:2: empty prompt"),
     (["--task=file", "--train_file=BAD/good.jsonl", "--eval_file=BAD/good.jsonl", "--max_prompt_length=10"],
      "max_prompt_length=10: none of the 40 train prompts fits; the shortest has 51 tokens"),
-    (["--prompts_per_step=40", "--train_prompts=30"], "prompts_per_step=40 is more than the 30 training prompts"),
+    (["--prompts_per_step=40", "--train_prompts=30"],
+     "prompts_per_step=40 is more than the 30 training prompts"),
     (["--cov_share=2.0"], "cov_share=2.0"),
     (["--num_generations=1"], "num_generations=1"),
     (["--advantage=pass_at_k", "--pass_k=9"], "pass_k=9"),
@@ -189,7 +190,8 @@ def bad(tmp_path_factory, folder):
     (["--kl_coef=0.1", "--kl_in=reward", "--kl_estimator=k3+"], "kl_estimator=k3+"),
     (["--kl_in=score"], "kl_in=score"),
     (["--entropy_decay=step"], "entropy_decay=step"),
-    (["--advantage=pass_at_k", "--kl_coef=0.1", "--kl_in=reward", "--kl_estimator=k1"], "for scores of 0 and 1"),
+    (["--advantage=pass_at_k", "--kl_coef=0.1", "--kl_in=reward", "--kl_estimator=k1"],
+     "for scores of 0 and 1"),
     (["--loss_type=gpg", "--old_logprobs=engine"], "gpg has no ratio"),
     (["--loss_type=sapo", "--dual_clip=3.0"], "dual_clip=3.0 would do nothing"),
     (["--dual_clip=1.0"], "dual_clip=1.0"),
@@ -219,7 +221,7 @@ def bad(tmp_path_factory, folder):
     (["--model=BAD/nonsuch"], "no such folder"),
     (["--model=BAD/without_model"], "no weights"),
     (["--model=BAD/without_tokenizer"], "no tokenizer"),
-    (["--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the folder of a run: name a new folder"),
+    (["--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the folder of a run"),
     (["--resume=BAD/old_run"], "not a checkpoint folder"),
     (["--resume=auto"], "out_dir")])
 def test_bad_input(folder, bad, tmp_path, arguments, message):
@@ -231,7 +233,7 @@ def test_bad_input(folder, bad, tmp_path, arguments, message):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--resume=RUN/checkpoint-1"], "checkpoint-2 is newer; remove it, or name a new out_dir"),
-    (["--resume=RUN/checkpoint-2", "--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the folder"),
+    (["--resume=RUN/checkpoint-2", "--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the"),
     (["--resume=RUN/checkpoint-2", "--out_dir=OTHER"], "other holds another run: name a new folder"),
     (["--resume=RUN/checkpoint-2"], "max_steps=1, but"),
     (["--resume=auto", "--out_dir=RUN", "--seed=7"], "seed=7, but"),

@@ -17,7 +17,8 @@ SMALL = {"prompts_per_step": 16, "max_completion_length": 12, "train_prompts": 6
 
 
 def train(folder, out_dir, reward, launcher=None, **settings):
-    return runs.train("train_ppo.py", out_dir, [reward], SMALL | {"model": folder} | settings, launcher=launcher)[0]
+    defaults = SMALL | {"model": folder} | settings
+    return runs.train("train_ppo.py", out_dir, [reward], defaults, launcher)[0]
 
 
 @pytest.fixture(scope="module")

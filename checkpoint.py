@@ -7,6 +7,7 @@ A checkpoint is written next to its final place, synced to disk and then renamed
     checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
     checkpoint-60/critic/     the same for PPO's critic
 """
+import atexit
 import errno
 import fcntl
 import itertools
@@ -255,11 +256,18 @@ def new_folder(default):
     for number in itertools.count(1):
         try:
             os.makedirs(folder := default if number == 1 else f"{default}-{number}")
+            atexit.register(remove_unused, folder)
             return folder
         except FileExistsError:
             continue
         except OSError as error:
             raise ValueError(f"out_dir={folder} cannot be made: {error.strerror}") from None
+
+
+def remove_unused(folder):
+    # A run that is refused before it has written anything leaves no folder.
+    if os.path.isdir(folder) and set(os.listdir(folder)) <= {".lock"}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def refuse_foreign(folder):

@@ -2,6 +2,7 @@
 
 A forked run computes the same in half a second. A new process takes five seconds for its imports alone.
 """
+import atexit
 import importlib.util
 import json
 import multiprocessing
@@ -46,7 +47,11 @@ def run_in_child(script, arguments, log, env, forbidden, errors):
         find_spec = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
     sys.argv = [script, *map(str, arguments)]
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        # A process of one's own does this at its end, a forked one does not.
+        atexit._run_exitfuncs()
 
 
 def free_port():

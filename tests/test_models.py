@@ -307,13 +307,14 @@ def test_a_value_is_of_the_state_before_its_token(folder, mesh):
     torch.testing.assert_close(first[:3], changed[:3])
     assert (first[3] - changed[3]).abs() > 1e-4
     # An inserted token has no value. That of the first token after it sees it.
-    first, changed = values([7, 8], [3, 4], [9, 10]), values([7, 8], [3, 44], [9, 10])
-    assert len(first) == 4
-    torch.testing.assert_close(first[:2], changed[:2])
-    assert ((first[2:] - changed[2:]).abs() > 1e-4).all()
+    two_spans, other = values([7, 8], [3, 4], [9, 10]), values([7, 8], [3, 44], [9, 10])
+    assert len(two_spans) == 4
+    torch.testing.assert_close(two_spans[:2], other[:2])
+    assert ((two_spans[2:] - other[2:]).abs() > 1e-4).all()
     rollouts = random_rollouts(5, 256, parts=(2, 4))
     for s, part in token_values(critic, rollouts, range(5), 200).items():
-        torch.testing.assert_close(part, critic(pack(rollouts, [s], 200, "cpu")[0]).detach())
+        alone = critic(pack(rollouts, [s], 200, "cpu")[0]).detach()
+        torch.testing.assert_close(part, alone, atol=1e-4, rtol=1e-4)
 
 
 def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):

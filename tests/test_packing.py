@@ -205,7 +205,7 @@ def test_the_tensors_of_an_idle_micro_batch_are_empty():
 # ---------------------------------------------------------------- attention
 
 def test_no_attention_mask_is_made_for_packed_rows():
-    """For one transformers would search position_ids for sequences: a wait for the device at each forward."""
+    """To make one, transformers would search position_ids, and each forward would wait for the device."""
     assert "sdpa" in ALL_MASK_ATTENTION_FUNCTIONS and "packed" not in ALL_MASK_ATTENTION_FUNCTIONS
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -302,7 +303,10 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_log_lines_wait_for_space(mesh, tmp_path):
     """A write that the disk takes in part leaves the file as it was; the next one brings all lines."""
+    before = threading.enumerate()
     log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 0, 3)
+    writers = [thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__
+               and thread not in before]
 
     def write(values):
         log.start(values["step"])
@@ -320,6 +324,10 @@ def test_log_lines_wait_for_space(mesh, tmp_path):
     write({"step": 2, "reward": 0.7})
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2] and log.eval_scores() == {1: 0.5}
     log.close()
+    # Its writer has met the full disk, in a thread that is to end within this test.
+    for writer in writers:
+        writer.join(5)
+        assert not writer.is_alive()
 
 
 def test_a_save_drops_checkpoints_of_a_timeline_that_was_left(whole, folder, reward_file, tmp_path):

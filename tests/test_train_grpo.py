@@ -231,6 +231,13 @@ def test_bad_input(folder, bad, tmp_path, arguments, message):
     refused(arguments, message, tmp_path)
 
 
+def test_a_run_that_is_refused_leaves_no_folder(folder, tmp_path):
+    task = f"nonsuch{os.getpid()}"
+    refused([f"--model={folder}", f"--task={task}"], "task must be", tmp_path)
+    out = os.path.join(runs.ROOT, "out")
+    assert not os.path.isdir(out) or not [name for name in os.listdir(out) if task in name]
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--resume=RUN/checkpoint-1"], "checkpoint-2 is newer; remove it, or name a new out_dir"),
     (["--resume=RUN/checkpoint-2", "--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the"),

@@ -1,4 +1,4 @@
-"""train_ppo.py as a user runs it: whole short runs, resume, two ranks, and bad input of its own."""
+"""train_ppo.py as a user runs it: whole short runs, resume, and bad input of its own."""
 import json
 import shutil
 import sys

@@ -1,5 +1,5 @@
-"""GSPO (Zheng et al. 2025, https://arxiv.org/abs/2507.18071). Each sequence has one ratio, the geometric mean of
-its tokens' ratios. It is clipped as in PPO, within bounds that are about 700 times narrower.
+"""GSPO (Zheng et al. 2025, https://arxiv.org/abs/2507.18071). Each sequence has one ratio, the geometric mean
+of its tokens' ratios. It is clipped as in PPO, within bounds that are about 700 times narrower.
 
 TRL:  importance_sampling_level=sequence, loss_type=grpo, epsilon=3e-4, epsilon_high=4e-4
 verl: policy_loss.loss_mode=gspo, loss_agg_mode=seq-mean-token-mean, clip_ratio_low=3e-4,

@@ -1,5 +1,5 @@
-"""IcePop (Ling Team 2025, https://ringtech.notion.site/icepop). The loss of a token is multiplied by the ratio
-of the trainer's probability to the engine's, or by 0 where that ratio is outside [0.5, 5].
+"""IcePop (Ling Team 2025, https://ringtech.notion.site/icepop). The loss of a token is multiplied by the
+ratio of the trainer's probability to the engine's, or by 0 where that ratio is outside [0.5, 5].
 
 TRL:  vllm_importance_sampling_mode=token_mask, vllm_importance_sampling_clip_min=0.5, ..._clip_max=5.0
 verl: rollout_correction.rollout_is=token, rollout_is_threshold=5.0, rollout_rs=token_k1,

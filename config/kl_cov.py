@@ -1,5 +1,5 @@
-"""KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4). Nothing is clipped. The tokens with the
-largest covariance between logprob and advantage get the penalty |logp - old_logp|.
+"""KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4). Nothing is clipped. The tokens with
+the largest covariance between logprob and advantage get the penalty |logp - old_logp|.
 
 TRL:  does not have it
 verl: policy_loss.loss_mode=kl_cov, kl_cov_ratio=2e-3, ppo_kl_coef=1

@@ -1,5 +1,5 @@
-"""Lite PPO (Liu et al. 2025, https://arxiv.org/abs/2508.08221). A = (r - mean of the group) / std of the batch,
-and every token has the same weight.
+"""Lite PPO (Liu et al. 2025, https://arxiv.org/abs/2508.08221). A = (r - mean of the group) / std of the
+batch, and every token has the same weight.
 
 TRL:  scale_rewards=batch, loss_type=dapo
 verl: does not have it

@@ -1,5 +1,5 @@
-"""OPO (Hao et al. 2025, https://arxiv.org/abs/2505.23585). A = r - the group's mean weighted by length, which is
-the baseline of least variance. It is strictly on-policy: one update per rollout, no KL, no entropy bonus.
+"""OPO (Hao et al. 2025, https://arxiv.org/abs/2505.23585). A = r - the group's mean weighted by length, which
+is the baseline of least variance. It is strictly on-policy: one update per rollout, no KL, no entropy bonus.
 
 TRL:  does not have it
 verl: adv_estimator=opo

@@ -1,5 +1,5 @@
-"""Pass@k training (Chen et al. 2025, https://arxiv.org/abs/2508.10751). A draw of k completions gets the reward
-of its best one. The advantage of a completion is the mean over all draws that contain it.
+"""Pass@k training (Chen et al. 2025, https://arxiv.org/abs/2508.10751). A draw of k completions gets the
+reward of its best one. The advantage of a completion is the mean over all draws that contain it.
 
 TRL:  does not have it
 verl: adv_estimator=grpo_passk is another method (https://arxiv.org/abs/2503.19595)

@@ -1,5 +1,6 @@
-"""RLOO (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). A = r - mean of the prompt's other completions.
-The KL to the initial model is taken off the reward, and a sequence's gradient is the sum over its tokens.
+"""RLOO (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). A = r - mean of the prompt's other
+completions. The KL to the initial model is taken off the reward, and a sequence's gradient is the sum over
+its tokens.
 
 TRL:  RLOOTrainer, beta=0.03
 verl: adv_estimator=rloo, loss_agg_mode=seq-mean-token-sum, use_kl_in_reward=True, kl_penalty=kl,

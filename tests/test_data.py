@@ -516,7 +516,8 @@ def test_encode_prompt_errors(tokenizer):
 
 
 SETTINGS = {"task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
-            "difficulty": 1, "train_file": "", "eval_file": "", "chat": True, "system_prompt": "", "max_prompt_length": 24}
+            "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
+            "system_prompt": "", "max_prompt_length": 24}
 
 
 class Counting:
@@ -556,8 +557,8 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
     n, m = len(train_set), len(eval_set)
     assert note == (
         f"The run trains on {n} prompts (300 generated problems, without {300 - n} that are longer than "
-        f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, without "
-        f"{40 - m} that are longer than max_prompt_length=24 tokens).")
+        f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, "
+        f"without {40 - m} that are longer than max_prompt_length=24 tokens).")
     _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
     assert "trains on 4,096 prompts (4,096 generated problems) and" in note
     assert "on 128 held-out prompts (128 generated problems)." in note
@@ -610,7 +611,7 @@ def test_load_prompts_wants_enough_for_a_step_and_one_for_each_rank():
     assert len(data.load_prompts(tokenizer, settings | {"prompts_per_step": 10}, 2)[0]) == 10
     with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training prompts"):
         data.load_prompts(tokenizer, settings | {"prompts_per_step": 11}, 2)
-    with pytest.raises(ValueError, match="prompts_per_step=4 times max_num_gen_batches=3 is more than the 10"):
+    with pytest.raises(ValueError, match="prompts_per_step=4 times max_num_gen_batches=3 is more than"):
         data.load_prompts(tokenizer, settings | {"prompts_per_step": 4, "max_num_gen_batches": 3}, 2)
     with pytest.raises(ValueError, match="2 held-out prompts are fewer than 3 ranks"):
         data.load_prompts(tokenizer, settings, 3)

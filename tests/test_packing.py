@@ -27,7 +27,7 @@ def episode(*parts):
 
 
 def random_parts(count, vocab, seed=0, longest=20, parts=(2,)):
-    """Lists of parts for `episode`. parts: how many each may have; with an odd number the last is inserted."""
+    """Lists of parts for `episode`. parts: how many each may have; of an odd number the last is inserted."""
     rng = random.Random(seed)
     ids = lambda: [rng.randrange(vocab) for _ in range(rng.choice([1, 1, 2, rng.randint(1, longest)]))]
     return [[ids() for _ in range(rng.choice(parts))] for _ in range(count)]

@@ -527,7 +527,7 @@ def test_a_reward_cannot_lift_its_time_limit():
 
 
 def test_a_time_limit_ends_with_its_block():
-    """Rewards that end just when their time does: TimeUp never comes later, in the middle of something else."""
+    """Rewards that end just when their time does: TimeUp never comes later, in the middle of other work."""
     def just_in_time(prompts, completions, **_):
         end = time.perf_counter() + 0.002
         while time.perf_counter() < end:

@@ -69,8 +69,9 @@ class Run:
         updates: the updates of a step, in words.
         """
         if self.resumed:
-            for place, (network, optimizer) in networks.items():
-                checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
+            with input_errors():
+                for place, (network, optimizer) in networks.items():
+                    checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
         self.log = RunLog(self.out_dir, self.script, self.settings, self.first_step, self.max_steps)
         dist.barrier()
         check(os.path.isdir(self.out_dir),

@@ -7,18 +7,12 @@ A checkpoint is written next to its final place, synced to disk and then renamed
     checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
     checkpoint-60/critic/     the same for PPO's critic
 """
-import atexit
-import errno
-import fcntl
-import itertools
 import json
 import os
 import pickle
 import re
 import shutil
 import stat
-import sys
-import time
 import zlib
 
 import torch
@@ -28,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import ranks
+from files import in_words, opened, remove, sync
 from weights import full_weights
 
 # ---------------------------------------------------------------- to disk
@@ -45,10 +40,10 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     problem = None
     try:
         if master:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
             os.makedirs(part)
     except OSError as error:
-        problem = repr(error)
+        problem = in_words(error)
     for place, (model, optimizer) in networks.items():
         # These are collectives, so every rank makes them, whatever has gone wrong; one rank keeps the
         # weights.
@@ -67,7 +62,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
                 model.hf.save_pretrained(os.path.join(part, place), state_dict=whole | buffers)
         # On a full disk libraries raise all kinds of errors; PyTorch's own, the second, is no Exception.
         except (Exception, CheckpointException) as error:
-            problem = repr(error)[-300:]
+            problem = in_words(error, part)
     problem = first_problem(problem)
     if master and not problem:
         try:
@@ -75,7 +70,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
             write_state(part, state)
             finish(part, folder)
         except Exception as error:
-            problem = repr(error)
+            problem = in_words(error, part)
     if master and problem:
         shutil.rmtree(part, ignore_errors=True)
     elif master:
@@ -99,8 +94,9 @@ def first_problem(problem):
 def write_state(folder, state):
     # state.json, then checksums.json with the CRC-32 of every file; all of them on disk, not in its cache
     os.makedirs(f"{folder}/trainer", exist_ok=True)
-    with open(f"{folder}/trainer/state.json", "w") as file:
-        json.dump(state, file, indent=1)
+    with opened(f"{folder}/trainer/state.json", "w") as file:
+        # A line for each entry: easy to read, and long arrays are written fast.
+        file.write("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(state[key])}" for key in state) + "}\n")
     checksums = {}
     for root, _, files in os.walk(folder):
         for name in files:
@@ -108,7 +104,7 @@ def write_state(folder, state):
             sync(path)
             checksums[os.path.relpath(path, folder)] = checksum(path)
         sync(root)
-    with open(f"{folder}/trainer/checksums.json", "w") as file:
+    with opened(f"{folder}/trainer/checksums.json", "w") as file:
         json.dump(checksums, file, indent=1)
     sync(f"{folder}/trainer/checksums.json")
     sync(f"{folder}/trainer")
@@ -116,16 +112,9 @@ def write_state(folder, state):
 
 def finish(part, folder):
     # It may be left over from before a kill.
-    if os.path.exists(folder):
-        shutil.rmtree(folder)
+    remove(folder)
     os.rename(part, folder)
     sync(os.path.dirname(folder))
-
-
-def sync(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def checksum(path):
@@ -174,109 +163,6 @@ def damage(folder):
                 return f"{name} is not what was written"
     except (OSError, ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
-
-
-# {folder: descriptor of the open .lock}; a lock lasts as long as the process.
-LOCKS = {}
-
-
-def claim(out_dir, patience=600):
-    """Keep other runs out of a folder while this process lives.
-
-    Waits up to `patience` seconds for a run that is still in it, then raises ValueError: the workers of a
-    torchrun that was killed live on until the end of their step.
-    """
-    out_dir = os.path.abspath(out_dir)
-    if out_dir in LOCKS:
-        return
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-        LOCKS[out_dir] = os.open(os.path.join(out_dir, ".lock"), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW)
-    except OSError as error:
-        what = "its .lock is a link" if error.errno == errno.ELOOP else error.strerror
-        raise ValueError(f"out_dir={out_dir} cannot be written: {what}") from None
-    for second in range(patience + 1):
-        try:
-            return fcntl.flock(LOCKS[out_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if second == 0:
-                print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
-            time.sleep(1)
-        except OSError as error:
-            return print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
-    del LOCKS[out_dir]
-    raise ValueError(f"out_dir={out_dir}: another run is writing there")
-
-
-def locate_run(out_dir, resume, default):
-    """(the run's folder, the checkpoint to go on from or None), from the settings out_dir and resume.
-
-    An empty out_dir means the run that the resumed checkpoint belongs to, or where none is resumed a new
-    folder named `default`, with a number behind it if that is taken. The folder is claimed. resume=auto
-    passes over damaged checkpoints and prints their names. Raises ValueError for a resume that is not a
-    checkpoint, is damaged or is not the newest of its run, and for a folder that cannot be written, that
-    holds another run, only damaged checkpoints, or what is no run at all.
-    """
-    out_dir, resume = (path and os.path.normpath(os.path.expanduser(path)) for path in (out_dir, resume))
-    if resume == "auto":
-        if not out_dir:
-            raise ValueError("resume=auto goes on from the newest checkpoint in out_dir: name an out_dir")
-        refuse_foreign(out_dir)
-        claim(out_dir)
-        found = checkpoints(out_dir)
-        for folder in reversed(found):
-            if not (problem := damage(folder)):
-                return out_dir, folder
-            print(f"{folder} is damaged and passed over: {problem}", file=sys.stderr)
-        if found:
-            raise ValueError(f"resume=auto: all {len(found)} checkpoints in {out_dir} are damaged")
-        return out_dir, None
-    own = os.path.dirname(os.path.abspath(resume)) if resume else ""
-    if resume and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
-        raise ValueError(f"resume={resume}: not a checkpoint folder")
-    goes_on = bool(resume) and os.path.abspath(out_dir or own) == own
-    folder = own if goes_on else out_dir or new_folder(default)
-    refuse_foreign(folder)
-    # Before looking into it: another run may be about to end.
-    claim(folder)
-    if goes_on:
-        newest = (checkpoints(own) or [resume])[-1]
-        if os.path.basename(newest) != os.path.basename(os.path.abspath(resume)):
-            raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
-    elif set(os.listdir(folder)) - {".lock"}:
-        raise ValueError(f"out_dir={out_dir} holds another run: "
-                         "name a new folder, or go on with it by --resume=auto")
-    if resume and (problem := damage(resume)):
-        raise ValueError(f"resume={resume}: damaged: {problem}")
-    return folder, resume or None
-
-
-def new_folder(default):
-    # Two runs may begin in the same second: only one of them can make the folder.
-    for number in itertools.count(1):
-        try:
-            os.makedirs(folder := default if number == 1 else f"{default}-{number}")
-            atexit.register(remove_unused, folder)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(f"out_dir={folder} cannot be made: {error.strerror}") from None
-
-
-def remove_unused(folder):
-    # A run that is refused before it has written anything leaves no folder.
-    if os.path.isdir(folder) and set(os.listdir(folder)) <= {".lock"}:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def refuse_foreign(folder):
-    # A run's folder has a .lock from its first moment on; what else has none belongs to somebody else.
-    if os.path.isdir(folder):
-        strangers = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
-        if strangers and ".lock" not in strangers:
-            raise ValueError(f"out_dir={folder} holds {min(strangers)} and is not the folder of a run: name "
-                             "a new folder")
 
 
 # What the description of an optimizer's state may name. A pickle that names anything else could run code.

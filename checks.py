@@ -17,8 +17,7 @@ POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
     correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
-    reward_step_timeout sync_timeout
-    train_prompts eval_prompts""".split()
+    reward_step_timeout timeout train_prompts eval_prompts""".split()
 SHARES = ("gamma", "lam", "cov_share")
 DECAYS = ("constant", "linear", "cosine")
 CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS, "entropy_decay": DECAYS,

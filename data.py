@@ -6,7 +6,7 @@ A row is a dict. Its `prompt` is a string or a list of chat messages, and the re
     load_prompts   a run's training and held-out rows, encoded, without those that are too long
     encode_prompt  a row's prompt as token ids
     epoch_rows     which rows a step uses, from its position in the endless sequence of epochs
-    next_rows      the same for a run in which prompts rest, by a history that record_visits keeps
+    next_rows      the same for a run in which prompts rest, as record_visits notes
 """
 import functools
 import json
@@ -364,6 +364,14 @@ def fitting_prompts(tokenizer, s, split, count, seed):
                               f"{s.max_prompt_length} tokens" if left_out else "")
 
 
+def checksum(prompts):
+    """Returns the CRC-32 of the rows of prompts, by which a resumed run knows its data again."""
+    value = 0
+    for prompt in prompts:
+        value = zlib.crc32(repr(prompt.row).encode(errors="replace"), value)
+    return value
+
+
 def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):
     """Returns the token ids of a row's prompt.
 
@@ -418,13 +426,12 @@ def epoch_rows(num_rows, position, count, seed):
 # prompts that rest (train_dapo.py)
 
 
-def next_rows(num_rows, position, count, seed, history):
+def next_rows(num_rows, position, count, seed, rests):
     """Returns the next `count` row numbers from `position` on that do not rest, and the new position.
 
-    The sequence is that of epoch_rows. Rows that rest by their history (see record_visits; {} for none) are
-    passed over, which shortens their rest in `history` itself. A row may come twice where an epoch ends or
-    where many others rest. Position and history are all that resuming needs. Raises ValueError for
-    count > num_rows.
+    The sequence is that of epoch_rows. Rows that rest (see record_visits; [] for none) are passed over, which
+    shortens their rest in `rests` itself. A row may come twice where an epoch ends or where many others rest.
+    Position and rests are all that resuming needs. Raises ValueError for count > num_rows.
     """
     if count > num_rows:
         raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
@@ -432,25 +439,21 @@ def next_rows(num_rows, position, count, seed, history):
     while len(rows) < count:
         epoch, place = divmod(position, num_rows)
         row, position = epoch_order(num_rows, epoch, seed)[place], position + 1
-        visits = history.get(str(row))
-        if visits and visits["rest"] > 0:
-            visits["rest"] -= 1
+        if rests and rests[row] > 0:
+            rests[row] -= 1
         else:
             rows.append(row)
     return rows, position
 
 
-def record_visits(history, rows, means, stds, skip_after):
-    """Adds a visit to the history of each row: {str(row): {means, alike, rest}}.
+def record_visits(alike, rests, rows, stds, skip_after):
+    """Notes a visit to each of the rows in `alike` and `rests`, which have an entry for every training row.
 
-    means: the mean scores of all its visits, for readers of a checkpoint's state.json. alike: the number of
-    visits in a row, up to the last one, in which all completions had the same score (std 0); a prompt that is
-    always right or always wrong teaches nothing. Once there are skip_after of them (0: never) the row rests
-    after each visit, each time for one epoch more than the last time. It is never lost, but costs less and
-    less.
+    alike: the number of visits in a row, up to the last one, in which all completions had the same score (std
+    0); a prompt that is always right or always wrong teaches nothing. Once there are skip_after of them (0:
+    never) the row rests after each visit, each time for one epoch more than the last time: rests has the
+    epochs that are left. No row is lost, but it costs less and less.
     """
-    for row, mean, std in zip(rows, means, stds):
-        visits = history.setdefault(str(row), {"means": [], "alike": 0, "rest": 0})
-        visits["means"].append(mean)
-        visits["alike"] = 0 if std > 0 else visits["alike"] + 1
-        visits["rest"] = max(0, visits["alike"] - skip_after + 1) if skip_after else 0
+    for row, std in zip(rows, stds):
+        alike[row] = 0 if std > 0 else alike[row] + 1
+        rests[row] = max(0, alike[row] - skip_after + 1) if skip_after else 0

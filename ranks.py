@@ -1,22 +1,32 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
 All functions except `keep_freed_memory`, `orphaned` and `leave` are collectives: every rank has to call them,
-in the same order.
+in the same order. The watchdog ends a rank that would wait in one for ever.
 """
+import contextlib
 import ctypes
+import datetime
+import faulthandler
 import os
 import platform
 import sys
+import threading
+import time
 
 import torch
 import torch.distributed as dist
 
+import console
 
-def set_up():
+
+def set_up(timeout=0.0):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
 
-    Returns rank, world_size, device, and the mesh of all ranks, over which FSDP2 shards.
+    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. Returns rank, world_size,
+    device, and the mesh of all ranks, over which FSDP2 shards.
     """
+    console.make_lenient()
+    watchdog.start()
     cuda = torch.cuda.is_available()
     if not cuda and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         keep_freed_memory()
@@ -24,7 +34,14 @@ def set_up():
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps the store itself. If it was killed while its workers were importing, joining would
+        # wait for it until the limit below.
+        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                      timeout=datetime.timedelta(seconds=30))
+    # PyTorch's own limit on each collective comes after the watchdog's, which says more.
+    limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **alone)
     world_size = dist.get_world_size()
     return dist.get_rank(), world_size, device, dist.init_device_mesh(device.type, (world_size,))
 
@@ -62,8 +79,10 @@ def leave():
     # Closing vLLM has ended the group already.
     if dist.is_initialized():
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # A reward may have put anything in their place.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     os._exit(0)
 
 
@@ -107,3 +126,51 @@ def from_master(value):
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+class Watchdog:
+    """Ends this process where it would wait for ever: for a lost rank, or for a torchrun that is gone.
+
+    It is a thread of its own, because a collective that waits for a lost rank never returns to Python.
+    """
+
+    def __init__(self):
+        self.where, self.idle, self.timeout, self.running = "", 0, 0.0, False
+
+    def start(self):
+        """From now on, and until `limit` is called, end the process if torchrun dies."""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def limit(self, timeout):
+        """From now on, end the process after `timeout` seconds without a call of `moved`; 0: never.
+
+        torchrun's death is now for the script to notice, because it can save before it ends.
+        """
+        self.timeout, self.idle, self.running = timeout, 0, True
+
+    def moved(self, where=None):
+        """Say that the main thread goes on, and where it is."""
+        self.where, self.idle = where or self.where, 0
+
+    def _watch(self):
+        while True:
+            # It counts the seconds itself, because a clock goes on while a job is suspended.
+            time.sleep(1)
+            self.idle += 1
+            if not self.running and orphaned():
+                self._end("torchrun is gone")
+            if self.timeout and self.idle >= self.timeout:
+                self._end(f"rank {dist.get_rank()} has stood still for timeout={self.timeout:g} seconds, in "
+                          f"{self.where}: it waits for another rank, for its engine or for a reward. The run "
+                          "stops; go on from its newest checkpoint")
+
+    @staticmethod
+    def _end(message):
+        print(message, file=sys.stderr, flush=True)
+        # It shows the line at which each thread stands.
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback()
+        os._exit(1)
+
+
+watchdog = Watchdog()

@@ -1,8 +1,8 @@
 """
 The frame of a run, which all training scripts share: it begins or goes on, saves, stops, and ends.
 
-None of it is part of an algorithm. checkpoint.py writes the checkpoints, runlog.py the metrics, the samples
-and the console output.
+None of it is part of an algorithm. run_folder.py finds the folder, checkpoint.py writes the checkpoints,
+runlog.py the metrics, the samples and the console output.
 """
 import datetime
 import math
@@ -14,8 +14,10 @@ import time
 import torch.distributed as dist
 
 import checkpoint
+import data
 import ranks
 from configurator import check, input_errors
+from run_folder import locate_run
 from runlog import RunLog, peak_memory, save_rollouts
 
 # A resumed run must have the same values for these; all other settings may change.
@@ -40,19 +42,23 @@ class Run:
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
             if dist.get_rank() == 0:
                 clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-                located = checkpoint.locate_run(settings["out_dir"], settings["resume"],
-                                                f"out/{kind}-{settings['task']}-{clock}")
+                located = locate_run(settings["out_dir"], settings["resume"],
+                                     f"out/{kind}-{settings['task']}-{clock}")
         self.out_dir, self.resumed = ranks.from_master(located)
         self.state = {"step": 0, "num_tokens": 0, "skipped_updates": {}, "settings": settings,
-                      "world_size": self.world_size} | state
+                      "world_size": self.world_size, "checksums": {}} | state
         if self.resumed:
             is_ppo, wants_ppo = os.path.isdir(f"{self.resumed}/critic"), "critic_model" in settings
             check(not is_ppo or wants_ppo, f"{self.resumed} has a critic: a run of PPO")
             check(is_ppo or not wants_ppo, f"{self.resumed} has no critic: not a run of PPO")
-            loaded = checkpoint.load_state(self.resumed)
+            with input_errors():
+                loaded = checkpoint.load_state(self.resumed)
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: go on with the script that wrote it")
+            odd = [key for key, value in loaded.items() if type(value) is not type(self.state[key])]
+            check(not odd and loaded.get("step", -1) >= 0,
+                  f"{self.resumed}: no run writes such a {(odd or ['step'])[0]} into state.json")
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
@@ -62,17 +68,34 @@ class Run:
         check(self.first_step <= self.max_steps,
               f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
 
+    def check_data(self, train_set, eval_set):
+        """Refuse prompts that are not those of the resumed run: their file may have changed."""
+        s, before = self.settings, self.state["settings"]
+        checksums = {"train_prompts": data.checksum(train_set), "eval_prompts": data.checksum(eval_set)}
+        if s["reward"] not in ("", "none"):
+            checksums["reward"] = checkpoint.checksum(s["reward"].rpartition(":")[0])
+        changed = {key for key, value in self.state["checksums"].items() if checksums.get(key) != value}
+        if s["eval_prompts"] != before["eval_prompts"]:
+            changed.discard("eval_prompts")
+        for key, what, file in (("train_prompts", "training", s["train_file"]),
+                                ("eval_prompts", "held-out", s["eval_file"] or s["train_file"])):
+            check(key not in changed, f"{file or 'task=' + s['task']}: the {what} prompts are not those of "
+                                      f"{self.resumed}, so this would not be the same run")
+        self.reward_changed = "reward" in changed
+        self.state["checksums"] = checksums
+
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; returns the RunLog.
 
         networks: {place in a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
         updates: the updates of a step, in words.
         """
-        if self.resumed:
-            with input_errors():
-                for place, (network, optimizer) in networks.items():
-                    checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
-        self.log = RunLog(self.out_dir, self.script, self.settings, self.first_step, self.max_steps)
+        ranks.watchdog.limit(self.settings["timeout"])
+        with input_errors():
+            for place, (network, optimizer) in networks.items() if self.resumed else ():
+                checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
+            config = self.settings | {"checksums": self.state["checksums"]}
+            self.log = RunLog(self.out_dir, self.script, config, self.first_step, self.max_steps)
         dist.barrier()
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
@@ -91,6 +114,8 @@ class Run:
             self.log.say(f"goes on from {self.resumed}" + ("" if ranks_before == self.world_size else (
                 f", which {ranks_before} ranks wrote: sums round differently on {self.world_size}, so the "
                 "steps are not bit for bit those of an unbroken run")))
+            if self.reward_changed:
+                self.log.say(f"reward={s['reward']}: the file has changed since {self.resumed} was written")
         self.state |= {"settings": s, "world_size": self.world_size}
         self.signals = []
         for name in (signal.SIGTERM, signal.SIGINT):
@@ -160,7 +185,7 @@ class Run:
             with self.log.timed("save"):
                 problem = checkpoint.save_checkpoint(
                     os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
-                    self.settings["keep_checkpoints"], self.log.eval_scores())
+                    self.settings["keep_checkpoints"], self.log.eval_scores)
             if problem:
                 self.log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
         if step == self.max_steps:

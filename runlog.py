@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 from collections import defaultdict
@@ -16,9 +15,11 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import ranks
-from checkpoint import claim
+from console import printable
 from data import prompt_text
+from files import in_words, opened
 from rewards import content, part_means
+from run_folder import claim
 
 # What the console shows of a step: its word for it, the metric, the format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5.1f"),
@@ -32,7 +33,8 @@ class RunLog:
 
     Only rank 0 writes. A run that goes on from first_step drops the lines of that step and of later ones,
     because it writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree
-    on, and by `mean` and `sum`, which are taken over all ranks when the step ends.
+    on, and by `mean` and `sum`, which are taken over all ranks when the step ends. eval_scores, {step:
+    eval/mean@k}, has all steps that were evaluated. Raises ValueError if the folder cannot be written.
     """
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
@@ -41,14 +43,21 @@ class RunLog:
         self.waiting = defaultdict(list)
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         self.start(first_step)
+        self.eval_scores = {}
         if self.master:
             claim(out_dir)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                rewind(os.path.join(out_dir, name), first_step)
-            shutil.copy(script, out_dir)
-            with open(os.path.join(out_dir, "config.json"), "w") as file:
-                json.dump(settings | {"out_dir": out_dir}, file, indent=1)
-            self.board = SummaryWriter(out_dir, purge_step=first_step)
+            try:
+                for line in rewind(os.path.join(out_dir, "metrics.jsonl"), first_step):
+                    self._note_score(line)
+                rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
+                with (open(script, "rb") as source,
+                      opened(os.path.join(out_dir, os.path.basename(script)), "wb") as copy):
+                    copy.write(source.read())
+                with opened(os.path.join(out_dir, "config.json"), "w") as file:
+                    json.dump(settings | {"out_dir": out_dir}, file, indent=1)
+                self.board = SummaryWriter(out_dir, purge_step=first_step)
+            except OSError as error:
+                raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
 
     # ------------------------------------------------------------ a step's figures
 
@@ -56,21 +65,25 @@ class RunLog:
         """Begin the line of a step."""
         self.metrics, self.timing, self.totals = {"step": step}, defaultdict(float), {}
         self.samples, self.started = [], time.perf_counter()
+        ranks.watchdog.moved(f"step {step}")
 
     @contextlib.contextmanager
     def timed(self, name):
         """Add the seconds that the block takes, the GPU's part included, to timing_s/name."""
         start = time.perf_counter()
+        ranks.watchdog.moved(f"step {self.metrics['step']}, {name}")
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.timing[f"timing_s/{name}"] += time.perf_counter() - start
+        ranks.watchdog.moved(f"step {self.metrics['step']}, after {name}")
 
     def mean(self, name, values):
         """Add values, a tensor or list, to the step's mean for this name, which is taken over all ranks.
 
         A name that gets no values is logged as 0. Nothing here waits for a GPU.
         """
+        ranks.watchdog.moved()
         values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
         total, count = self.totals.get(name, (0.0, 0))
         self.totals[name] = total + values.sum(), count + values.numel()
@@ -102,6 +115,7 @@ class RunLog:
     def evaluation(self, results):
         """Note the results of an evaluation and show those over all prompts."""
         self.metrics |= results
+        self._note_score(self.metrics)
         self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
             f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == 1))
 
@@ -117,23 +131,24 @@ class RunLog:
             self._append("samples.jsonl", self.samples)
         if self.metrics["step"] % self.sample_interval == 0:
             self.say("\n".join(f"    {prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
-                               f"reward {s['reward']:g}, truth {s['truth']}" for s in self.samples[:4]))
+                               f"reward {s['reward']:g}, truth {printable(s['truth'])}"
+                               for s in self.samples[:4]))
         timing = {name.removeprefix("timing_s/"): value for name, value in self.timing.items()}
         self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
             f"{word} {self.metrics[name]:{form}}" for word, name, form in CONSOLE if name in self.metrics)
             + f" | {timing.pop('step'):.1f} s: "
             + ", ".join(f"{name} {value:.1f}" for name, value in timing.items() if value >= 0.05))
-        with contextlib.suppress(OSError):
-            self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}")
-            self.bar.update()
+        self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}")
+        self.bar.update()
 
     def write(self):
         """Write the line of this step to metrics.jsonl and TensorBoard. A collective."""
         self.metrics = over_all_ranks(self.totals) | self.metrics | self.timing
         if self.master:
             self._append("metrics.jsonl", [self.metrics])
-            # Where this fails, the file above has said why.
-            with contextlib.suppress(OSError):
+            # A full disk is no news, because the file above has said so. The name of a reward's part may be
+            # one that TensorBoard cannot take.
+            with contextlib.suppress(OSError, ValueError):
                 for name, value in self.metrics.items():
                     self.board.add_scalar(name, value, self.metrics["step"])
                 self.board.flush()
@@ -142,24 +157,15 @@ class RunLog:
 
     def say(self, text):
         if self.master:
-            # The console may be a file on a full disk.
-            with contextlib.suppress(OSError):
-                tqdm.write(text)
+            tqdm.write(text)
 
     def close(self):
         self.flush()
-        with contextlib.suppress(OSError):
-            self.bar.close()
+        self.bar.close()
 
-    def eval_scores(self):
-        """{step: eval/mean@k} of all lines so far; empty on other ranks than 0."""
-        path = os.path.join(self.out_dir, "metrics.jsonl")
-        if not self.master or not os.path.exists(path):
-            return {}
-        with open(path) as file:
-            lines = [json.loads(line) for line in file]
-        return {line["step"]: value for line in lines for name, value in line.items()
-                if name.startswith("eval/mean@")}
+    def _note_score(self, line):
+        self.eval_scores |= {line["step"]: value for name, value in line.items()
+                             if name.startswith("eval/mean@")}
 
     def flush(self):
         """Write the lines that a full disk refused earlier."""
@@ -171,11 +177,11 @@ class RunLog:
         self.waiting[name] += [json.dumps(row) + "\n" for row in rows]
         lines = "".join(self.waiting[name]).encode()
         try:
-            with open(os.path.join(self.out_dir, name), "ab", buffering=0) as file:
-                size = file.tell()
+            with opened(os.path.join(self.out_dir, name), "ab") as file:
+                size = file.seek(0, os.SEEK_END)
                 try:
-                    if file.write(lines) < len(lines):
-                        raise OSError(errno.ENOSPC, "no space for all of it")
+                    if file.raw.write(lines) < len(lines):
+                        raise OSError(errno.ENOSPC, "it took only a part")
                     # A checkpoint is about to count on these lines.
                     os.fsync(file.fileno())
                 except OSError:
@@ -183,7 +189,7 @@ class RunLog:
                     raise
             self.waiting[name].clear()
         except OSError as error:
-            self.say(f"{name} could not be written, its lines will be written later: {error}")
+            self.say(f"{name} could not be written, its lines will be written later: {in_words(error)}")
 
 
 def over_all_ranks(totals):
@@ -215,7 +221,7 @@ def save_rollouts(path, settings, rollouts, greedy=None):
     """
     group = len(rollouts) // len(greedy) if greedy is not None else 0
     try:
-        with open(path + ".part", "w") as file:
+        with opened(path + ".part", "w") as file:
             file.write(json.dumps(settings) + "\n")
             for s, r in enumerate(rollouts):
                 line = {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
@@ -225,7 +231,7 @@ def save_rollouts(path, settings, rollouts, greedy=None):
                 file.write(json.dumps(line) + "\n")
         os.replace(path + ".part", path)
     except OSError as error:
-        return f"{path} could not be written: {error}"
+        return f"{path} could not be written: {in_words(error)}"
 
 
 def peak_memory():
@@ -237,10 +243,30 @@ def peak_memory():
 
 
 def rewind(path, step):
-    """Drop the lines of a .jsonl log for `step` or later, and a last one that was cut off."""
-    if os.path.exists(path):
-        with open(path) as file:
-            lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < step]
-        with open(path + ".part", "w") as file:
-            file.writelines(lines)
-        os.replace(path + ".part", path)
+    """Drop the lines of a .jsonl log for `step` or later; returns the objects of those that stay."""
+    if not os.path.lexists(path):
+        return []
+    kept = [(line, content) for line, content in read_log(path) if content["step"] < step]
+    with opened(path + ".part", "wb") as file:
+        file.writelines(line for line, _ in kept)
+    os.replace(path + ".part", path)
+    return [content for _, content in kept]
+
+
+def read_log(path):
+    """Yields (line, its object) for each line of a .jsonl log, and names those that no run has written.
+
+    A last line that was cut off is passed over in silence: a kill leaves one.
+    """
+    with opened(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                content = json.loads(line.decode())
+                fine = isinstance(content, dict) and type(content.get("step")) is int
+            except (ValueError, RecursionError):
+                fine = False
+            if fine and line.endswith(b"\n"):
+                yield line, content
+            elif line.endswith(b"\n"):
+                print(f"{path}:{number} is passed over, because it is not a line of a run's log",
+                      file=sys.stderr)

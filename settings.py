@@ -19,12 +19,12 @@ vllm_gpu_memory_utilization = 0.4  # share of the GPU's memory that vLLM may tak
 vllm_tensor_parallel_size = 1   # ranks that share an engine; 1: each rank has its own
 logprob_gap = 0.0               # nats: the run stops if the mean |trainer - engine| is larger;
                                 # 0: 1e-3, or 0.05 in bfloat16
-sync_timeout = 600.0            # seconds after which a weight sync that hangs stops the run; 0: never
 # training
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are always float32
 float32_head = True             # with bfloat16: compute logits in float32 in trainer and engine
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
+timeout = 3600.0                # the run stops if a rank stands still for so many seconds; 0: never
 max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # output
 keep_checkpoints = 2            # how many of the newest to keep; the best saved at an evaluation is also kept

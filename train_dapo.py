@@ -35,7 +35,7 @@ from configurator import configure, input_errors
 from models import check_model, load_policy, offload, precision, token_logprobs
 from packing import deal, micro_batches
 from run import Run
-from weights import deadline, full_weights
+from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first; configure() reads the settings between the two dashed lines
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
@@ -100,7 +100,7 @@ settings = configure(globals())
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # One process per device, under torchrun or alone; FSDP2 shards over the mesh, which is all of them.
-rank, world_size, device, mesh = ranks.set_up()
+rank, world_size, device, mesh = ranks.set_up(timeout)
 check_run(settings, world_size)
 check_grpo(settings)
 check_dapo(settings)
@@ -114,16 +114,18 @@ moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov
 # With one update per step the policy has not changed since it sampled, so its own forward gives the old
 # logprobs. For several updates they have to be computed before the first one.
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
-run = Run(settings, __file__, position=None, history={})        # DAPO: the place in the prompts, their visits
+run = Run(settings, __file__, position=0, alike=[], rests=[])   # DAPO: the place in the prompts, their visits
 state = run.state
-if state["position"] is None:                                   # a new run, or one that train_grpo.py began
-    state["position"] = run.first_step * prompts_per_step
+state["position"] = state["position"] or run.first_step * prompts_per_step      # train_grpo.py began the run
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
     check_model(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
+    for name in ("alike", "rests"):                             # DAPO: of each prompt
+        state[name] = state[name] or [0] * len(train_set)
     scorer = rewards.Scorer(settings, device, compute_dtype)
+    run.check_data(train_set, eval_set)
     scorer.try_on([prompt.row for prompt in train_set])
     eos_ids = rollout.end_tokens(base, tokenizer)
 
@@ -220,7 +222,7 @@ for step in range(run.first_step, max_steps + 1):
     for gen_batch in range(max_num_gen_batches):
         with log.timed("gen"):
             picked, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step,
-                                                       seed, state["history"])
+                                                       seed, state["rests"])
             own = range(rank * B, (rank + 1) * B)               # each rank samples for prompts of its own
             prompts = [train_set[picked[i]] for i in own]
             names = [f"{step} {gen_batch * prompts_per_step + i}" for i in own]
@@ -236,8 +238,7 @@ for step in range(run.first_step, max_steps + 1):
             break
     log.rollouts(sampled, timeouts)
     log.groups(stds)
-    means = torch.tensor([r.score for r in sampled]).view(-1, G).nanmean(1).tolist()
-    data.record_visits(state["history"], drawn, means, stds.tolist(), skip_after)
+    data.record_visits(state["alike"], state["rests"], drawn, stds.tolist(), skip_after)
     # The step has the first prompts that differ, and others where there are not enough of them.
     others = (stds == 0).nonzero()[:, 0].tolist()
     kept = sorted((different + others)[:prompts_per_step])
@@ -263,7 +264,7 @@ for step in range(run.first_step, max_steps + 1):
     cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)          # DAPO
     counted = (~left_out & ~(cut_off & mask_truncated)).nonzero()[:, 0].tolist()        # DAPO: in the loss
     log.metrics |= {"train/num_gen_batches": gen_batch + 1, "train/frac_counted": len(counted) / N,
-                    "train/resting_prompts": sum(row["rest"] > 0 for row in state["history"].values())}
+                    "train/resting_prompts": sum(rest > 0 for rest in state["rests"])}
 
     # ------------------------------------------------------------ 4 shares; old and reference logprobs
     # The rollouts, in random order, are split into updates. This rank computes its share of each update.
@@ -336,7 +337,7 @@ for step in range(run.first_step, max_steps + 1):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"), deadline(sync_timeout, f"the weight sync of step {step}"):
+    with log.timed("sync"):
         rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
 
     # ------------------------------------------------------------ 7 log

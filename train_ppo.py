@@ -36,7 +36,7 @@ from models import (check_critic, check_model, load_critic, load_policy, offload
                     token_values)
 from packing import deal, micro_batches
 from run import Run
-from weights import deadline, full_weights
+from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
@@ -91,7 +91,7 @@ settings = configure(globals())
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # One process per device, under torchrun or alone; FSDP2 shards over the mesh, which is all of them.
-rank, world_size, device, mesh = ranks.set_up()
+rank, world_size, device, mesh = ranks.set_up(timeout)
 check_run(settings, world_size)
 check_ppo(settings)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
@@ -107,6 +107,7 @@ with input_errors():
     tokenizer = AutoTokenizer.from_pretrained(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
+    run.check_data(train_set, eval_set)
     scorer.try_on([prompt.row for prompt in train_set])
     eos_ids = rollout.end_tokens(base, tokenizer)
 
@@ -294,7 +295,7 @@ for step in range(run.first_step, max_steps + 1):
                                                       kl_horizon, N)
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"), deadline(sync_timeout, f"the weight sync of step {step}"):
+    with log.timed("sync"):
         rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
 
     # ------------------------------------------------------------ 7 log

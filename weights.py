@@ -1,11 +1,4 @@
 """Weights on their way from the trainer to the engine."""
-import contextlib
-import faulthandler
-import os
-import sys
-import threading
-
-import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 
@@ -31,28 +24,3 @@ def full_weights(policy, dtype=None, names=None):
             yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
         else:
             yield name, tensor
-
-
-@contextlib.contextmanager
-def deadline(seconds, what):
-    """End the process if the block takes longer, showing where each thread stood; 0 seconds: never.
-
-    It does so from a thread of its own, because a collective that waits for a lost rank never returns to
-    Python.
-    """
-    def give_up():
-        print(f"{what} did not finish within {seconds:g} seconds: this rank waits for another one, or for "
-              "its engine. The run stops; go on from its newest checkpoint", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback()
-        os._exit(1)
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    if seconds:
-        timer.start()
-    try:
-        yield
-        # What the block has only launched on the GPU belongs to it as well.
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    finally:
-        timer.cancel()

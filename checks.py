@@ -13,12 +13,13 @@ from configurator import check, input_errors
 POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
     token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
     kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size samples""".split()
+    vllm_tensor_parallel_size samples top_p""".split()
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
     correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
-    reward_step_timeout timeout train_prompts eval_prompts""".split()
-SHARES = ("gamma", "lam", "cov_share")
+    reward_step_timeout timeout train_prompts eval_prompts top_k show""".split()
+SHARES = ("gamma", "lam", "cov_share", "top_p")
+LARGEST = 1e9                   # of numbers that must not be negative; more is a slip of the hand
 DECAYS = ("constant", "linear", "cosine")
 CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS, "entropy_decay": DECAYS,
            "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward"), "advantage": losses.ADVANTAGES,
@@ -31,6 +32,8 @@ def check_values(settings):
     for key, value in settings.items():
         check(key not in POSITIVE or value > 0, f"{key}={value}: must be above 0")
         check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
+        check(key not in POSITIVE + NOT_NEGATIVE or value <= LARGEST, f"{key}={value}: over {LARGEST:g}")
+        check(key not in ("beta1", "beta2") or 0 <= value < 1, f"{key}={value}: must be from 0 to below 1")
         check(key not in SHARES or 0 <= value <= 1, f"{key}={value}: must be from 0 to 1")
         check(key not in CHOICES or value in CHOICES[key],
               f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")

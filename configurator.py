@@ -92,13 +92,17 @@ def show_help(docstring, layout, settings):
 
 def read_config(path):
     """Yields (place, key, source of the value). The file is parsed, never run: it can only set values."""
+    if not Path(path).is_file():
+        nearest = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
+        fail(f"cannot read {path} (no such file){nearest}")
     try:
         tree = ast.parse(Path(path).read_bytes())
-    except OSError as error:
-        nearest = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
-        fail(f"cannot read {path} ({error.strerror}){nearest}")
+        # It fails here if a value nests too deep.
+        ast.unparse(tree)
     except SyntaxError as error:
-        fail(f"{path}:{error.lineno}: {error.msg}")
+        fail(f"{path}:{error.lineno or 1}: {error.msg}")
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        fail(f"cannot read {path} ({type(error).__name__}: {error})")
     for node in tree.body[ast.get_docstring(tree) is not None:]:
         match node:
             case ast.Assign(targets=[ast.Name(id=key)], value=value):
@@ -109,7 +113,7 @@ def read_config(path):
 
 def read_value(source, kind):
     """The literal in `source` as a `kind`, None if it is not one: 1 will do for 1.0 and 1e5 for 100000."""
-    with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError):
         value = ast.literal_eval(source)
         fits = type(value) is kind or {type(value), kind} == {int, float}
         if fits and kind(value) == value and value not in (math.inf, -math.inf):
@@ -153,6 +157,6 @@ def configure(namespace, argv=None, others=()):
             settings[key] = read_value(text if place else bare(text), kind)
             if settings[key] is None:
                 literal = "a literal and " if place else ""
-                fail(f"{place}{dashes}{key} must be {literal}{MUST_BE[kind]}, not `{text}`")
+                fail(f"{place}{dashes}{key} must be {literal}{MUST_BE[kind]}, not `{text:.200}`")
     namespace.update(settings)
     return settings

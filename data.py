@@ -11,6 +11,7 @@ A row is a dict. Its `prompt` is a string or a list of chat messages, and the re
 import functools
 import json
 import math
+import numbers
 import os
 import random
 import urllib.request
@@ -184,8 +185,10 @@ def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file
         return file_rows(split, train_file, eval_file)[:count or None]
     if task not in GENERATORS:
         raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k or file, not {task!r}")
-    if not isinstance(difficulty, int) or difficulty < 1:
-        raise ValueError(f"difficulty must be a whole number from 1, not {difficulty!r}")
+    if not isinstance(difficulty, int) or not 1 <= difficulty <= 100:
+        raise ValueError(f"difficulty must be a whole number from 1 to 100, not {difficulty!r}")
+    if count > 1_000_000:
+        raise ValueError(f"{split}_prompts={count}: at most 1,000,000 problems are generated")
     wanted = count or {"train": 4096, "eval": 128}[split]
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
     while len(rows) < wanted:
@@ -225,11 +228,15 @@ def gsm8k_rows(split):
         # The file appears whole or not at all, whoever else is writing it.
         os.replace(part, path)
     rows = []
-    for _, row in read_rows(path):
+    for where, row in read_rows(path):
+        if not all(isinstance(row.get(key), str) for key in ("question", "answer")):
+            raise ValueError(f"{where}: not a row of GSM8K; remove the file, and it is fetched again")
         text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
         rows.append({"prompt": [{"role": "user", "content": text}], "answer": answer, "source": "gsm8k",
                      "solution": row["answer"]})
+    if not rows:
+        raise ValueError(f"{path}: no rows; remove the file, and it is fetched again")
     return rows
 
 
@@ -243,7 +250,9 @@ def file_rows(split, train_file, eval_file):
     for where, row in read_rows(path):
         check_row(where, row)
         model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
-        truths = [row.get("answer"), row.get("ground_truth"), model.get("ground_truth"), row.get("solution")]
+        # verl's ground truth may be anything that a reward understands. Only text and numbers are answers.
+        judged = model.get("ground_truth") if is_answer(model.get("ground_truth")) else None
+        truths = [row.get("answer"), row.get("ground_truth"), judged, row.get("solution")]
         answer = next((str(truth) for truth in truths if truth is not None), None)
         lacking = lacking or (where if answer is None else None)
         added = {"answer": answer, "source": row.get("data_source", row.get("source"))}
@@ -276,18 +285,25 @@ def read_rows(path):
         import pyarrow.parquet
         try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: not a parquet file ({error})") from error
+        # pyarrow has errors of its own.
+        except Exception as error:
+            raise ValueError(f"{path}: not a parquet file that can be read ({error})") from error
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
     elif path.endswith(".jsonl"):
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        raise ValueError(f"{path}:{number}: not JSON ({error})") from error
-                    yield f"{path}:{number}", row
+        try:
+            with open(path, "rb") as file:
+                lines = file.read().splitlines()
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}:{number}: not an object")
+                yield f"{path}:{number}", row
     else:
         raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
 
@@ -297,7 +313,6 @@ def check_row(where, row):
         if not condition:
             raise ValueError(f"{where}: {problem}")
 
-    need(isinstance(row, dict), "not an object")
     prompt = row.get("prompt")
     need(prompt is not None, f"no prompt; the columns are {', '.join(row) or 'none'}")
     need(isinstance(prompt, (str, list)),
@@ -309,6 +324,21 @@ def check_row(where, row):
     need(any(message["content"].strip() for message in messages), "empty prompt")
     text = whole_text(prompt)
     need(text == text.encode(errors="ignore").decode(), "the prompt has half a surrogate pair")
+    try:
+        json.dumps(prompt)
+    except (TypeError, ValueError) as error:
+        need(False, f"the prompt cannot be written as JSON: {error}")
+    for key in ("prompts", "completions"):
+        need(key not in row, f"a column must not be named {key}: a reward gets something else by that name")
+    for key in ("answer", "ground_truth", "solution"):
+        truth = row.get(key)
+        need(truth is None or is_answer(truth), f"{key} must be text or a finite number, not {truth!r:.100}")
+
+
+def is_answer(value):
+    # A text that says something, or a number other than NaN and infinity.
+    return bool(value.strip()) if isinstance(value, str) else (
+        isinstance(value, numbers.Number) and value - value == 0)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -347,6 +377,10 @@ def fitting_prompts(tokenizer, s, split, count, seed):
     rows = load_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file)
     prompts = [Prompt(row, encode_prompt(tokenizer, row["prompt"], s.chat, s.system_prompt))
                for row in rows[:count or None]]
+    first = prompts[:32]
+    if len({tuple(ids) for _, ids in first}) == 1 < len({repr(row["prompt"]) for row, _ in first}):
+        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
+                         f"{tokenizer.decode(prompts[0].ids)!r:.200}")
     fitting = [prompt for prompt in prompts if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in prompts)
@@ -388,7 +422,11 @@ def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):
         return tokenizer("".join(message["content"] + "\n" for message in messages)).input_ids
     if tokenizer.chat_template is None:
         raise ValueError("chat=True, but the tokenizer has no chat template; --chat=false joins the messages")
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    # Templates raise all kinds of errors, about the order of roles, for example.
+    except Exception as error:
+        raise ValueError(f"the chat template fails: {error}; the messages are {messages!r:.300}") from error
 
 
 def prompt_text(prompt):

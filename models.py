@@ -4,13 +4,17 @@ logits.
 
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
+import contextlib
+import glob
+import math
 import os
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from safetensors import safe_open
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers.utils import logging
 
 from packing import micro_batches
@@ -157,10 +161,21 @@ def precision(dtype, logprob_gap, device):
     return getattr(torch, name), logprob_gap or {"float32": 1e-3, "bfloat16": 0.05}[name]
 
 
-def check_model(path, key="model", tokenizer=True):
-    """Raise ValueError if `path` is not found, or is a folder without config, weights or tokenizer.
+@contextlib.contextmanager
+def reading(what):
+    """Make a ValueError that says `what` cannot be read of whatever a library raises over a damaged file."""
+    try:
+        yield
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {lines[0][:300]}") from error
 
-    key: the setting that names it, for the message. tokenizer: whether the model needs one.
+
+def check_model(path, key="model", tokenizer=True, length=0):
+    """Raise ValueError if `path` is not found, or is a folder that lacks or has damaged what a model needs.
+
+    key: the setting that names it, for the message. tokenizer: whether the model needs one. length: tokens
+    that it has to read in a row.
     """
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
@@ -180,6 +195,27 @@ def check_model(path, key="model", tokenizer=True):
                                               for f in files)}.items():
         if not found:
             raise ValueError(f"{key}={path}: no {what} in this folder")
+    if "adapter_config.json" in files:
+        raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json), which is not "
+                         "supported: merge it into the model, or remove it")
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+        # This reads the list of tensors and compares it with the size of the file.
+        with reading(f"{key}: {file}"), safe_open(file, "pt"):
+            pass
+    with reading(f"{key}: {path}/config.json"):
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    # Older configs call it rope_scaling.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    longest = (getattr(config, "max_position_embeddings", None) or math.inf) * max(1, rope.get("factor") or 1)
+    if length > longest:
+        raise ValueError(f"{key}={path} reads at most {longest:g} tokens (max_position_embeddings), but a "
+                         f"prompt and its completion (max_completion_length) may have {length}")
+
+
+def load_tokenizer(path, key="model"):
+    """The tokenizer of a folder or hub id. Raises ValueError if it is damaged."""
+    with reading(f"{key}={path}: its tokenizer"):
+        return AutoTokenizer.from_pretrained(path)
 
 
 def check_critic(path, policy_path):
@@ -204,9 +240,10 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
         if getattr(config, key, None) not in (None, 1.0):
             raise ValueError(f"model={path}: {key}={getattr(config, key)} changes the logits after the head; "
                              "only plain linear heads are supported")
-    hf, loading = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32 if trained else dtype, attn_implementation="packed",
-        output_loading_info=True)
+    with reading(f"model={path}: its weights"):
+        hf, loading = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32 if trained else dtype, attn_implementation="packed",
+            output_loading_info=True)
     if loading["missing_keys"]:
         raise ValueError(f"model={path}: no {', '.join(sorted(loading['missing_keys']))} in its weights")
     if hf.generation_config:
@@ -221,8 +258,9 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
     config.classifier_dropout = 0.0
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()                       # a missing head is expected and needs no report
-    hf, loading = AutoModelForTokenClassification.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
+    with reading(f"critic_model={path}: its weights"):
+        hf, loading = AutoModelForTokenClassification.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
     logging.set_verbosity(verbosity)
     for name in loading["missing_keys"]:
         if not name.startswith("score."):

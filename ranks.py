@@ -9,6 +9,7 @@ import datetime
 import faulthandler
 import os
 import platform
+import socket
 import sys
 import threading
 import time
@@ -36,9 +37,12 @@ def set_up(timeout=0.0):
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps the store itself. If it was killed while its workers were importing, joining would
-        # wait for it until the limit below.
-        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                      timeout=datetime.timedelta(seconds=30))
+        # try again and again to connect, until the limit below.
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(store, timeout=60).close()
+        except OSError as error:
+            sys.exit(f"torchrun is gone: its store at {store[0]}:{store[1]} does not answer ({error})")
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **alone)

@@ -18,24 +18,23 @@ does not decay here.
 With the policy that sampled them all ratios are 1, and most losses are the same. --new_policy takes the
 policy of another checkpoint on the old rollouts: then clipping, corrections and bounds act.
 """
-import json
 import math
 import os
 import sys
 import zlib
 
-import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig
 
 import losses
 import ranks
 import tiny
 from checks import check_dapo, check_grpo, check_values
 from configurator import check, configure, input_errors
-from models import check_model, load_policy, precision, token_logprobs
+from models import check_model, load_policy, load_tokenizer, precision, token_logprobs
 from packing import micro_batches
-from rollout import Rollout, compare_logprobs
+from rollout import compare_logprobs
+from runlog import load_rollouts, read_log
 # ------------------------------------------------------------------------------------------------------------
 # the defaults are the run's own settings, except for new_policy and reference
 new_policy = ""                 # a folder; empty: the checkpoint, whose policy sampled
@@ -66,15 +65,18 @@ dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
 float32_head = True             # with bfloat16: compute logits in float32
 token_budget = 8192             # tokens per micro-batch
 # ------------------------------------------------------------------------------------------------------------
-checkpoint, kept, rows = "", {}, []
+checkpoint, kept, rollouts, greedy = "", {}, [], []
 if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
     checkpoint = sys.argv.pop(1).rstrip("/")
     check(os.path.isfile(f"{checkpoint}/rollouts.jsonl"),
           f"{checkpoint} holds no rollouts.jsonl: not a checkpoint of train_grpo.py or train_dapo.py, or the "
           "last of its run")
-    with open(f"{checkpoint}/rollouts.jsonl") as file, input_errors():
-        kept, *rows = map(json.loads, file)
-    globals().update({key: value for key, value in kept.items() if key in globals()})
+    with input_errors():
+        kept, rollouts, greedy = load_rollouts(f"{checkpoint}/rollouts.jsonl")
+    needed = {"step", "model", "seed", "prompts_per_step", "reward_model"}
+    check(needed <= kept.keys(), f"{checkpoint}/rollouts.jsonl:1: no {', '.join(needed - kept.keys())}")
+    globals().update({key: value for key, value in kept.items()
+                      if type(globals().get(key)) is type(value) and not key.startswith("__")})
 settings = configure(globals(), others=kept)
 check(checkpoint, "name a checkpoint first: python replay.py out/grpo-algebra-.../checkpoint-40")
 check("RANK" not in os.environ, "one process is enough: python replay.py, without torchrun")
@@ -86,11 +88,9 @@ check_dapo(kept | inert | settings)
 
 _, _, device, mesh = ranks.set_up()
 compute_dtype, _ = precision(dtype, 0, device)
-step, G, N = kept["step"], kept["num_generations"], len(rows)
-rollouts = [Rollout(np.array(row["ids"], np.int32), np.array(row["spans"], np.int32),
-                    np.array(row["logprobs"], np.float32), row["finish_reason"]) for row in rows]
-scores = torch.tensor([row["score"] for row in rows], device=device)                    # [N], NaN: no score
-greedy = torch.tensor([row["greedy"] for row in rows if "greedy" in row], device=device)    # [N / G], or none
+step, G, N = kept["step"], kept["num_generations"], len(rollouts)
+scores = torch.tensor([r.score for r in rollouts], device=device)                       # [N], NaN: no score
+greedy = torch.tensor(greedy, device=device)                                            # [N / G], or none
 longest = max(len(r.ids) for r in rollouts)
 check(longest <= token_budget, f"token_budget={token_budget}: a sequence has {longest} tokens")
 check(advantage != "remax" or len(greedy), "advantage=remax: the run made no greedy completions")
@@ -100,7 +100,10 @@ with input_errors():
         reference = reference or kept["model"]
         reference = tiny.ensure() if reference == "tiny" else reference
         check_model(reference, "reference", tokenizer=False)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+size = AutoConfig.from_pretrained(new_policy or checkpoint).get_text_config().vocab_size
+check(max(r.ids.max() for r in rollouts) < size,
+      f"{checkpoint}/rollouts.jsonl: it has tokens that the model lacks, which knows {size}")
 
 
 def logprobs_by(path):
@@ -183,8 +186,7 @@ result = {
     "grad_norm": math.sqrt(sum(g.double().square().sum().item() for g in gradients))}
 logged = {}
 if os.path.isfile(path := os.path.join(os.path.dirname(checkpoint), "metrics.jsonl")):
-    with open(path) as file:
-        logged = next((line for line in map(json.loads, file) if line["step"] == step), {})
+    logged = next((line for _, line in read_log(path) if line["step"] == step), {})
 print(f"{checkpoint}: {N} completions with {lengths.sum()} sampled tokens; {len(computed)} of them, with "
       f"{lengths[computed].sum()} tokens, give a gradient\n{'':44}{'the run':>12}{'replay':>12}")
 for name, value in result.items():

@@ -1,14 +1,17 @@
 """A reward model scores conversations: a Hugging Face sequence-classification model with one label.
 
 It judges text, not the policy's tokens: its own tokenizer and chat template render the conversation again.
-Each rank has a whole copy of it, which waits in host memory while it is not used.
+Text that spells one of its control tokens, such as the end of a turn, is broken up first, or a policy could
+write the judge's next turn itself. Each rank has a whole copy of it, which waits in host memory while it is
+not used.
 """
 import math
+import sys
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from models import check_model
+from models import check_model, load_tokenizer, reading
 
 
 class RewardModel:
@@ -21,7 +24,7 @@ class RewardModel:
 
     def __init__(self, path, device, dtype, token_budget):
         check_model(path, "reward_model")
-        config, self.tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        config, self.tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path, "reward_model")
         if config.num_labels != 1:
             raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
         # This is the config that the model's own forward reads.
@@ -35,12 +38,23 @@ class RewardModel:
             text_config.pad_token_id = self.tokenizer.pad_token_id
         if text_config.pad_token_id is None:
             raise ValueError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
-        self.model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True)
+        with reading(f"reward_model={path}: its weights"):
+            self.model, loading = AutoModelForSequenceClassification.from_pretrained(
+                path, config=config, dtype=dtype, output_loading_info=True)
         if loading["missing_keys"]:
             raise ValueError(f"reward_model={path}: no {', '.join(sorted(loading['missing_keys']))} in its "
                              "weights: not a trained reward model")
         self.model.eval()
+        # A control token is broken up by a space, unless the tokenizer drops spaces.
+        special = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()
+                   if token.special}
+        self.control = {token: f"{token[0]} {token[1:]}" for token in special}
+        for token, broken in list(self.control.items()):
+            if len(token.split()) > 1 or len(token) < 2 or set(special.values()) & set(
+                    self.tokenizer(broken, add_special_tokens=False).input_ids):
+                print(f"reward_model={path}: its control token {token!r} cannot be broken up, so a policy "
+                      "can write it", file=sys.stderr)
+                del self.control[token]
         self.path, self.device, self.token_budget = path, device, token_budget
         self.pad_id = text_config.pad_token_id
         self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
@@ -78,8 +92,18 @@ class RewardModel:
 
     def _encode(self, prompt, completion):
         if isinstance(prompt, str):
-            return self.tokenizer(prompt + completion).input_ids
+            return self.tokenizer(prompt + self._harmless(completion)).input_ids
         if self.tokenizer.chat_template is None:
             raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
                              "chat template")
-        return self.tokenizer.apply_chat_template([*prompt, *completion], return_dict=False)
+        messages = [message | {"content": self._harmless(message.get("content") or "")}
+                    for message in [*prompt, *completion]]
+        with reading(f"reward_model={self.path}: a conversation, by its chat template,"):
+            return self.tokenizer.apply_chat_template(messages, return_dict=False)
+
+    def _harmless(self, text):
+        # Until none is left: breaking one up may make another.
+        while spelled := [token for token in self.control if token in text]:
+            for token in spelled:
+                text = text.replace(token, self.control[token])
+        return text

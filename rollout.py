@@ -80,19 +80,27 @@ def engine_class(engine):
 def end_tokens(model, tokenizer):
     """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
 
-    The first of the three that names any is taken. Raises ValueError if none does.
+    The first of the three that names any is taken. Raises ValueError if none does, if what it names is no
+    token of the model, or if the generation config is damaged.
     """
-    try:
-        ids = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        ids = None
-    if ids is None:
-        ids = getattr(AutoConfig.from_pretrained(model), "eos_token_id", None)
-    ids = tokenizer.eos_token_id if ids is None else ids
+    ids, config = None, AutoConfig.from_pretrained(model)
+    if not os.path.isdir(model) or os.path.lexists(f"{model}/generation_config.json"):
+        try:
+            ids = GenerationConfig.from_pretrained(model).eos_token_id
+        except Exception as error:
+            # A model of the hub may have none.
+            if os.path.isdir(model):
+                raise ValueError(f"{model}/generation_config.json cannot be read: {error!r:.300}") from error
+    for other in (getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
+        ids = other if ids is None else ids
     if ids is None:
         raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
                          "names an end-of-sequence token")
-    return ids if isinstance(ids, list) else [ids]
+    ids, size = ids if isinstance(ids, list) else [ids], config.get_text_config().vocab_size
+    if not ids or any(type(one) is not int or not 0 <= one < size for one in ids):
+        raise ValueError(f"model={model}: eos_token_id={ids} in its generation config, config or tokenizer; "
+                         f"a completion ends with a token, from 0 to {size - 1}")
+    return ids
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer):
@@ -166,13 +174,13 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
-        if tensor_parallel_size > 1 and not self.cuda:
-            self._unlink_shared_memory()
-            dist.barrier()
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import vllm
         self.SamplingParams, self.eos_ids = vllm.SamplingParams, eos_ids
         before = torch.cuda.memory_allocated() if self.cuda else 0
+        shared = tensor_parallel_size > 1 and not self.cuda
+        if shared:
+            self._name_shared_memory()
         self.llm = vllm.LLM(
             model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
             skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
@@ -182,6 +190,8 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        if shared:
+            self._unlink_shared_memory()
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
         if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with 0.26
@@ -231,17 +241,25 @@ class VLLMEngine:
         self._wake()                                           # shut down asleep, it would unmap memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
-        if len(self.group) > 1 and not self.cuda:
-            self._unlink_shared_memory()
+
+    def _name_shared_memory(self):
+        # vLLM 0.32's CPU build gives the memory that the ranks of an engine share the same name in every run,
+        # so two runs would write into each other's. With the port of torchrun's store the name is this run's
+        # own. To be removed once vLLM makes it unique.
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+        make_name = _CPUSHMDistributed.make_group_name
+        _CPUSHMDistributed.make_group_name = staticmethod(
+            lambda communicator: f"{os.environ['MASTER_PORT']}-" + make_name(communicator).replace("/", ""))
+        self._unlink_shared_memory()
 
     @staticmethod
     def _unlink_shared_memory():
-        # vLLM 0.32's CPU build gives the memory that the ranks of an engine share one fixed name, and cannot
-        # start where a run has left it behind. A process that has it mapped keeps it. To be removed once the
-        # name is unique.
-        for path in glob.glob("/dev/shm/-*-cpushm_*"):
+        # The processes that have it mapped keep it; a kill -9 leaves nothing behind.
+        dist.barrier()
+        for path in glob.glob(f"/dev/shm/{os.environ['MASTER_PORT']}-*-cpushm*"):
             with contextlib.suppress(FileNotFoundError):       # another rank may be first
                 os.unlink(path)
+        dist.barrier()
 
     def _sleep(self):
         if self.cuda and len(self.asleep) < 2:

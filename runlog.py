@@ -19,6 +19,7 @@ from console import printable
 from data import prompt_text
 from files import in_words, opened
 from rewards import content, part_means
+from rollout import Rollout
 from run_folder import claim
 
 # What the console shows of a step: its word for it, the metric, the format.
@@ -232,6 +233,34 @@ def save_rollouts(path, settings, rollouts, greedy=None):
         os.replace(path + ".part", path)
     except OSError as error:
         return f"{path} could not be written: {in_words(error)}"
+
+
+def load_rollouts(path):
+    """What save_rollouts wrote: (settings, rollouts, greedy). Raises ValueError with the line at fault."""
+    settings, rollouts, greedy = {}, [], []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+                if number == 1:
+                    settings = dict(entry)
+                    continue
+                r = Rollout(np.array(entry["ids"], np.int32), np.array(entry["spans"], np.int32),
+                            np.array(entry["logprobs"], np.float32), entry["finish_reason"],
+                            score=float(entry["score"]))
+                starts, ends = r.spans.T
+                if not (0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
+                        and ends[-1] <= len(r.ids) and (ends - starts).sum() == len(r.logprobs)
+                        and r.ids.min() >= 0):
+                    raise ValueError("its ids, spans and logprobs do not fit")
+            except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: not a line of kept rollouts: {error!r:.200}") from error
+            rollouts.append(r)
+            greedy += [float(entry["greedy"])] if "greedy" in entry else []
+    group = settings.get("num_generations")
+    if type(group) is not int or not rollouts or group < 1 or len(rollouts) % group:
+        raise ValueError(f"{path}: {len(rollouts)} rollouts are no groups of num_generations={group}")
+    return settings, rollouts, greedy
 
 
 def peak_memory():

@@ -6,9 +6,8 @@ Generate from a checkpoint and score it: mean@k, pass@k, maj@k over held-out pro
     python sample.py --model=out/.../checkpoint-60 --prompt="Solve 2(x+3)=10"
 """
 import json
+import os
 import zlib
-
-from transformers import AutoTokenizer
 
 import data
 import ranks
@@ -16,8 +15,9 @@ import rewards
 import rollout
 import tiny
 from checks import check_values
-from configurator import configure, input_errors
-from models import check_model, precision
+from configurator import check, configure, input_errors
+from console import printable
+from models import check_model, load_tokenizer, precision
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
 prompt = ""                     # a prompt of your own: its completions are printed and nothing is scored
@@ -50,18 +50,24 @@ _, _, device, _ = ranks.set_up()
 
 with input_errors():
     engine_type = rollout.engine_class(engine)
+    # Before hours of sampling, not after.
+    check(os.path.isdir(os.path.dirname(output) or ".") and not os.path.isdir(output),
+          f"output={output}: not a file in a folder that exists")
     rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
             data.load_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
+    data.check_row("prompt", rows[0])
     base = tiny.ensure() if model == "tiny" else model
     check_model(base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = load_tokenizer(base)
     prompts = [data.Prompt(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
                for row in rows]
+    longest = max(len(ids) for _, ids in prompts) + max_completion_length
+    # With the length, now that it is known.
+    check_model(base, length=longest)
     compute_dtype, _ = precision(dtype, 0, device)
     unused = {"reward_model": "", "reward_step_timeout": 0.0}
     scorer = rewards.Scorer(settings | unused, device, compute_dtype)
     eos_ids = rollout.end_tokens(base, tokenizer)
-longest = max(len(ids) for _, ids in prompts) + max_completion_length
 print(f"loading {base} into the engine", flush=True)
 rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                              float32_head=float32_head)
@@ -74,19 +80,19 @@ rollout_engine.close()
 
 if prompt:
     for i, r in enumerate(rollouts, 1):
-        print(f"--- sample {i} of {samples}\n{rewards.content(r.completion)}")
+        print(f"--- sample {i} of {samples}\n{printable(rewards.content(r.completion))}")
     # The process ends here.
     ranks.leave()
 
 scorer(rollouts)
 for first in range(0, min(show, len(rows)) * samples, samples):
     row = rollouts[first].row
-    print(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})")
+    print(printable(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})"))
     # Samples that are the same are shown once, with their count.
     texts = [rewards.content(r.completion) for r in rollouts[first:first + samples]]
     for text in dict.fromkeys(texts):
         r = rollouts[first + texts.index(text)]
-        print(f"{text}\n--- {texts.count(text)} of {samples} samples, score {r.score:g}\n")
+        print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {r.score:g}\n")
 if output:
     with open(output, "w") as file:
         for r in rollouts:

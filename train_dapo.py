@@ -22,7 +22,6 @@ import random
 import zlib
 
 import torch
-from transformers import AutoTokenizer
 
 import data
 import losses
@@ -32,7 +31,7 @@ import rollout
 import tiny
 from checks import check_dapo, check_grpo, check_run
 from configurator import configure, input_errors
-from models import check_model, load_policy, offload, precision, token_logprobs
+from models import check_model, load_policy, load_tokenizer, offload, precision, token_logprobs
 from packing import deal, micro_batches
 from run import Run
 from weights import full_weights
@@ -119,8 +118,8 @@ state = run.state
 state["position"] = state["position"] or run.first_step * prompts_per_step      # train_grpo.py began the run
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
-    check_model(base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    check_model(base, length=max_prompt_length + max_completion_length)
+    tokenizer = load_tokenizer(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     for name in ("alike", "rests"):                             # DAPO: of each prompt
         state[name] = state[name] or [0] * len(train_set)

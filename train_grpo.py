@@ -25,7 +25,6 @@ import random
 import zlib
 
 import torch
-from transformers import AutoTokenizer
 
 import data
 import losses
@@ -35,7 +34,7 @@ import rollout
 import tiny
 from checks import check_grpo, check_run
 from configurator import configure, input_errors
-from models import check_model, load_policy, offload, precision, token_logprobs
+from models import check_model, load_policy, load_tokenizer, offload, precision, token_logprobs
 from packing import deal, micro_batches
 from run import Run
 from weights import full_weights
@@ -112,8 +111,8 @@ old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__)                                   # its folder, and where it resumes from
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
-    check_model(base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    check_model(base, length=max_prompt_length + max_completion_length)
+    tokenizer = load_tokenizer(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     run.check_data(train_set, eval_set)

@@ -22,7 +22,6 @@ import random
 import zlib
 
 import torch
-from transformers import AutoTokenizer
 
 import data
 import losses
@@ -32,8 +31,8 @@ import rollout
 import tiny
 from checks import check_ppo, check_run
 from configurator import configure, input_errors
-from models import (check_critic, check_model, load_critic, load_policy, offload, precision, token_logprobs,
-                    token_values)
+from models import (check_critic, check_model, load_critic, load_policy, load_tokenizer, offload, precision,
+                    token_logprobs, token_values)
 from packing import deal, micro_batches
 from run import Run
 from weights import full_weights
@@ -102,9 +101,9 @@ if not kl_target or kl_coef != run.state["settings"]["kl_coef"]:
     run.state["kl_coef"] = kl_coef                              # a changed setting replaces the adapted value
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
-    check_model(base)
+    check_model(base, length=max_prompt_length + max_completion_length)
     check_critic(critic_model or base, base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = load_tokenizer(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     run.check_data(train_set, eval_set)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
+import run_folder
+from runlog import RunLog
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -121,9 +123,9 @@ def test_what_is_wrong_is_said_and_nothing_hangs(whole, harm, problem):
 # ---------------------------------------------------------------- folders
 
 LOCATE = """
-import sys, checkpoint
+import sys, run_folder
 sys.stdin.readline()
-folder, _ = checkpoint.locate_run("", "", sys.argv[1])
+folder, _ = run_folder.locate_run("", "", sys.argv[1])
 print(folder, flush=True)
 sys.stdin.readline()
 """
@@ -146,29 +148,42 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
 def test_what_is_no_run_is_left_alone(tmp_path, resume):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds config.json and is not the folder of a run"):
-        checkpoint.locate_run(str(tmp_path), resume, "out/x")
+        run_folder.locate_run(str(tmp_path), resume, "out/x")
     assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_a_name_may_have_a_tilde_and_slashes(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert checkpoint.locate_run("~/run//", "auto", "out/x") == (str(tmp_path / "run"), None)
-    assert checkpoint.locate_run("~/run/", "auto", "out/x") == (str(tmp_path / "run"), None)
+    assert run_folder.locate_run("~/run//", "auto", "out/x") == (str(tmp_path / "run"), None)
+    assert run_folder.locate_run("~/run/", "auto", "out/x") == (str(tmp_path / "run"), None)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for out_dir in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run", tmp_path / ("x" * 300)):
         with pytest.raises(ValueError, match="out_dir="):
-            checkpoint.locate_run(str(out_dir), "", "out/x")
+            run_folder.locate_run(str(out_dir), "", "out/x")
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+@pytest.mark.parametrize("name", [
+    ".lock", "config.json", "metrics.jsonl", "metrics.jsonl.part", "samples.jsonl", "samples.jsonl.part",
+    "test_checkpoint.py"])
+def test_links_and_pipes_are_not_followed(mesh, tmp_path, name):
+    (tmp_path / "precious").write_text('{"step": 0}\n')
     os.makedirs(tmp_path / "run")
-    os.symlink(tmp_path / "precious", tmp_path / "run" / ".lock")
-    with pytest.raises(ValueError, match="its .lock is a link"):
-        checkpoint.locate_run(str(tmp_path / "run"), "auto", "out/x")
-    assert not os.path.exists(tmp_path / "precious")
+    (tmp_path / "run" / ".lock").touch()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "samples.jsonl").touch()
+    place = tmp_path / "run" / name
+    for plant, word in ((lambda: place.symlink_to(tmp_path / "precious"), "it is a link"),
+                        (lambda: os.mkfifo(place), "not a regular file|No such device")):
+        place.unlink(missing_ok=True)
+        plant()
+        with pytest.raises(ValueError, match=f"out_dir=.*{name}: .*({word})"):
+            run_folder.locate_run(str(tmp_path / "run"), "auto", "out/x")
+            RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 1}, 0, 1)
+        run_folder.LOCKS.clear()
+    assert (tmp_path / "precious").read_text() == '{"step": 0}\n'
 
 
 def test_an_error_without_words_is_an_error(mesh, whole, monkeypatch):

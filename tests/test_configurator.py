@@ -167,7 +167,7 @@ def test_config_with_a_syntax_error(refusal):
 ])
 def test_config_that_is_missing(refusal, path, suggestion):
     message = refusal(path, countdown="", gsm8k="")
-    assert message.startswith(f"cannot read {path} (No such file or directory)")
+    assert message.startswith(f"cannot read {path} (no such file)")
     assert suggestion is None or message.endswith(f"){suggestion}")
 
 

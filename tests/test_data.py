@@ -175,8 +175,8 @@ def test_generation(task):
 
 
 @pytest.mark.parametrize("args, message", [
-    (("algebra", "train", 10, 0, 0), "difficulty must be a whole number from 1, not 0"),
-    (("algebra", "train", 10, 0, 1.5), "difficulty must be a whole number from 1, not 1.5"),
+    (("algebra", "train", 10, 0, 0), "difficulty must be a whole number from 1 to 100, not 0"),
+    (("algebra", "train", 10, 0, 1.5), "difficulty must be a whole number from 1 to 100, not 1.5"),
     (("algebra", "train", -1), "train_prompts must not be negative, but is -1"),
     (("file", "eval", -1), "eval_prompts must not be negative, but is -1"),
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
@@ -421,7 +421,7 @@ def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
 def test_epoch_rows_are_those_of_the_stream_in_which_none_rests(num_rows, count):
     position = 0
     for step in range(3 * num_rows):
-        rows, after = data.next_rows(num_rows, position, count, 5, {})
+        rows, after = data.next_rows(num_rows, position, count, 5, [])
         assert data.epoch_rows(num_rows, step * count, count, 5) == rows and after == position + count
         position = after
     with pytest.raises(ValueError, match=f"prompts_per_step={num_rows + 1} is more than the {num_rows} "):
@@ -433,10 +433,10 @@ def test_the_order_of_rows_stays_what_it_was():
     assert data.epoch_rows(10, 7, 6, 3) == [0, 5, 3, 7, 4, 3]
 
 
-def stream(num_rows, count, steps, history):
+def stream(num_rows, count, steps, rests):
     position, rows = 0, []
     for _ in range(steps):
-        drawn, position = data.next_rows(num_rows, position, count, 5, history)
+        drawn, position = data.next_rows(num_rows, position, count, 5, rests)
         assert len(drawn) == count
         rows += drawn
     return rows
@@ -444,46 +444,41 @@ def stream(num_rows, count, steps, history):
 
 @pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
 def test_every_epoch_has_every_row_once(num_rows, count):
-    rows = stream(num_rows, count, 3 * num_rows, {})
+    rows = stream(num_rows, count, 3 * num_rows, [])
     epochs = [rows[i:i + num_rows] for i in range(0, len(rows), num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert num_rows < 7 or epochs[0] != epochs[1]
 
 
 def test_rows_are_a_function_of_seed_and_position():
-    steps = [data.next_rows(50, 10 * step, 10, 1, {}) for step in range(9)]
+    steps = [data.next_rows(50, 10 * step, 10, 1, []) for step in range(9)]
     data.epoch_order.cache_clear()
-    assert steps[::-1] == [data.next_rows(50, 10 * step, 10, 1, {}) for step in reversed(range(9))]
-    assert steps[0] != data.next_rows(50, 0, 10, 2, {}) and steps[0] != steps[1] and steps[8][1] == 90
+    assert steps[::-1] == [data.next_rows(50, 10 * step, 10, 1, []) for step in reversed(range(9))]
+    assert steps[0] != data.next_rows(50, 0, 10, 2, []) and steps[0] != steps[1] and steps[8][1] == 90
     with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training rows"):
-        data.next_rows(10, 0, 11, 1, {})
+        data.next_rows(10, 0, 11, 1, [])
 
 
 def test_a_visit_is_recorded():
-    history = {}
-    data.record_visits(history, [4, 7, 9], [1.0, 0.0, 0.5], [0.0, 0.0, 0.5], skip_after=2)
-    # A checkpoint keeps the history as JSON.
-    history = json.loads(json.dumps(history))
-    data.record_visits(history, [7, 4], [0.0, 0.75], [0.0, 0.4], skip_after=2)
-    assert history == {"4": {"means": [1.0, 0.75], "alike": 0, "rest": 0},
-                       "7": {"means": [0.0, 0.0], "alike": 2, "rest": 1},
-                       "9": {"means": [0.5], "alike": 0, "rest": 0}}
+    alike, rests = [0] * 10, [0] * 10
+    data.record_visits(alike, rests, [4, 7, 9], [0.0, 0.0, 0.5], skip_after=2)
+    data.record_visits(alike, rests, [7, 4], [0.0, 0.4], skip_after=2)
+    assert alike == [0, 0, 0, 0, 0, 0, 0, 2, 0, 0] and rests == [0, 0, 0, 0, 0, 0, 0, 1, 0, 0]
 
 
 def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
     # visited: the epochs in which they are not resting
     for skip_after, visited in (0, range(10)), (1, [0, 2, 5, 9]), (2, [0, 1, 3, 6]):
-        history, epochs, position = {}, [[] for _ in range(10)], 0
+        alike, rests, epochs, position = [0] * 20, [0] * 20, [[] for _ in range(10)], 0
         while position < 200:
-            rows, position = data.next_rows(20, position, 1, 5, history)
+            rows, position = data.next_rows(20, position, 1, 5, rests)
             if position <= 200:
                 epochs[(position - 1) // 20] += rows
-            data.record_visits(history, rows, [1.0], [0.0 if rows[0] < 6 else 0.5], skip_after)
+            data.record_visits(alike, rests, rows, [0.0 if rows[0] < 6 else 0.5], skip_after)
         for row in range(20):
             assert [e for e in range(10) if row in epochs[e]] == list(visited if row < 6 else range(10))
-    history = {str(row): {"means": [], "alike": 3, "rest": 2} for row in range(20)}
     # Where all rest, the rows are those of the next epoch but one.
-    assert sorted(stream(20, 20, 1, history)) == list(range(20))
+    assert sorted(stream(20, 20, 1, [2] * 20)) == list(range(20))
 
 
 # ------------------------------------------------------------------------------------------------ prompts

@@ -2,10 +2,12 @@
 import math
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,16 +168,16 @@ def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
 
 def test_an_engine_over_two_ranks(folder, reward_file, tmp_path):
     pytest.importorskip("vllm")
-    # A run that was killed leaves this behind.
-    with open("/dev/shm/-tp:0-[0-1]-cpushm_0", "w"):
-        pass
+    # The name that vLLM would give it belongs to another run.
+    (foreign := Path("/dev/shm/-tp:0-[0-1]-cpushm_0")).touch()
     one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm",
                    launcher=(sys.executable,))
     two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, engine="vllm", max_steps=2,
                    vllm_tensor_parallel_size=2, launcher=torchrun(2))
     for step in (0, 1):
         assert two[step]["sampling/sampling_logp_difference/max"] < 1e-4
-    assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]
+    assert [name for name in os.listdir("/dev/shm") if "cpushm" in name] == [foreign.name]
+    foreign.unlink()
     for key in ("reward", "loss", "grad_norm", "num_tokens", "completions/mean_length"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-3, abs=1e-6), key
 
@@ -266,26 +268,61 @@ def test_a_lost_rank_ends_the_run(folder, tmp_path, how, shown):
 
 LATE = """
 import os, time, rollout
-load_weights = rollout.HFEngine.load_weights
+load_weights, calls = rollout.HFEngine.load_weights, 0
 def late(engine, named_tensors):
     if os.environ["RANK"] == "1":
         time.sleep(600)
     load_weights(engine, named_tensors)
-rollout.HFEngine.load_weights = late
-def score(prompts, completions, **_):
+def sync(prompts, completions, **_):
+    rollout.HFEngine.load_weights = late
+    return [0.5 * (i % 2) for i in range(len(completions))]
+def reward(prompts, completions, **_):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["RANK"] == "1":
+        time.sleep(600)
     return [0.5 * (i % 2) for i in range(len(completions))]
 """
 
 
-def test_a_sync_that_hangs_stops_the_run(folder, tmp_path):
-    """Rank 0 waits for the other one inside a collective, from which no signal would call it back."""
+@pytest.mark.parametrize("late, places, line", [
+    ("sync", ["rank 0 has stood still for timeout=3 seconds, in step 0, sync:",
+              "rank 1 has stood still for timeout=3 seconds, in step 0, sync:"], "full_tensor"),
+    ("reward", ["rank 0 has stood still for timeout=3 seconds, in step 0, after reward:",
+                "rank 1 has stood still for timeout=3 seconds, in step 0, reward:"], "all_gather_object")])
+def test_a_rank_that_stands_still_stops_the_run(folder, tmp_path, late, places, line):
+    """The other one waits for it inside a collective, from which no signal would call it back."""
     (tmp_path / "late.py").write_text(LATE)
     started = time.monotonic()
-    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:score", code=1,
-                      sync_timeout=3, launcher=torchrun(2))
-    assert "the weight sync of step 0 did not finish within 3 seconds" in output
+    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:{late}",
+                      code=1, timeout=3, reward_timeout=0, launcher=torchrun(2))
+    # Which of the two is first is chance, and torchrun then ends the other.
+    assert any(place in output for place in places)
     # It shows where its threads stood.
-    assert "full_tensor" in output and time.monotonic() - started < 90
+    assert (line in output or "late.py" in output) and time.monotonic() - started < 90
+
+
+@pytest.mark.parametrize("seconds", [0.5, 4, 8])
+def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_path, seconds):
+    """They may be importing, joining their group, or loading what the run needs, here a slow reward file."""
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
+    process = subprocess.Popen(
+        [*torchrun(2), "train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run",
+         f"--reward={tmp_path}/waits.py:score"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    workers, deadline = [], time.monotonic() + 60
+    while len(workers) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        pgrep = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        workers = pgrep.stdout.split()
+    time.sleep(seconds)
+    process.kill()
+    process.wait()
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert len(workers) == 2 and not left
 
 
 # Of four prompts one has completions that all score the same.

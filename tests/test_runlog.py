@@ -1,6 +1,7 @@
 """What a run writes down: a step's figures over all ranks, samples, and the same scalars for TensorBoard."""
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
         "completions/mean_length": 3.0, "completions/min_length": 3, "completions/max_length": 3,
         "completions/clipped_ratio": 0.0, "reward_std": 0.25, "frac_reward_zero_std": 0.5}
     assert metrics[2] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
-    assert log.eval_scores() == {2: 0.25}
+    assert log.eval_scores == {2: 0.25}
 
     # The first completion of each of the first eight prompts.
     assert lines(tmp_path / "run", "samples.jsonl") == [
@@ -118,10 +119,33 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert (tmp_path / "run" / "test_runlog.py").exists()
 
 
-def test_a_log_is_rewound_to_the_step_that_goes_on(tmp_path):
+@pytest.mark.parametrize("bad", ["", "   ", "\0\0\0", "half a li", "[1]", '"step"', '{"reward": 1}',
+                                 '{"step": "3"}', "[" * 100_000, "\udcff"])
+def test_a_bad_line_is_passed_over_and_named(tmp_path, capsys, bad):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(f'{{"step": 0}}\n{bad}\n{{"step": 1}}\n'.encode(errors="surrogateescape"))
+    assert rewind(str(path), 2) == [{"step": 0}, {"step": 1}]
+    assert capsys.readouterr().err == f"{path}:2 is passed over, because it is not a line of a run's log\n"
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+def test_a_log_is_rewound_to_the_step_that_goes_on(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "a": 2}\n{"step": 2}\n{"step": 1, "cut o')
     rewind(str(path), 2)
     assert path.read_text() == '{"step": 0}\n{"step": 1, "a": 2}\n'
     rewind(str(tmp_path / "nothing.jsonl"), 2)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    # A kill leaves a line that was cut off: no news.
+    assert capsys.readouterr().err == ""
+
+
+def test_the_scores_of_a_resumed_run_are_known(mesh, tmp_path):
+    os.makedirs(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/mean@4": 0.25}\n{"step": 1}\n{"step": 2, "eval/mean@4": 0.5}\n')
+    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 2, 3)
+    assert log.eval_scores == {0: 0.25}
+    log.start(2)
+    log.evaluation({"eval/mean@4": 0.75})
+    assert log.eval_scores == {0: 0.25, 2: 0.75}

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import checkpoint
+import run_folder
 from runlog import RunLog
 from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
 
@@ -247,17 +248,17 @@ def test_the_best_checkpoint_stays(whole):
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out_dir = str(tmp_path / "run")
-    code = f"import checkpoint, time; checkpoint.claim({out_dir!r}); print('in', flush=True); time.sleep(600)"
+    code = f"import run_folder, time; run_folder.claim({out_dir!r}); print('in', flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "in\n"
     # A claim that has failed does not make the folder this process's own.
     for patience in (1, 0):
         with pytest.raises(ValueError, match="another run is writing there"):
-            checkpoint.claim(out_dir, patience)
+            run_folder.claim(out_dir, patience)
     holder.kill()
     holder.wait()
-    checkpoint.claim(out_dir, patience=1)
-    assert out_dir in checkpoint.LOCKS
+    run_folder.claim(out_dir, patience=1)
+    assert out_dir in run_folder.LOCKS
 
 
 # ---------------------------------------------------------------- a full disk, gradients that are not finite
@@ -322,7 +323,7 @@ def test_log_lines_wait_for_space(mesh, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "run")] == [0]
     log.flush()
     write({"step": 2, "reward": 0.7})
-    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2] and log.eval_scores() == {1: 0.5}
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2] and log.eval_scores == {1: 0.5}
     log.close()
     # Its writer has met the full disk, in a thread that is to end within this test.
     for writer in writers:

@@ -75,7 +75,7 @@ def test_groups_without_spread_are_replaced(dapo_run):
     with open(path / "run" / "checkpoint-4" / "trainer" / "state.json") as file:
         state = json.load(file)
     drawn = sum(4 * line["train/num_gen_batches"] for line in metrics[:4])
-    assert sum(len(visits["means"]) for visits in state["history"].values()) == drawn
+    assert len(state["alike"]) == len(state["rests"]) and max(state["alike"]) > 0
     assert max(line["train/resting_prompts"] for line in metrics[:4]) > 0 and state["position"] > drawn
 
 
@@ -95,7 +95,7 @@ def test_train_grpo_does_not_lose_what_a_run_remembers(dapo_run, tmp_path):
     path, _, _ = dapo_run
     shutil.copytree(path / "run", tmp_path / "run")
     refused([*REAL, f"--out_dir={tmp_path}/run", "--resume=auto"],
-            "checkpoint-4 holds history, position, which train_grpo.py would lose", tmp_path)
+            "checkpoint-4 holds alike, position, rests, which train_grpo.py would lose", tmp_path)
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -1,0 +1,41 @@
+"""The console: whatever it cannot take, a run goes on."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+from console import printable
+from runs import ROOT, lines
+
+REWARD = """
+import sys
+def score(prompts, completions, **_):
+    print("caf\\u00e9 \\ud800 \\x1b[2J")
+    return [0.5 * (i % 2) for i in range(len(completions))]
+"""
+
+
+@pytest.mark.parametrize("redirection, coding", [
+    (">&-", "utf-8"), ("2>&-", "utf-8"), (">&- 2>&-", "utf-8"), (">/dev/full 2>/dev/full", "utf-8"),
+    ("2>&1 | true", "utf-8"), (">OUT 2>&1", "ascii")])
+def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
+    (tmp_path / "rewards.py").write_text(REWARD)
+    arguments = {"model": folder, "out_dir": tmp_path / "run", "reward": f"{tmp_path}/rewards.py:score",
+                 "engine": "hf", "max_steps": 2, "prompts_per_step": 4, "num_generations": 4,
+                 "max_completion_length": 12, "train_prompts": 16, "eval_prompts": 4, "eval_samples": 1,
+                 "sample_interval": 1}
+    command = " ".join([sys.executable, "train_grpo.py", *(f"--{k}={v}" for k, v in arguments.items()),
+                        redirection.replace("OUT", f"{tmp_path}/out")])
+    code = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, timeout=120,
+                          env=os.environ | {"PYTHONIOENCODING": coding}).returncode
+    assert code == 0 and [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
+    if coding == "ascii":
+        assert "caf\\xe9 \\ud800" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("a\x1b[2Jb", r"a\x1b[2Jb"), ("two\nlines", "two\nlines"), ("café", "café"), ("\ud800", r"\ud800"),
+    ("\u202eabc", r"\u202eabc"), ("a\rb\0", r"a\rb\x00"), (None, "None")])
+def test_control_characters_are_escaped(text, shown):
+    assert printable(text) == shown

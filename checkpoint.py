@@ -7,6 +7,7 @@ A checkpoint is written next to its final place, synced to disk and then renamed
     checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
     checkpoint-60/critic/     the same for PPO's critic
 """
+import contextlib
 import json
 import os
 import pickle
@@ -213,6 +214,10 @@ def load_optimizer(folder, model, optimizer):
 
 
 def load_state(folder):
-    """The `state` that save_checkpoint was given."""
-    with open(os.path.join(folder, "trainer", "state.json")) as file:
-        return json.load(file)
+    """The `state` that save_checkpoint was given. Raises ValueError where it is not a dict."""
+    path = os.path.join(folder, "trainer", "state.json")
+    with open(path) as file, contextlib.suppress(ValueError, RecursionError):
+        state = json.load(file)
+        if isinstance(state, dict):
+            return state
+    raise ValueError(f"{path} is not what a run writes")

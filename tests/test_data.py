@@ -1,5 +1,6 @@
 """Every problem is solved again by other means, and every error is provoked."""
 import copy
+import datetime
 import json
 import math
 import re
@@ -318,6 +319,7 @@ def test_file_rows(tmp_path, kind, row, answer, source):
 
 
 GOOD = {"prompt": "1+1?", "answer": "2"}
+NOW = datetime.datetime(2026, 1, 2)
 
 
 @pytest.mark.parametrize("row, message", [
@@ -340,6 +342,14 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not dict"),
     ({"prompt": "1+1?"}, "no answer, ground_truth, reward_model.ground_truth or solution"),
     (r'{"prompt": "1+1? \ud83d"}', "the prompt has half a surrogate pair"),
+    ({"prompt": "1+1?", "answer": ""}, "answer must be text or a finite number, not ''"),
+    ({"prompt": "1+1?", "answer": " "}, "answer must be text or a finite number, not ' '"),
+    ('{"prompt": "1+1?", "answer": NaN}', "answer must be text or a finite number, not nan"),
+    ('{"prompt": "1+1?", "solution": 1e999}', "solution must be text or a finite number, not inf"),
+    ({"prompt": "1+1?", "ground_truth": {"a": 2}}, "ground_truth must be text or a finite number, not {'a'"),
+    ({"prompt": "1+1?", "answer": ["2"]}, "answer must be text or a finite number, not ['2']"),
+    (GOOD | {"prompts": 1}, "a column must not be named prompts"),
+    (GOOD | {"completions": 1}, "a column must not be named completions"),
 ])
 def test_file_errors_name_the_line(tmp_path, row, message):
     path = write(tmp_path / "rows.jsonl", GOOD, "", row, GOOD)
@@ -370,6 +380,38 @@ def test_parquet_errors_name_the_row(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD, {"prompt": "1+1?", "answer": None}]), path)
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 2: no answer"):
         data.load_rows("file", "train", 0, train_file=path)
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"prompt": "1+1?", "answer": b"2"}, "answer must be text or a finite number"),
+    ({"prompt": [{"role": "user", "content": "1+1?", "at": NOW}], "answer": "2"}, "not be written as JSON"),
+    ({"prompt": [{"role": "user", "content": "1+1?", "at": b"2"}], "answer": "2"}, "not be written as JSON"),
+    ({"prompt": "1+1?", "answer": "2", "at": NOW, "raw": b"2"}, None)])
+def test_parquet_has_values_that_json_lacks(tmp_path, row, message):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    path = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    if not message:
+        assert data.load_rows("file", "train", 0, train_file=path, eval_file="any") == [row]
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 1: .*{message}"):
+        data.load_rows("file", "train", 0, train_file=path, eval_file="any")
+
+
+def test_a_ground_truth_that_only_a_reward_understands_is_left_to_it(tmp_path):
+    row = {"prompt": "1+1?", "reward_model": {"ground_truth": {"target": 2}}}
+    path = write(tmp_path / "rows.jsonl", row)
+    assert data.load_rows("file", "train", 0, train_file=path, eval_file="any") == [row]
+
+
+def test_a_checksum_knows_every_value_of_every_row():
+    rows = [{"prompt": "1+1?", "answer": "2", "extra": [1, {"a": None}]}, {"prompt": "2+2?", "answer": "4"}]
+    checksum = lambda rows: data.checksum([data.Prompt(row, [1]) for row in rows])
+    others = [rows[::-1], rows[:1], [rows[0] | {"answer": "3"}, rows[1]],
+              [rows[0] | {"extra": [1, {"a": 0}]}, rows[1]]]
+    assert len({checksum(rows), *map(checksum, others)}) == 5
+    assert checksum(copy.deepcopy(rows)) == checksum(rows)
 
 
 def sides(path):
@@ -403,6 +445,17 @@ def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
     load = lambda split: data.load_rows("file", split, 0, train_file=train_file, eval_file=eval_file)
     assert load("train") == [{"prompt": f"{i}?"} for i in range(40)]
     assert load("eval") == [{"prompt": f"{i}?"} for i in range(30, 60)]
+
+
+@pytest.mark.parametrize("content, message", [
+    ("", "train.jsonl: no rows"), ('{"prompt": "1?"}\n', "train.jsonl:1: not a row of GSM8K"),
+    ('{"question": "1?", "answer": 1}\n', "train.jsonl:1: not a row of GSM8K")])
+def test_a_damaged_cache_of_gsm8k_is_named(tmp_path, monkeypatch, content, message):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache/gsm8k").mkdir(parents=True)
+    (tmp_path / ".cache/gsm8k/train.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message + ".*; remove the file"):
+        data.load_rows("gsm8k", "train", 0)
 
 
 @pytest.mark.parametrize("held_out, count", [(False, 0), (True, 3)])
@@ -508,6 +561,16 @@ def test_encode_prompt_errors(tokenizer):
     without.chat_template = None
     with pytest.raises(ValueError, match="no chat template; --chat=false"):
         data.encode_prompt(without, [{"role": "user", "content": "1+1?"}])
+    without.chat_template = "{{ raise_exception('no such role') }}"
+    with pytest.raises(ValueError, match=r"the chat template fails: no such role; .*1\+1\?"):
+        data.encode_prompt(without, [{"role": "user", "content": "1+1?"}])
+
+
+def test_a_template_that_leaves_out_the_prompt_is_refused():
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
+    with pytest.raises(ValueError, match="its chat template gives the same tokens for different prompts"):
+        data.load_prompts(tokenizer, SETTINGS | {"model": "m"})
 
 
 SETTINGS = {"task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,

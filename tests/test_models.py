@@ -1,4 +1,5 @@
 """Logprobs, entropies and values of packed rows against plain forwards of one sequence at a time."""
+import json
 import os
 import random
 import shutil
@@ -13,8 +14,8 @@ from transformers import (AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Co
 import losses
 import models
 from losses import value_loss
-from models import (LogprobsFromHidden, Policy, check_model, head_logits, load_critic, load_policy, offload,
-                    product, token_logprobs, token_values)
+from models import (LogprobsFromHidden, Policy, check_model, head_logits, load_critic, load_policy,
+                    load_tokenizer, offload, product, token_logprobs, token_values)
 from packing import idle, pack
 from test_packing import OnCuda, episode, random_parts, random_rollouts, sampled_places
 
@@ -364,6 +365,53 @@ def test_an_incomplete_model_folder_is_named(folder, tmp_path, missing, message)
             os.remove(path / name)
     with pytest.raises(ValueError, match=message):
         check_model(str(path))
+
+
+def cut_short(path):
+    os.truncate(path, os.path.getsize(path) - 100)
+
+
+def garbage(path):
+    path.write_bytes(b"\xff\0garbage" * 20)
+
+
+@pytest.mark.parametrize("harm", [cut_short, garbage, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_file_is_named(folder, tmp_path, name, harm):
+    path = shutil.copytree(folder, tmp_path / "model")
+    harm(path / name)
+    named = "its tokenizer" if name == "tokenizer.json" else name
+    with pytest.raises(ValueError, match=f"^model.*{named} cannot be read: "):
+        check_model(str(path))
+        load_tokenizer(str(path))
+
+
+def test_weights_of_another_shape_are_named(folder, tmp_path, mesh):
+    path = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(ValueError, match="its weights cannot be read: "):
+        load_policy(str(path), mesh, torch.float32)
+
+
+def test_an_adapter_beside_a_model_is_refused(folder, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter"):
+        check_model(str(path))
+
+
+@pytest.mark.parametrize("rope, longest", [
+    ({"rope_type": "default", "rope_theta": 1e4}, 256),
+    ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}, 1024)])
+def test_a_model_reads_only_so_many_tokens(folder, tmp_path, rope, longest):
+    path = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    check_model(str(path), length=longest)
+    with pytest.raises(ValueError, match=f"reads at most {longest} tokens .max_position_embeddings.*"
+                                         f"{longest + 1}$"):
+        check_model(str(path), length=longest + 1)
 
 
 def test_a_missing_model_folder_is_named(tmp_path):

@@ -354,6 +354,19 @@ def test_end_tokens(folder, tmp_path):
         rollout.end_tokens(path, tokenizer)
 
 
+@pytest.mark.parametrize("content, message", [
+    ('{"eos_token_id": []}', r"eos_token_id=\[\]"), ('{"eos_token_id": -1}', r"eos_token_id=\[-1\]"),
+    ('{"eos_token_id": [3, 100000]}', r"eos_token_id=\[3, 100000\]"),
+    ('{"eos_token_id": "<|end|>"}', "eos_token_id="), ('{"eos_token_id"', "cannot be read"),
+    ("", "cannot be read")])
+def test_end_tokens_that_are_none(folder, tmp_path, content, message):
+    path = shutil.copytree(folder, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    (path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        rollout.end_tokens(str(path), tokenizer)
+
+
 # ---------------------------------------------------------------- choosing
 
 def test_engine_choice(monkeypatch):

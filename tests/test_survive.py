@@ -2,6 +2,7 @@
 
 pytest tests/test_survive.py --kills=50 kills each run that many times instead of once.
 """
+import json
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import checkpoint
 import run_folder
+from console import Lenient
 from runlog import RunLog
 from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
 
@@ -261,6 +263,61 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     assert out_dir in run_folder.LOCKS
 
 
+# ---------------------------------------------------------------- files that changed in between
+
+ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}=?"}], "answer": str(2 * i)} for i in range(80)]
+
+
+def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_path):
+    """A changed reward is only said: it may have been mended."""
+    def write(name, rows):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("train.jsonl", ROWS)
+    write("eval.jsonl", ROWS[:8])
+    shutil.copy(reward_file.removeprefix("--reward=").removesuffix(":score"), tmp_path / "rewards.py")
+    settings = {"task": "file", "train_file": f"{tmp_path}/train.jsonl",
+                "eval_file": f"{tmp_path}/eval.jsonl", "train_prompts": 0, "max_steps": 2}
+    reward = f"--reward={tmp_path}/rewards.py:score"
+    train(folder, tmp_path / "run", reward, **settings)
+    go_on = command("train_grpo.py", folder, tmp_path / "run", reward, resume="auto",
+                    **settings | {"max_steps": 3})
+    write("train.jsonl", ROWS[:-1] + [ROWS[-1] | {"answer": "0"}])
+    refused(go_on[1:], f"{tmp_path}/train.jsonl: the training prompts are not those of "
+                       f"{tmp_path}/run/checkpoint-2", tmp_path)
+    write("train.jsonl", ROWS)
+    write("eval.jsonl", ROWS[1:9])
+    refused(go_on[1:], f"{tmp_path}/eval.jsonl: the held-out prompts are not those of", tmp_path)
+    with open(tmp_path / "rewards.py", "a") as file:
+        file.write("# mended\n")
+    # Other held-out prompts are no surprise where another number of them is asked for.
+    output = train(folder, tmp_path / "run", reward, resume="auto",
+                   **settings | {"max_steps": 3, "eval_prompts": 6})
+    changed = f"reward={tmp_path}/rewards.py:score: the file has changed since {tmp_path}/run/checkpoint-2"
+    assert changed in output
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert set(config["checksums"]) == {"train_prompts", "eval_prompts", "reward"}
+    assert "has changed" not in train(folder, tmp_path / "run", reward, resume="auto",
+                                      **settings | {"max_steps": 4, "eval_prompts": 6})
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"step": "12"}, "no run writes such a step"), ({"step": -1}, "no run writes such a step"),
+    ({"step": None}, "no run writes such a step"), ({"settings": []}, "no run writes such a settings"),
+    ({"extra": 1}, "holds extra, which train_grpo.py would lose"),
+    ([], "state.json is not what a run writes")])
+def test_a_state_that_no_run_writes(whole, folder, reward_file, tmp_path, change, message):
+    path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
+    (tmp_path / "run" / ".lock").touch()
+    state = json.loads((path / "trainer" / "state.json").read_text())
+    (path / "trainer" / "state.json").write_text(json.dumps(state | change if change else change))
+    checksums = json.loads((path / "trainer" / "checksums.json").read_text())
+    checksums["trainer/state.json"] = checkpoint.checksum(path / "trainer" / "state.json")
+    (path / "trainer" / "checksums.json").write_text(json.dumps(checksums))
+    refused(command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto")[1:], message,
+            tmp_path)
+
+
 # ---------------------------------------------------------------- a full disk, gradients that are not finite
 
 def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
@@ -269,7 +326,7 @@ def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
     go_on = command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=15, resume="auto")
     limited = f"ulimit -f 300; exec {' '.join(map(str, [sys.executable, *go_on]))}"
     output = launch("-c", limited, launcher=("bash",), code=2)
-    assert output.count("no checkpoint, the older ones stand") == 3
+    assert output.count("no checkpoint, the older ones stand: ") == 3
     assert "the last model could not be saved" in output
     assert not os.path.exists(tmp_path / "run" / "checkpoint.part")
     assert checkpoint.damage(checkpoint.checkpoints(tmp_path / "run")[-1]) is None
@@ -302,8 +359,10 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
 
 # The warning is about TensorBoard's writer.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_log_lines_wait_for_space(mesh, tmp_path):
+def test_log_lines_wait_for_space(mesh, tmp_path, monkeypatch):
     """A write that the disk takes in part leaves the file as it was; the next one brings all lines."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Lenient(getattr(sys, name)))
     before = threading.enumerate()
     log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 0, 3)
     writers = [thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__
@@ -323,7 +382,7 @@ def test_log_lines_wait_for_space(mesh, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "run")] == [0]
     log.flush()
     write({"step": 2, "reward": 0.7})
-    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2] and log.eval_scores == {1: 0.5}
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
     log.close()
     # Its writer has met the full disk, in a thread that is to end within this test.
     for writer in writers:

@@ -9,6 +9,7 @@ A checkpoint is written next to its final place, synced to disk and then renamed
 """
 import contextlib
 import json
+import math
 import os
 import pickle
 import re
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import ranks
@@ -162,8 +164,10 @@ def damage(folder):
                 return f"{name} is missing"
             if checksum(os.path.join(folder, name)) != value:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{type(error).__name__}: {error}"
+    except OSError as error:
+        return in_words(error)
+    except (ValueError, RecursionError) as error:
+        return f"trainer/checksums.json: {type(error).__name__}: {error}"
 
 
 # What the description of an optimizer's state may name. A pickle that names anything else could run code.
@@ -204,13 +208,22 @@ def load_optimizer(folder, model, optimizer):
     state = get_optimizer_state_dict(model, optimizer)
     try:
         with open(f"{folder}/trainer/.metadata", "rb") as file:
-            KnownNames(file).load()
+            if not isinstance(KnownNames(file).load(), Metadata):
+                raise ValueError("it has no description")
         dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"), planner=PlainBytes())
-    except (ValueError, pickle.UnpicklingError, CheckpointException) as error:
-        raise ValueError(f"resume={folder}: its optimizer's state is not read: {str(error)[-300:]}") from None
+    # PyTorch's own error is no Exception.
+    except (Exception, CheckpointException) as error:
+        raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     set_optimizer_state_dict(model, optimizer, state)
     for group, values in zip(optimizer.param_groups, made_with):
         group |= values
+
+
+def plausible(value):
+    """Whether all numbers in a dict or list of a state are finite and not negative, as a run writes them."""
+    if isinstance(value, (dict, list)):
+        return all(map(plausible, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
 
 
 def load_state(folder):

@@ -13,12 +13,12 @@ from configurator import check, input_errors
 POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
     token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
     kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size samples top_p""".split()
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p""".split()
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
     correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
     reward_step_timeout timeout train_prompts eval_prompts top_k show""".split()
-SHARES = ("gamma", "lam", "cov_share", "top_p")
+SHARES = ("gamma", "lam", "cov_share", "top_p", "vllm_gpu_memory_utilization")
 LARGEST = 1e9                   # of numbers that must not be negative; more is a slip of the hand
 DECAYS = ("constant", "linear", "cosine")
 CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS, "entropy_decay": DECAYS,
@@ -37,6 +37,12 @@ def check_values(settings):
         check(key not in SHARES or 0 <= value <= 1, f"{key}={value}: must be from 0 to 1")
         check(key not in CHOICES or value in CHOICES[key],
               f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
+        # On the command line, what is not UTF-8 comes as half a surrogate pair.
+        check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
+              f"{key}={value}: not UTF-8")
+    for key in ("train_file", "eval_file"):
+        check(not settings.get(key) or settings["task"] == "file",
+              f"{key}={settings.get(key)}: it is read only with --task=file")
 
 
 def check_run(settings, world_size):
@@ -52,8 +58,6 @@ def check_run(settings, world_size):
     check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
     check(s.reward != "none" or s.reward_model, "reward=none needs a reward_model")
-    check(s.task == "file" or not (s.train_file or s.eval_file),
-          f"train_file={s.train_file}, eval_file={s.eval_file}: they are read only with --task=file")
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
           f"reward_weight={s.reward_weight} and reward_model_weight={s.reward_model_weight} need a "
           "reward_model")

@@ -10,15 +10,20 @@ import ast
 import contextlib
 import difflib
 import math
+import os
 import sys
 import tokenize
 from pathlib import Path
+
+from console import one_line
 
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
 def fail(message):
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    # stderr may be closed; the exit code remains.
+    with contextlib.suppress(Exception):
+        print(f"{Path(sys.argv[0]).name}: {one_line(message)}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -92,7 +97,7 @@ def show_help(docstring, layout, settings):
 
 def read_config(path):
     """Yields (place, key, source of the value). The file is parsed, never run: it can only set values."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         nearest = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
         fail(f"cannot read {path} (no such file){nearest}")
     try:

@@ -1,4 +1,5 @@
 """The console, which must never end a run: it may be closed, full, or unable to show a character."""
+import contextlib
 import os
 import sys
 
@@ -9,22 +10,19 @@ class Lenient:
     def __init__(self, stream):
         # Python gives None where the descriptor was closed before it started.
         self.stream = stream or open(os.devnull, "w")
-        if hasattr(self.stream, "reconfigure"):
+        # A reward may have put anything there, or closed it.
+        with contextlib.suppress(AttributeError, ValueError):
             self.stream.reconfigure(errors="backslashreplace")
 
     def write(self, text):
-        try:
+        # A ValueError says that it is closed.
+        with contextlib.suppress(OSError, ValueError):
             self.stream.write(text)
-        # A ValueError says that the stream is closed.
-        except (OSError, ValueError):
-            pass
         return len(text)
 
     def flush(self):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             self.stream.flush()
-        except (OSError, ValueError):
-            pass
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -33,6 +31,11 @@ class Lenient:
 def make_lenient():
     """Make print, and whatever else writes to stdout and stderr, go on where they cannot take a text."""
     sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
+
+
+def one_line(text):
+    """Text as one line, with its line ends and other control characters escaped."""
+    return printable(text).replace("\n", r"\n")
 
 
 def printable(text):

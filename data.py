@@ -229,12 +229,13 @@ def gsm8k_rows(split):
         os.replace(part, path)
     rows = []
     for where, row in read_rows(path):
-        if not all(isinstance(row.get(key), str) for key in ("question", "answer")):
+        question, solution = row.get("question"), row.get("answer")
+        if not isinstance(question, str) or not isinstance(solution, str) or "####" not in solution:
             raise ValueError(f"{where}: not a row of GSM8K; remove the file, and it is fetched again")
-        text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
-        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        text = question + ' Let\'s think step by step and output the final answer after "####".'
+        answer = solution.rpartition("####")[2].strip().replace(",", "")
         rows.append({"prompt": [{"role": "user", "content": text}], "answer": answer, "source": "gsm8k",
-                     "solution": row["answer"]})
+                     "solution": solution})
     if not rows:
         raise ValueError(f"{path}: no rows; remove the file, and it is fetched again")
     return rows
@@ -322,12 +323,11 @@ def check_row(where, row):
         need(isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content")),
              f"a message needs a role and a content, both strings: {str(message)[:100]}")
     need(any(message["content"].strip() for message in messages), "empty prompt")
-    text = whole_text(prompt)
-    need(text == text.encode(errors="ignore").decode(), "the prompt has half a surrogate pair")
     try:
-        json.dumps(prompt)
+        text = json.dumps(prompt, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         need(False, f"the prompt cannot be written as JSON: {error}")
+    need(text == text.encode(errors="ignore").decode(), "the prompt has half a surrogate pair")
     for key in ("prompts", "completions"):
         need(key not in row, f"a column must not be named {key}: a reward gets something else by that name")
     for key in ("answer", "ground_truth", "solution"):

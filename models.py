@@ -5,7 +5,6 @@ logits.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
 import contextlib
-import glob
 import math
 import os
 
@@ -167,8 +166,16 @@ def reading(what):
     try:
         yield
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {lines[0][:300]}") from error
+        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def check_loaded(what, loading, may_lack=()):
+    """Raise ValueError if weights lack a tensor, except those in may_lack, or have one of another shape."""
+    if missing := sorted(set(loading["missing_keys"]) - set(may_lack)):
+        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
+    for name, found, wanted in loading["mismatched_keys"]:
+        raise ValueError(f"{what}: {name} has the shape {list(found)} in its weights, but by its config "
+                         f"{list(wanted)}")
 
 
 def check_model(path, key="model", tokenizer=True, length=0):
@@ -198,11 +205,13 @@ def check_model(path, key="model", tokenizer=True, length=0):
     if "adapter_config.json" in files:
         raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json), which is not "
                          "supported: merge it into the model, or remove it")
-    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+    for file in sorted(file for file in files if file.endswith(".safetensors")):
+        if not os.path.isfile(os.path.join(path, file)):
+            raise ValueError(f"{key}={path}: {file} is not a file")
         # This reads the list of tensors and compares it with the size of the file.
-        with reading(f"{key}: {file}"), safe_open(file, "pt"):
+        with reading(f"{key}={path}: {file}"), safe_open(os.path.join(path, file), "pt"):
             pass
-    with reading(f"{key}: {path}/config.json"):
+    with reading(f"{key}={path}: config.json"):
         config = AutoConfig.from_pretrained(path).get_text_config()
     # Older configs call it rope_scaling.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -218,9 +227,9 @@ def load_tokenizer(path, key="model"):
         return AutoTokenizer.from_pretrained(path)
 
 
-def check_critic(path, policy_path):
+def check_critic(path, policy_path, length=0):
     """Raise ValueError for a critic_model that is not there, or that cannot read the policy's tokens."""
-    check_model(path, "critic_model", tokenizer=False)
+    check_model(path, "critic_model", tokenizer=False, length=length)
     size, policy_size = (AutoConfig.from_pretrained(p).vocab_size for p in (path, policy_path))
     if size != policy_size:
         raise ValueError(f"critic_model={path} has a vocabulary of {size} tokens, the model one of "
@@ -243,9 +252,8 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
     with reading(f"model={path}: its weights"):
         hf, loading = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32 if trained else dtype, attn_implementation="packed",
-            output_loading_info=True)
-    if loading["missing_keys"]:
-        raise ValueError(f"model={path}: no {', '.join(sorted(loading['missing_keys']))} in its weights")
+            output_loading_info=True, ignore_mismatched_sizes=True)
+    check_loaded(f"model={path}", loading)
     if hf.generation_config:
         # Without this, a generation config that names a temperature cannot be saved.
         hf.generation_config.do_sample = True
@@ -260,11 +268,12 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
     logging.set_verbosity_error()                       # a missing head is expected and needs no report
     with reading(f"critic_model={path}: its weights"):
         hf, loading = AutoModelForTokenClassification.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True)
+            path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
+            ignore_mismatched_sizes=True)
     logging.set_verbosity(verbosity)
-    for name in loading["missing_keys"]:
-        if not name.startswith("score."):
-            raise ValueError(f"critic_model={path}: no {name} in its weights")
+    head = [name for name in loading["missing_keys"] if name.startswith("score.")]
+    check_loaded(f"critic_model={path}", loading, may_lack=head)
+    for name in head:
         nn.init.zeros_(hf.get_parameter(name))
     return shard(Critic(hf), mesh, dtype, gradient_checkpointing)
 

@@ -30,7 +30,7 @@ import losses
 import ranks
 import tiny
 from checks import check_dapo, check_grpo, check_values
-from configurator import check, configure, input_errors
+from configurator import check, configure, input_errors, read_layout
 from models import check_model, load_policy, load_tokenizer, precision, token_logprobs
 from packing import micro_batches
 from rollout import compare_logprobs
@@ -73,10 +73,11 @@ if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
           "last of its run")
     with input_errors():
         kept, rollouts, greedy = load_rollouts(f"{checkpoint}/rollouts.jsonl")
-    needed = {"step", "model", "seed", "prompts_per_step", "reward_model"}
-    check(needed <= kept.keys(), f"{checkpoint}/rollouts.jsonl:1: no {', '.join(needed - kept.keys())}")
-    globals().update({key: value for key, value in kept.items()
-                      if type(globals().get(key)) is type(value) and not key.startswith("__")})
+    own = {key: type(globals()[key]) for key, _ in read_layout(__file__) if key in kept}
+    needed = {"step": int, "model": str, "seed": int, "prompts_per_step": int, "reward_model": str}
+    for key, kind in (own | needed).items():
+        check(type(kept.get(key)) is kind, f"{checkpoint}/rollouts.jsonl:1: {key}={kept.get(key)!r:.100}")
+    globals().update({key: kept[key] for key in own})
 settings = configure(globals(), others=kept)
 check(checkpoint, "name a checkpoint first: python replay.py out/grpo-algebra-.../checkpoint-40")
 check("RANK" not in os.environ, "one process is enough: python replay.py, without torchrun")
@@ -102,8 +103,9 @@ with input_errors():
         check_model(reference, "reference", tokenizer=False)
     tokenizer = load_tokenizer(checkpoint)
 size = AutoConfig.from_pretrained(new_policy or checkpoint).get_text_config().vocab_size
-check(max(r.ids.max() for r in rollouts) < size,
-      f"{checkpoint}/rollouts.jsonl: it has tokens that the model lacks, which knows {size}")
+for line, r in enumerate(rollouts, 2):
+    check(r.ids.max() < size,
+          f"{checkpoint}/rollouts.jsonl:{line}: token {r.ids.max()}, but the model has {size}")
 
 
 def logprobs_by(path):

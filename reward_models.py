@@ -11,7 +11,7 @@ import sys
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from models import check_model, load_tokenizer, reading
+from models import check_loaded, check_model, load_tokenizer, reading
 
 
 class RewardModel:
@@ -40,10 +40,8 @@ class RewardModel:
             raise ValueError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
         with reading(f"reward_model={path}: its weights"):
             self.model, loading = AutoModelForSequenceClassification.from_pretrained(
-                path, config=config, dtype=dtype, output_loading_info=True)
-        if loading["missing_keys"]:
-            raise ValueError(f"reward_model={path}: no {', '.join(sorted(loading['missing_keys']))} in its "
-                             "weights: not a trained reward model")
+                path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True)
+        check_loaded(f"reward_model={path}", loading)
         self.model.eval()
         # A control token is broken up by a space, unless the tokenizer drops spaces.
         special = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()

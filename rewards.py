@@ -23,6 +23,8 @@ from collections import Counter, defaultdict
 from fractions import Fraction
 from types import SimpleNamespace
 
+from console import one_line
+
 # ------------------------------------------------------------------------------------------------------------
 # answers
 
@@ -185,14 +187,20 @@ def load_reward(spec, task):
     module = sys.modules["reward_file"] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"reward: {path} raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(f"reward: {path} raised {shown(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value)]
         near = ", ".join(difflib.get_close_matches(name, names) or names)
         raise ValueError(f"reward: {path} has no function {name}; it has {near or 'none'}")
-    verl = {"data_source", "solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
+    try:
+        parameters = inspect.signature(function).parameters.keys()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"reward: {path}: {name} does not say which columns it takes ({error})") from error
+    verl = {"data_source", "solution_str", "ground_truth"} <= parameters
     return one_by_one(function) if verl else function
 
 
@@ -230,6 +238,14 @@ def name_of(function):
     return getattr(function, "__name__", type(function).__name__)
 
 
+def shown(value):
+    # A value or an error that a reward gave, for a message; it may be of any kind.
+    try:
+        return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"{value!r:.100}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
 class TimeUp(BaseException):
     """Says that a reward ran out of time.
 
@@ -245,19 +261,26 @@ SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 def time_limit(seconds):
     # Raises TimeUp in the block, which runs in the main thread, every `seconds` seconds until the block ends;
     # 0 means no limit. It repeats because some rewards swallow even TimeUp. Python acts on the signal between
-    # its own instructions, so a call into C that never returns is not cut off.
+    # its own instructions, so it does not reach a call into C. The process ends where nothing helps.
     if not seconds:
         yield
         return
-    done = threading.Event()
+    done, patience = threading.Event(), max(30, 10 * seconds)
 
     def stop(*_):
         if not done.is_set():
             raise TimeUp
 
     def watch():
+        waited = 0.0
         while not done.wait(seconds):
             signal.pthread_kill(threading.main_thread().ident, SIGNAL)
+            waited += seconds
+            if waited >= patience:
+                print(f"{os.path.basename(sys.argv[0])}: the reward was to end after {seconds:g} seconds "
+                      f"(reward_timeout); after {waited:.0f} it still goes on and cannot be stopped, so the "
+                      "run ends", file=sys.stderr, flush=True)
+                os._exit(2)
 
     # The handler stays when the block has ended: the signal's default action would end the process.
     signal.signal(SIGNAL, stop)
@@ -299,8 +322,10 @@ def score(reward, rows, completions, timeout, budget=math.inf):
         try:
             with time_limit(min(timeout or left, left) if left < math.inf else timeout):
                 return reward(**columns), None
-        # sys.exit in a reward must not end the run as if it had come to its end.
-        except (Exception, SystemExit, TimeUp) as error:
+        except KeyboardInterrupt:
+            raise
+        # sys.exit in a reward, for example, must not end the run as if it had come to its end.
+        except BaseException as error:
             return None, error
 
     end = time.monotonic() + budget
@@ -318,7 +343,7 @@ def score(reward, rows, completions, timeout, budget=math.inf):
             break
         values += checked(reward, returned, 1)
     if error is not None and not isinstance(error, TimeUp):
-        raise RuntimeError(f"reward {name_of(reward)} raised {type(error).__name__}: {error}; "
+        raise RuntimeError(f"reward {name_of(reward)} raised {one_line(shown(error))}; "
                            f"the completion is {content(completions[culprit])[:500]!r}") from error
     names = dict.fromkeys(key for _, parts in values for key in parts)
     totals = [total for total, _ in values]
@@ -335,9 +360,14 @@ def checked(reward, returned, count):
                            "completion")
 
     def real(value):
-        if not hasattr(value, "__float__") or not math.isfinite(value):
-            raise RuntimeError(f"reward {name_of(reward)} returned {value!r:.100}: not a finite number")
-        return float(value)
+        try:
+            number = float(value) if hasattr(value, "__float__") else math.nan
+        # Of 10**400, for example.
+        except Exception:
+            number = math.nan
+        if not math.isfinite(number):
+            raise RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: not a finite number")
+        return number
 
     def total_and_parts(value):
         if not isinstance(value, dict):

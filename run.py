@@ -56,9 +56,10 @@ class Run:
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: go on with the script that wrote it")
-            odd = [key for key, value in loaded.items() if type(value) is not type(self.state[key])]
-            check(not odd and loaded.get("step", -1) >= 0,
-                  f"{self.resumed}: no run writes such a {(odd or ['step'])[0]} into state.json")
+            for key in {"step", "num_tokens", "settings", "world_size", *loaded}:
+                fits = type(loaded.get(key)) is type(self.state[key])
+                check(fits and (key == "settings" or checkpoint.plausible(loaded[key])),
+                      f"{self.resumed}: no run writes such a {key} into state.json")
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
@@ -81,6 +82,9 @@ class Run:
                                 ("eval_prompts", "held-out", s["eval_file"] or s["train_file"])):
             check(key not in changed, f"{file or 'task=' + s['task']}: the {what} prompts are not those of "
                                       f"{self.resumed}, so this would not be the same run")
+        for key, value in self.state.items():
+            check(not isinstance(value, list) or len(value) in (0, len(train_set)),
+                  f"{self.resumed}: {key} in its state.json has not one entry for each training prompt")
         self.reward_changed = "reward" in changed
         self.state["checksums"] = checksums
 

@@ -26,9 +26,12 @@ def claim(out_dir, patience=600):
     if out_dir in LOCKS:
         return
     try:
+        # TensorBoard wants UTF-8.
+        out_dir.encode()
         os.makedirs(out_dir, exist_ok=True)
         LOCKS[out_dir] = opened(os.path.join(out_dir, ".lock"), "ab")
-    except (OSError, ValueError) as error:
+    # A name may have a NUL in it, or thousands of parts.
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"out_dir={out_dir!r} cannot be written: {in_words(error)}") from None
     for second in range(patience + 1):
         try:

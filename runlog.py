@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+import console
 import ranks
 from console import printable
 from data import prompt_text
@@ -42,7 +43,6 @@ class RunLog:
         self.master, self.out_dir = dist.get_rank() == 0, out_dir
         self.sample_interval = settings["sample_interval"]
         self.waiting = defaultdict(list)
-        self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         self.start(first_step)
         self.eval_scores = {}
         if self.master:
@@ -59,6 +59,10 @@ class RunLog:
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
             except OSError as error:
                 raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
+        # A reward may replace sys.stdout at any time, with anything.
+        console.make_lenient()
+        self.console = sys.stdout
+        self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
 
     # ------------------------------------------------------------ a step's figures
 
@@ -158,7 +162,7 @@ class RunLog:
 
     def say(self, text):
         if self.master:
-            tqdm.write(text)
+            tqdm.write(text, file=self.console)
 
     def close(self):
         self.flush()
@@ -245,13 +249,15 @@ def load_rollouts(path):
                 if number == 1:
                     settings = dict(entry)
                     continue
-                r = Rollout(np.array(entry["ids"], np.int32), np.array(entry["spans"], np.int32),
+                ids, spans = np.array(entry["ids"]), np.array(entry["spans"])
+                r = Rollout(ids.astype(np.int32), spans.astype(np.int32),
                             np.array(entry["logprobs"], np.float32), entry["finish_reason"],
                             score=float(entry["score"]))
                 starts, ends = r.spans.T
                 if not (0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
                         and ends[-1] <= len(r.ids) and (ends - starts).sum() == len(r.logprobs)
-                        and r.ids.min() >= 0):
+                        and r.ids.min() >= 0 and ids.dtype.kind == spans.dtype.kind == "i"
+                        and np.isfinite(r.logprobs).all()):
                     raise ValueError("its ids, spans and logprobs do not fit")
             except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a line of kept rollouts: {error!r:.200}") from error

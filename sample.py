@@ -15,7 +15,7 @@ import rewards
 import rollout
 import tiny
 from checks import check_values
-from configurator import check, configure, input_errors
+from configurator import configure, input_errors
 from console import printable
 from models import check_model, load_tokenizer, precision
 # ------------------------------------------------------------------------------------------------------------
@@ -50,9 +50,12 @@ _, _, device, _ = ranks.set_up()
 
 with input_errors():
     engine_type = rollout.engine_class(engine)
-    # Before hours of sampling, not after.
-    check(os.path.isdir(os.path.dirname(output) or ".") and not os.path.isdir(output),
-          f"output={output}: not a file in a folder that exists")
+    if output:
+        # Before hours of sampling, not after.
+        try:
+            os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"output={output}: {error}") from error
     rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
             data.load_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
     data.check_row("prompt", rows[0])

@@ -102,7 +102,7 @@ if not kl_target or kl_coef != run.state["settings"]["kl_coef"]:
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
     check_model(base, length=max_prompt_length + max_completion_length)
-    check_critic(critic_model or base, base)
+    check_critic(critic_model or base, base, length=max_prompt_length + max_completion_length)
     tokenizer = load_tokenizer(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)

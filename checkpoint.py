@@ -9,7 +9,6 @@ A checkpoint is written next to its final place, synced to disk and then renamed
 """
 import contextlib
 import json
-import math
 import os
 import pickle
 import re
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import ranks
@@ -186,6 +185,17 @@ class KnownNames(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class CheckedReader(dcp.FileSystemReader):
+    def read_metadata(self, *_, **__):
+        with open(os.path.join(self.path, ".metadata"), "rb") as file:
+            metadata = KnownNames(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError("it has no description")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
 class PlainBytes(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item, value):
         # PyTorch reads these with weights_only=False. Where this passes, that is harmless.
@@ -207,23 +217,13 @@ def load_optimizer(folder, model, optimizer):
                  for group in optimizer.param_groups]
     state = get_optimizer_state_dict(model, optimizer)
     try:
-        with open(f"{folder}/trainer/.metadata", "rb") as file:
-            if not isinstance(KnownNames(file).load(), Metadata):
-                raise ValueError("it has no description")
-        dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"), planner=PlainBytes())
+        dcp.load(state, storage_reader=CheckedReader(os.path.join(folder, "trainer")), planner=PlainBytes())
     # PyTorch's own error is no Exception.
     except (Exception, CheckpointException) as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     set_optimizer_state_dict(model, optimizer, state)
     for group, values in zip(optimizer.param_groups, made_with):
         group |= values
-
-
-def plausible(value):
-    """Whether all numbers in a dict or list of a state are finite and not negative, as a run writes them."""
-    if isinstance(value, (dict, list)):
-        return all(map(plausible, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (int, float)) and 0 <= value < math.inf
 
 
 def load_state(folder):

@@ -40,9 +40,6 @@ def check_values(settings):
         # On the command line, what is not UTF-8 comes as half a surrogate pair.
         check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
               f"{key}={value}: not UTF-8")
-    for key in ("train_file", "eval_file"):
-        check(not settings.get(key) or settings["task"] == "file",
-              f"{key}={settings.get(key)}: it is read only with --task=file")
 
 
 def check_run(settings, world_size):
@@ -51,6 +48,9 @@ def check_run(settings, world_size):
     with input_errors():
         rollout.engine_class(settings["engine"])
     s = SimpleNamespace(**settings)
+    check(not 0 < s.timeout <= s.reward_step_timeout,
+          f"timeout={s.timeout}: not above reward_step_timeout={s.reward_step_timeout}")
+    check_files(settings)
     check(s.prompts_per_step % world_size == 0,
           f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")
     check(world_size % s.vllm_tensor_parallel_size == 0,
@@ -61,6 +61,13 @@ def check_run(settings, world_size):
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
           f"reward_weight={s.reward_weight} and reward_model_weight={s.reward_model_weight} need a "
           "reward_model")
+
+
+def check_files(settings):
+    """Files that nothing would read."""
+    for key in ("train_file", "eval_file"):
+        check(not settings[key] or settings["task"] == "file",
+              f"{key}={settings[key]}: it is read only with --task=file")
 
 
 def check_grpo(settings):

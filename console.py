@@ -2,17 +2,17 @@
 import contextlib
 import os
 import sys
+import unicodedata
+
+TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 class Lenient:
-    """Wraps stdout or stderr: what it cannot take is dropped, or shown escaped, without an error."""
+    """Wraps stdout or stderr and drops, without an error, what it cannot take."""
 
     def __init__(self, stream):
         # Python gives None where the descriptor was closed before it started.
         self.stream = stream or open(os.devnull, "w")
-        # A reward may have put anything there, or closed it.
-        with contextlib.suppress(AttributeError, ValueError):
-            self.stream.reconfigure(errors="backslashreplace")
 
     def write(self, text):
         # A ValueError says that it is closed.
@@ -28,8 +28,17 @@ class Lenient:
         return getattr(self.stream, name)
 
 
+def escape_the_unknown():
+    """Let stdout and stderr escape what their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        # A reward may have put anything in its place, or closed it.
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def make_lenient():
-    """Make print, and whatever else writes to stdout and stderr, go on where they cannot take a text."""
+    """Let print, and whatever else writes to stdout and stderr, go on where these are closed or full."""
+    escape_the_unknown()
     sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
 
 
@@ -39,5 +48,9 @@ def one_line(text):
 
 
 def printable(text):
-    r"""Text with its control characters escaped, except for line ends: \x1b[2J would clear the screen."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
+    r"""Text with its control characters escaped, but for tabs and line ends: \x1b[2J clears the screen.
+
+    So are half surrogate pairs, and the characters that turn the direction of writing.
+    """
+    return "".join(c if c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cs") and c not in TURNS
+                   else ascii(c)[1:-1] for c in str(text))

@@ -253,8 +253,13 @@ def file_rows(split, train_file, eval_file):
         model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
         # verl's ground truth may be anything that a reward understands. Only text and numbers are answers.
         judged = model.get("ground_truth") if is_answer(model.get("ground_truth")) else None
-        truths = [row.get("answer"), row.get("ground_truth"), judged, row.get("solution")]
-        answer = next((str(truth) for truth in truths if truth is not None), None)
+        truths = {"answer": row.get("answer"), "ground_truth": row.get("ground_truth"),
+                  "reward_model.ground_truth": judged, "solution": row.get("solution")}
+        key = next((key for key, truth in truths.items() if truth is not None), None)
+        if key and not is_answer(truths[key]):
+            raise ValueError(f"{where}: {key} must be text or a finite number, not {truths[key]!r:.100}; a "
+                             "column of another name goes to the reward as it is")
+        answer = str(truths[key]) if key else None
         lacking = lacking or (where if answer is None else None)
         added = {"answer": answer, "source": row.get("data_source", row.get("source"))}
         rows.append(row | {key: value for key, value in added.items() if value is not None})
@@ -330,9 +335,6 @@ def check_row(where, row):
     need(text == text.encode(errors="ignore").decode(), "the prompt has half a surrogate pair")
     for key in ("prompts", "completions"):
         need(key not in row, f"a column must not be named {key}: a reward gets something else by that name")
-    for key in ("answer", "ground_truth", "solution"):
-        truth = row.get(key)
-        need(truth is None or is_answer(truth), f"{key} must be text or a finite number, not {truth!r:.100}")
 
 
 def is_answer(value):
@@ -402,7 +404,7 @@ def checksum(prompts):
     """Returns the CRC-32 of the rows of prompts, by which a resumed run knows its data again."""
     value = 0
     for prompt in prompts:
-        value = zlib.crc32(repr(prompt.row).encode(errors="replace"), value)
+        value = zlib.crc32(json.dumps(prompt.row, default=str).encode(), value)
     return value
 
 

@@ -1,10 +1,14 @@
 """
-Writing to a disk that may be full, in a folder that others may have written to.
+Files on a disk that may be full, in a folder that others may have written to, and logs that may be damaged.
 """
+import contextlib
 import errno
+import json
+import math
 import os
 import shutil
 import stat
+import sys
 
 
 def opened(path, mode):
@@ -36,12 +40,43 @@ def sync(path):
 
 def in_words(error, folder=None):
     """What a person would say of the error that came of writing into a folder."""
-    # Of a full disk libraries tell in many ways, and some not at all.
-    text = repr(error)
-    if getattr(error, "errno", 0) == errno.ENOSPC or "No space left" in text or (
-            folder and shutil.disk_usage(folder).free < 1 << 16):
+    # Libraries report a full disk in many ways, or not at all.
+    text, free = repr(error), math.inf
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(folder).free if folder else math.inf
+    if getattr(error, "errno", 0) == errno.ENOSPC or "No space left" in text or free < 1 << 16:
         return "the disk is full"
     if not isinstance(error, OSError) or not error.strerror:
         return text[-300:]
     what = "it is a link" if error.errno == errno.ELOOP else error.strerror
     return f"{error.filename}: {what}" if error.filename else what
+
+
+def rewind(path, step):
+    """Drop the lines of a .jsonl log for `step` or later; returns the objects of those that stay."""
+    if not os.path.lexists(path):
+        return []
+    kept = [(line, entry) for line, entry in read_log(path) if entry["step"] < step]
+    with opened(path + ".part", "wb") as file:
+        file.writelines(line for line, _ in kept)
+    os.replace(path + ".part", path)
+    return [entry for _, entry in kept]
+
+
+def read_log(path):
+    """Yields (line, its object) for each line of a .jsonl log, and names those that no run has written.
+
+    A last line that was cut off is passed over in silence: a kill leaves one.
+    """
+    with opened(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line.decode())
+                fine = isinstance(entry, dict) and type(entry.get("step")) is int
+            except (ValueError, RecursionError):
+                fine = False
+            if fine and line.endswith(b"\n"):
+                yield line, entry
+            elif line.endswith(b"\n"):
+                print(f"{path}:{number} is passed over, because it is not a line of a run's log",
+                      file=sys.stderr)

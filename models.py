@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers.utils import logging
 
+import ranks
 from packing import micro_batches
 
 # Its bars for every load and save would break up the run's own progress bar.
@@ -114,6 +115,7 @@ def chunks(targets, weight):
 
 def hidden_states(hf, batch):
     """Last hidden state of a MicroBatch at the places where its sampled tokens are predicted, [C, H]."""
+    ranks.watchdog.moved()
     hidden = hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, bounds=batch.bounds,
                            offsets=batch.offsets, use_cache=False).last_hidden_state[0]     # [T, H]
     return hidden.index_select(0, batch.index)
@@ -189,7 +191,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
             raise ValueError(f"{key}={path}: no such folder")
         try:
             # A hub id.
-            AutoConfig.from_pretrained(path)
+            check_length(key, path, AutoConfig.from_pretrained(path, trust_remote_code=False), length)
             return
         except OSError as error:
             raise ValueError(f"{key}={path}: no such folder, and it cannot be loaded from the hub: "
@@ -212,10 +214,17 @@ def check_model(path, key="model", tokenizer=True, length=0):
         with reading(f"{key}={path}: {file}"), safe_open(os.path.join(path, file), "pt"):
             pass
     with reading(f"{key}={path}: config.json"):
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    check_length(key, path, config, length)
+
+
+def check_length(key, path, config, length):
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
     # Older configs call it rope_scaling.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    longest = (getattr(config, "max_position_embeddings", None) or math.inf) * max(1, rope.get("factor") or 1)
+    if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn"):
+        longest = max(longest, rope["factor"] * (rope.get("original_max_position_embeddings") or longest))
     if length > longest:
         raise ValueError(f"{key}={path} reads at most {longest:g} tokens (max_position_embeddings), but a "
                          f"prompt and its completion (max_completion_length) may have {length}")
@@ -224,7 +233,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
 def load_tokenizer(path, key="model"):
     """The tokenizer of a folder or hub id. Raises ValueError if it is damaged."""
     with reading(f"{key}={path}: its tokenizer"):
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def check_critic(path, policy_path, length=0):
@@ -252,7 +261,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
     with reading(f"model={path}: its weights"):
         hf, loading = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32 if trained else dtype, attn_implementation="packed",
-            output_loading_info=True, ignore_mismatched_sizes=True)
+            output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
     check_loaded(f"model={path}", loading)
     if hf.generation_config:
         # Without this, a generation config that names a temperature cannot be saved.
@@ -269,7 +278,7 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
     with reading(f"critic_model={path}: its weights"):
         hf, loading = AutoModelForTokenClassification.from_pretrained(
             path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
-            ignore_mismatched_sizes=True)
+            ignore_mismatched_sizes=True, trust_remote_code=False)
     logging.set_verbosity(verbosity)
     head = [name for name in loading["missing_keys"] if name.startswith("score.")]
     check_loaded(f"critic_model={path}", loading, may_lack=head)

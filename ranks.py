@@ -26,7 +26,7 @@ def set_up(timeout=0.0):
     timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. Returns rank, world_size,
     device, and the mesh of all ranks, over which FSDP2 shards.
     """
-    console.make_lenient()
+    console.escape_the_unknown()
     watchdog.start()
     cuda = torch.cuda.is_available()
     if not cuda and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
@@ -83,9 +83,9 @@ def leave():
     # Closing vLLM has ended the group already.
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A reward may have put anything in their place.
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        # A reward may have put anything in its place.
+        with contextlib.suppress(AttributeError, ValueError):
             stream.flush()
     os._exit(0)
 
@@ -139,18 +139,15 @@ class Watchdog:
     """
 
     def __init__(self):
-        self.where, self.idle, self.timeout, self.running = "", 0, 0.0, False
+        self.where, self.idle, self.timeout, self.can_save = "the start", 0, 0.0, False
 
     def start(self):
-        """From now on, and until `limit` is called, end the process if torchrun dies."""
+        """From now on, end the process if torchrun dies, unless the script can_save and then end itself."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def limit(self, timeout):
-        """From now on, end the process after `timeout` seconds without a call of `moved`; 0: never.
-
-        torchrun's death is now for the script to notice, because it can save before it ends.
-        """
-        self.timeout, self.idle, self.running = timeout, 0, True
+        """From now on, end the process after `timeout` seconds without a call of `moved`; 0: never."""
+        self.timeout, self.idle = timeout, 0
 
     def moved(self, where=None):
         """Say that the main thread goes on, and where it is."""
@@ -161,12 +158,12 @@ class Watchdog:
             # It counts the seconds itself, because a clock goes on while a job is suspended.
             time.sleep(1)
             self.idle += 1
-            if not self.running and orphaned():
+            if not self.can_save and orphaned():
                 self._end("torchrun is gone")
             if self.timeout and self.idle >= self.timeout:
-                self._end(f"rank {dist.get_rank()} has stood still for timeout={self.timeout:g} seconds, in "
-                          f"{self.where}: it waits for another rank, for its engine or for a reward. The run "
-                          "stops; go on from its newest checkpoint")
+                self._end(f"rank {os.environ.get('RANK', 0)} has stood still for timeout={self.timeout:g} "
+                          f"seconds, in {self.where}: it waits for another rank, for its engine or for a "
+                          "reward. The run stops; go on from its newest checkpoint")
 
     @staticmethod
     def _end(message):

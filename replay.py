@@ -31,10 +31,10 @@ import ranks
 import tiny
 from checks import check_dapo, check_grpo, check_values
 from configurator import check, configure, input_errors, read_layout
+from files import read_log
 from models import check_model, load_policy, load_tokenizer, precision, token_logprobs
 from packing import micro_batches
-from rollout import compare_logprobs
-from runlog import load_rollouts, read_log
+from rollout import compare_logprobs, load_rollouts
 # ------------------------------------------------------------------------------------------------------------
 # the defaults are the run's own settings, except for new_policy and reference
 new_policy = ""                 # a folder; empty: the checkpoint, whose policy sampled

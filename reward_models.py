@@ -40,8 +40,9 @@ class RewardModel:
             raise ValueError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
         with reading(f"reward_model={path}: its weights"):
             self.model, loading = AutoModelForSequenceClassification.from_pretrained(
-                path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True)
-        check_loaded(f"reward_model={path}", loading)
+                path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+                trust_remote_code=False)
+        check_loaded(f"reward_model={path} is not a trained reward model", loading)
         self.model.eval()
         # A control token is broken up by a space, unless the tokenizer drops spaces.
         special = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()
@@ -90,7 +91,11 @@ class RewardModel:
 
     def _encode(self, prompt, completion):
         if isinstance(prompt, str):
-            return self.tokenizer(prompt + self._harmless(completion)).input_ids
+            completion = self._harmless(completion)
+            # One that begins in the prompt and ends in the completion.
+            if any(token in prompt[1 - len(token):] + completion[:len(token) - 1] for token in self.control):
+                completion = " " + completion
+            return self.tokenizer(prompt + completion).input_ids
         if self.tokenizer.chat_template is None:
             raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
                              "chat template")

@@ -257,43 +257,41 @@ class TimeUp(BaseException):
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 
 
-@contextlib.contextmanager
-def time_limit(seconds):
-    # Raises TimeUp in the block, which runs in the main thread, every `seconds` seconds until the block ends;
-    # 0 means no limit. It repeats because some rewards swallow even TimeUp. Python acts on the signal between
-    # its own instructions, so it does not reach a call into C. The process ends where nothing helps.
+def limited(seconds, function, **arguments):
+    # Returns function(**arguments), called in the main thread; raises TimeUp in it every `seconds` seconds
+    # until it ends (0: never). It repeats because some rewards swallow even TimeUp. Python acts on a signal
+    # between its own instructions, and some functions in C, like those of re, look for one as well.
     if not seconds:
-        yield
-        return
-    done, patience = threading.Event(), max(30, 10 * seconds)
+        return function(**arguments)
+    ended, deadline = threading.Event(), time.monotonic() + seconds
 
-    def stop(*_):
-        if not done.is_set():
+    def inside():
+        return function(**arguments)
+
+    def stop(_, frame):
+        # Only if `inside` has called what runs now: TimeUp must not come in our own lines, nor later.
+        callers = []
+        while frame := frame.f_back:
+            callers.append(frame.f_code)
+        if inside.__code__ in callers and time.monotonic() >= deadline:
             raise TimeUp
 
     def watch():
-        waited = 0.0
-        while not done.wait(seconds):
+        while not ended.wait(seconds):
             signal.pthread_kill(threading.main_thread().ident, SIGNAL)
-            waited += seconds
-            if waited >= patience:
-                print(f"{os.path.basename(sys.argv[0])}: the reward was to end after {seconds:g} seconds "
-                      f"(reward_timeout); after {waited:.0f} it still goes on and cannot be stopped, so the "
-                      "run ends", file=sys.stderr, flush=True)
-                os._exit(2)
 
-    # The handler stays when the block has ended: the signal's default action would end the process.
+    # Both handlers stay afterwards: the signals' default action would end the process.
     signal.signal(SIGNAL, stop)
+    signal.signal(signal.SIGPROF, stop)
     watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    # The thread cannot signal while a function in C holds Python's lock; this counts the processor's time.
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
     try:
-        try:
-            watcher.start()
-            yield
-        finally:
-            done.set()
+        return inside()
     finally:
-        # TimeUp may have come just before the line above.
-        done.set()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        ended.set()
         watcher.join()
 
 
@@ -320,8 +318,8 @@ def score(reward, rows, completions, timeout, budget=math.inf):
         if left <= 0:
             return None, TimeUp()
         try:
-            with time_limit(min(timeout or left, left) if left < math.inf else timeout):
-                return reward(**columns), None
+            seconds = min(timeout or left, left) if left < math.inf else timeout
+            return limited(seconds, reward, **columns), None
         except KeyboardInterrupt:
             raise
         # sys.exit in a reward, for example, must not end the run as if it had come to its end.
@@ -361,13 +359,13 @@ def checked(reward, returned, count):
 
     def real(value):
         try:
-            number = float(value) if hasattr(value, "__float__") else math.nan
+            as_float = float(value) if hasattr(value, "__float__") else math.nan
         # Of 10**400, for example.
         except Exception:
-            number = math.nan
-        if not math.isfinite(number):
+            as_float = math.nan
+        if not math.isfinite(as_float):
             raise RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: not a finite number")
-        return number
+        return as_float
 
     def total_and_parts(value):
         if not isinstance(value, dict):

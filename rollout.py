@@ -14,6 +14,7 @@ in the batch.
 import contextlib
 import glob
 import importlib.util
+import json
 import math
 import os
 import warnings
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import ranks
+from files import in_words, opened
 from models import head_logits
 
 
@@ -61,6 +63,58 @@ def generate(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_
         is_string = isinstance(r.row["prompt"], str)
         r.completion = text if is_string else [{"role": "assistant", "content": text}]
     return rollouts
+
+
+def save_rollouts(path, settings, rollouts, greedy=None):
+    """Write rollouts, and the settings they were made with, to a JSONL file in a checkpoint, for replay.py.
+
+    greedy: the scores of ReMax's greedy completions, one per prompt. Returns None, or what went wrong.
+    """
+    group = len(rollouts) // len(greedy) if greedy is not None else 0
+    # Not in the checkpoint: what a kill leaves there would count as damage.
+    part = os.path.join(os.path.dirname(os.path.dirname(path)), "rollouts.jsonl.part")
+    try:
+        with opened(part, "w") as file:
+            file.write(json.dumps(settings) + "\n")
+            for s, r in enumerate(rollouts):
+                line = {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
+                        "finish_reason": r.finish_reason, "score": r.score, "completion": r.completion}
+                if group and s % group == 0:
+                    line["greedy"] = float(greedy[s // group])
+                file.write(json.dumps(line) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        return f"{path} could not be written: {in_words(error)}"
+
+
+def load_rollouts(path):
+    """What save_rollouts wrote: (settings, rollouts, greedy). Raises ValueError with the line at fault."""
+    settings, rollouts, greedy = {}, [], []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+                if number == 1:
+                    settings = dict(entry)
+                    continue
+                ids, spans = np.array(entry["ids"]), np.array(entry["spans"])
+                r = Rollout(ids.astype(np.int32), spans.astype(np.int32),
+                            np.array(entry["logprobs"], np.float32), entry["finish_reason"],
+                            score=float(entry["score"]))
+                starts, ends = r.spans.T
+                if not (0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
+                        and ends[-1] <= len(r.ids) and (ends - starts).sum() == len(r.logprobs)
+                        and r.ids.min() >= 0 and ids.dtype.kind == spans.dtype.kind == "i"
+                        and np.isfinite(r.logprobs).all()):
+                    raise ValueError("its ids, spans and logprobs do not fit")
+            except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: not a line of kept rollouts: {error!r:.200}") from error
+            rollouts.append(r)
+            greedy += [float(entry["greedy"])] if "greedy" in entry else []
+    group = settings.get("num_generations")
+    if type(group) is not int or not rollouts or group < 1 or len(rollouts) % group:
+        raise ValueError(f"{path}: {len(rollouts)} rollouts are no groups of num_generations={group}")
+    return settings, rollouts, greedy
 
 
 def engine_class(engine):

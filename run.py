@@ -14,11 +14,13 @@ import time
 import torch.distributed as dist
 
 import checkpoint
+import console
 import data
 import ranks
 from configurator import check, input_errors
+from rollout import save_rollouts
 from run_folder import locate_run
-from runlog import RunLog, peak_memory, save_rollouts
+from runlog import RunLog, peak_memory
 
 # A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "eval_file", "reward",
@@ -35,6 +37,7 @@ class Run:
     """
 
     def __init__(self, settings, script, **state):
+        console.make_lenient()
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         located = None
@@ -55,11 +58,13 @@ class Run:
                 loaded = checkpoint.load_state(self.resumed)
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
-                               "would lose: go on with the script that wrote it")
-            for key in {"step", "num_tokens", "settings", "world_size", *loaded}:
-                fits = type(loaded.get(key)) is type(self.state[key])
-                check(fits and (key == "settings" or checkpoint.plausible(loaded[key])),
-                      f"{self.resumed}: no run writes such a {key} into state.json")
+                               "would lose: go on with the script, in the version, that wrote it")
+            for key in ("settings", "skipped_updates"):
+                check(type(loaded.get(key)) is dict, f"{self.resumed}: no {key} in its state.json")
+            counts = {key: loaded.get(key) for key in ("step", "num_tokens", "world_size")}
+            for key, count in (counts | loaded["skipped_updates"]).items():
+                check(type(count) is int and count >= 0,
+                      f"{self.resumed}: {key}={count!r:.100} in its state.json")
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
@@ -75,18 +80,17 @@ class Run:
         checksums = {"train_prompts": data.checksum(train_set), "eval_prompts": data.checksum(eval_set)}
         if s["reward"] not in ("", "none"):
             checksums["reward"] = checkpoint.checksum(s["reward"].rpartition(":")[0])
-        changed = {key for key, value in self.state["checksums"].items() if checksums.get(key) != value}
-        if s["eval_prompts"] != before["eval_prompts"]:
-            changed.discard("eval_prompts")
+        same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
+        # Another number of held-out prompts is no other data.
+        same["eval_prompts"] |= s["eval_prompts"] != before["eval_prompts"]
         for key, what, file in (("train_prompts", "training", s["train_file"]),
                                 ("eval_prompts", "held-out", s["eval_file"] or s["train_file"])):
-            check(key not in changed, f"{file or 'task=' + s['task']}: the {what} prompts are not those of "
-                                      f"{self.resumed}, so this would not be the same run")
-        for key, value in self.state.items():
-            check(not isinstance(value, list) or len(value) in (0, len(train_set)),
-                  f"{self.resumed}: {key} in its state.json has not one entry for each training prompt")
-        self.reward_changed = "reward" in changed
+            check(same[key], f"{file or 'task=' + s['task']}: the {what} prompts are not those of "
+                             f"{self.resumed}, so this would not be the same run")
+        self.reward_changed = not same.get("reward", True)
         self.state["checksums"] = checksums
+        # From here on, beginning with a trial of the reward, nothing may take for ever.
+        ranks.watchdog.limit(s["timeout"])
 
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; returns the RunLog.
@@ -94,7 +98,6 @@ class Run:
         networks: {place in a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
         updates: the updates of a step, in words.
         """
-        ranks.watchdog.limit(self.settings["timeout"])
         with input_errors():
             for place, (network, optimizer) in networks.items() if self.resumed else ():
                 checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
@@ -121,6 +124,7 @@ class Run:
             if self.reward_changed:
                 self.log.say(f"reward={s['reward']}: the file has changed since {self.resumed} was written")
         self.state |= {"settings": s, "world_size": self.world_size}
+        ranks.watchdog.can_save = True
         self.signals = []
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
@@ -160,7 +164,8 @@ class Run:
     def keep_rollouts(self, rollouts, greedy=None):
         """Write the step's rollouts into the checkpoint whose policy sampled them, if any, for replay.py."""
         folder = os.path.join(self.out_dir, f"checkpoint-{self.state['step']}")
-        if dist.get_rank() == 0 and self.state["step"] > 0 and os.path.isdir(folder):
+        exists = os.path.isdir(folder) and not os.path.islink(folder)
+        if dist.get_rank() == 0 and self.state["step"] > 0 and exists:
             settings = self.settings | {"step": self.state["step"]}
             if problem := save_rollouts(f"{folder}/rollouts.jsonl", settings, rollouts, greedy):
                 self.log.say(problem)

@@ -16,11 +16,10 @@ from tqdm import tqdm
 
 import console
 import ranks
-from console import printable
+from console import one_line
 from data import prompt_text
-from files import in_words, opened
+from files import in_words, opened, rewind
 from rewards import content, part_means
-from rollout import Rollout
 from run_folder import claim
 
 # What the console shows of a step: its word for it, the metric, the format.
@@ -59,7 +58,7 @@ class RunLog:
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
             except OSError as error:
                 raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
-        # A reward may replace sys.stdout at any time, with anything.
+        # Kept, because a reward may replace sys.stdout later.
         console.make_lenient()
         self.console = sys.stdout
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
@@ -88,7 +87,6 @@ class RunLog:
 
         A name that gets no values is logged as 0. Nothing here waits for a GPU.
         """
-        ranks.watchdog.moved()
         values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
         total, count = self.totals.get(name, (0.0, 0))
         self.totals[name] = total + values.sum(), count + values.numel()
@@ -136,7 +134,7 @@ class RunLog:
             self._append("samples.jsonl", self.samples)
         if self.metrics["step"] % self.sample_interval == 0:
             self.say("\n".join(f"    {prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
-                               f"reward {s['reward']:g}, truth {printable(s['truth'])}"
+                               f"reward {s['reward']:g}, truth {one_line(s['truth'])}"
                                for s in self.samples[:4]))
         timing = {name.removeprefix("timing_s/"): value for name, value in self.timing.items()}
         self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
@@ -219,89 +217,9 @@ def rollout_metrics(rollouts):
             "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}
 
 
-def save_rollouts(path, settings, rollouts, greedy=None):
-    """Write rollouts and the settings that they were made with to a JSONL file that replay.py reads.
-
-    greedy: the scores of ReMax's greedy completions, one per prompt. Returns None, or what went wrong.
-    """
-    group = len(rollouts) // len(greedy) if greedy is not None else 0
-    try:
-        with opened(path + ".part", "w") as file:
-            file.write(json.dumps(settings) + "\n")
-            for s, r in enumerate(rollouts):
-                line = {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
-                        "finish_reason": r.finish_reason, "score": r.score, "completion": r.completion}
-                if group and s % group == 0:
-                    line["greedy"] = float(greedy[s // group])
-                file.write(json.dumps(line) + "\n")
-        os.replace(path + ".part", path)
-    except OSError as error:
-        return f"{path} could not be written: {in_words(error)}"
-
-
-def load_rollouts(path):
-    """What save_rollouts wrote: (settings, rollouts, greedy). Raises ValueError with the line at fault."""
-    settings, rollouts, greedy = {}, [], []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                entry = json.loads(line)
-                if number == 1:
-                    settings = dict(entry)
-                    continue
-                ids, spans = np.array(entry["ids"]), np.array(entry["spans"])
-                r = Rollout(ids.astype(np.int32), spans.astype(np.int32),
-                            np.array(entry["logprobs"], np.float32), entry["finish_reason"],
-                            score=float(entry["score"]))
-                starts, ends = r.spans.T
-                if not (0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
-                        and ends[-1] <= len(r.ids) and (ends - starts).sum() == len(r.logprobs)
-                        and r.ids.min() >= 0 and ids.dtype.kind == spans.dtype.kind == "i"
-                        and np.isfinite(r.logprobs).all()):
-                    raise ValueError("its ids, spans and logprobs do not fit")
-            except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: not a line of kept rollouts: {error!r:.200}") from error
-            rollouts.append(r)
-            greedy += [float(entry["greedy"])] if "greedy" in entry else []
-    group = settings.get("num_generations")
-    if type(group) is not int or not rollouts or group < 1 or len(rollouts) % group:
-        raise ValueError(f"{path}: {len(rollouts)} rollouts are no groups of num_generations={group}")
-    return settings, rollouts, greedy
-
-
 def peak_memory():
     """Bytes: the most that tensors have taken on this rank's GPU; on a CPU the process's peak."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def rewind(path, step):
-    """Drop the lines of a .jsonl log for `step` or later; returns the objects of those that stay."""
-    if not os.path.lexists(path):
-        return []
-    kept = [(line, content) for line, content in read_log(path) if content["step"] < step]
-    with opened(path + ".part", "wb") as file:
-        file.writelines(line for line, _ in kept)
-    os.replace(path + ".part", path)
-    return [content for _, content in kept]
-
-
-def read_log(path):
-    """Yields (line, its object) for each line of a .jsonl log, and names those that no run has written.
-
-    A last line that was cut off is passed over in silence: a kill leaves one.
-    """
-    with opened(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                content = json.loads(line.decode())
-                fine = isinstance(content, dict) and type(content.get("step")) is int
-            except (ValueError, RecursionError):
-                fine = False
-            if fine and line.endswith(b"\n"):
-                yield line, content
-            elif line.endswith(b"\n"):
-                print(f"{path}:{number} is passed over, because it is not a line of a run's log",
-                      file=sys.stderr)

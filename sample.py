@@ -14,7 +14,7 @@ import ranks
 import rewards
 import rollout
 import tiny
-from checks import check_values
+from checks import check_files, check_values
 from configurator import configure, input_errors
 from console import printable
 from models import check_model, load_tokenizer, precision
@@ -46,6 +46,7 @@ output = ""                     # a JSONL file for all samples; empty: none
 settings = configure(globals())
 # A temperature of 0 is greedy here.
 check_values(settings | {"temperature": temperature or 1.0})
+check_files(settings)
 _, _, device, _ = ranks.set_up()
 
 with input_errors():

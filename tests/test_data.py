@@ -348,6 +348,7 @@ NOW = datetime.datetime(2026, 1, 2)
     ('{"prompt": "1+1?", "solution": 1e999}', "solution must be text or a finite number, not inf"),
     ({"prompt": "1+1?", "ground_truth": {"a": 2}}, "ground_truth must be text or a finite number, not {'a'"),
     ({"prompt": "1+1?", "answer": ["2"]}, "answer must be text or a finite number, not ['2']"),
+    ({"prompt": "1+1?", "answer": None, "solution": ""}, "solution must be text or a finite number, not ''"),
     (GOOD | {"prompts": 1}, "a column must not be named prompts"),
     (GOOD | {"completions": 1}, "a column must not be named completions"),
 ])
@@ -397,6 +398,11 @@ def test_parquet_has_values_that_json_lacks(tmp_path, row, message):
         return
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 1: .*{message}"):
         data.load_rows("file", "train", 0, train_file=path, eval_file="any")
+
+
+def test_only_the_answer_that_is_taken_is_looked_at(tmp_path):
+    path = write(tmp_path / "rows.jsonl", GOOD | {"solution": "", "ground_truth": {"a": 1}})
+    assert data.load_rows("file", "train", 0, train_file=path, eval_file="any")[0]["answer"] == "2"
 
 
 def test_a_ground_truth_that_only_a_reward_understands_is_left_to_it(tmp_path):

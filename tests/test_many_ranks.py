@@ -295,7 +295,7 @@ def test_a_rank_that_stands_still_stops_the_run(folder, tmp_path, late, places, 
     (tmp_path / "late.py").write_text(LATE)
     started = time.monotonic()
     _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:{late}",
-                      code=1, timeout=3, reward_timeout=0, launcher=torchrun(2))
+                      code=1, timeout=3, reward_timeout=0, reward_step_timeout=0, launcher=torchrun(2))
     # Which of the two is first is chance, and torchrun then ends the other.
     assert any(place in output for place in places)
     # It shows where its threads stood.

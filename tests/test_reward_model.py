@@ -105,6 +105,8 @@ def test_a_completion_cannot_spell_control_tokens(judge, text):
     assert count(prompt, answer(text)) == count(prompt, answer("12")) > 3
     assert count([{"role": "user", "content": text}], answer("12")) == count(prompt, answer("12"))
     assert count("<|user|>1+1?", text) == 1
+    # One that begins in the prompt.
+    assert count("<|user|>1+1?<|e", "nd|>" + text) == 1
     # What spells none stays as it is.
     assert ours._harmless("a <b> | <|fin|>") == "a <b> | <|fin|>"
 
@@ -230,7 +232,7 @@ def broken(judge, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("three_labels", "has 3 labels: a reward model has one"), ("headless", "not a trained reward model"),
+    ("three_labels", "has 3 labels: a reward model has one"), ("headless", "not a trained reward model: no score.weight"),
     ("small_vocabulary", "embedding only 50"), ("nan", "no finite score for any completion, such as"),
     ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
 def test_a_broken_reward_model(broken, name, message):

@@ -1,5 +1,6 @@
 """A long table holds what the answer checker must say, and rewards come in every form, good and bad."""
 import math
+import re
 import signal
 import sys
 import threading
@@ -526,7 +527,17 @@ def test_a_reward_cannot_lift_its_time_limit():
     assert scores == [0.0, 1.0, 0.0, 1.0] and timeouts == 2 and time.monotonic() - started < 10
 
 
-def test_a_time_limit_ends_with_its_block():
+def test_a_regular_expression_that_holds_the_interpreter_is_cut_off():
+    """While re works, no thread runs that could watch the time."""
+    def backtracks(prompts, completions, **_):
+        return [float(bool(re.match("(a+)+$", completion))) for completion in completions]
+
+    started = time.monotonic()
+    scores, _, timeouts = rewards.score(backtracks, SUMS[:2], ["a" * 60 + "b", "aa"], 0.2)
+    assert scores == [0.0, 1.0] and timeouts == 1 and time.monotonic() - started < 10
+
+
+def test_time_does_not_run_out_after_a_reward_has_ended():
     """Rewards that end just when their time does: TimeUp never comes later, in the middle of other work."""
     def just_in_time(prompts, completions, **_):
         end = time.perf_counter() + 0.002
@@ -559,6 +570,37 @@ def test_sys_exit_in_a_reward_is_an_error(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ValueError, match="raised SystemExit"):
         rewards.load_reward(f"{tmp_path}/leaves.py:score", "algebra")
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("unspeakable")
+
+
+class Odd:
+    def __float__(self):
+        raise ValueError("odd")
+
+
+@pytest.mark.parametrize("error, message", [
+    (GeneratorExit(), "reward raises raised GeneratorExit"), (BaseException("x"), "raised BaseException: x;"),
+    (Unspeakable(), "raised a value of type Unspeakable;"),
+    (ValueError("a\nb"), r"raised ValueError: a\\nb;")])
+def test_whatever_a_reward_raises_is_its_own(error, message):
+    def raises(prompts, completions, **_):
+        raise error
+
+    with pytest.raises(RuntimeError, match=message):
+        rewards.score(raises, SUMS, ["a"] * 4, 1.0)
+
+
+@pytest.mark.parametrize("value", [10 ** 400, -10 ** 400, float, Odd(), {"score": 10 ** 400}])
+def test_what_is_no_number_is_named(value):
+    def odd(prompts, completions, **_):
+        return [value] * len(completions)
+
+    with pytest.raises(RuntimeError, match="reward odd returned .*: not a finite number"):
+        rewards.score(odd, SUMS, ["a"] * 4, 1.0)
 
 
 def test_a_reward_gets_copies():

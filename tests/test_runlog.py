@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from files import rewind
 from rollout import Rollout
-from runlog import RunLog, rewind, rollout_metrics
+from runlog import RunLog, rollout_metrics
 from runs import lines, on_two_ranks
 
 

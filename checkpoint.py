@@ -227,10 +227,18 @@ def load_optimizer(folder, model, optimizer):
 
 
 def load_state(folder):
-    """The `state` that save_checkpoint was given. Raises ValueError where it is not a dict."""
-    path = os.path.join(folder, "trainer", "state.json")
+    """The `state` that save_checkpoint was given by a run. Raises ValueError if no run writes such a one."""
+    path, state = os.path.join(folder, "trainer", "state.json"), None
     with open(path) as file, contextlib.suppress(ValueError, RecursionError):
         state = json.load(file)
-        if isinstance(state, dict):
-            return state
-    raise ValueError(f"{path} is not what a run writes")
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is not what a run writes")
+    state.setdefault("checksums", {})
+    for key in ("settings", "skipped_updates", "checksums"):
+        if not isinstance(state.get(key), dict):
+            raise ValueError(f"{path}: no {key}")
+    counts = {key: state.get(key) for key in ("step", "num_tokens", "world_size")}
+    for key, count in (counts | state["skipped_updates"]).items():
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{path}: {key}={count!r:.100}")
+    return state

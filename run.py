@@ -59,12 +59,6 @@ class Run:
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: go on with the script, in the version, that wrote it")
-            for key in ("settings", "skipped_updates"):
-                check(type(loaded.get(key)) is dict, f"{self.resumed}: no {key} in its state.json")
-            counts = {key: loaded.get(key) for key in ("step", "num_tokens", "world_size")}
-            for key, count in (counts | loaded["skipped_updates"]).items():
-                check(type(count) is int and count >= 0,
-                      f"{self.resumed}: {key}={count!r:.100} in its state.json")
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
@@ -82,7 +76,7 @@ class Run:
             checksums["reward"] = checkpoint.checksum(s["reward"].rpartition(":")[0])
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
         # Another number of held-out prompts is no other data.
-        same["eval_prompts"] |= s["eval_prompts"] != before["eval_prompts"]
+        same["eval_prompts"] |= s["eval_prompts"] != before.get("eval_prompts")
         for key, what, file in (("train_prompts", "training", s["train_file"]),
                                 ("eval_prompts", "held-out", s["eval_file"] or s["train_file"])):
             check(same[key], f"{file or 'task=' + s['task']}: the {what} prompts are not those of "

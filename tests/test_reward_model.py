@@ -232,7 +232,8 @@ def broken(judge, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("three_labels", "has 3 labels: a reward model has one"), ("headless", "not a trained reward model: no score.weight"),
+    ("three_labels", "has 3 labels: a reward model has one"),
+    ("headless", "not a trained reward model: no score.weight"),
     ("small_vocabulary", "embedding only 50"), ("nan", "no finite score for any completion, such as"),
     ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
 def test_a_broken_reward_model(broken, name, message):

@@ -224,7 +224,8 @@ def check_length(key, path, config, length):
     # Older configs call it rope_scaling.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn"):
-        longest = max(longest, rope["factor"] * (rope.get("original_max_position_embeddings") or longest))
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, original * (rope.get("factor") or 1))
     if length > longest:
         raise ValueError(f"{key}={path} reads at most {longest:g} tokens (max_position_embeddings), but a "
                          f"prompt and its completion (max_completion_length) may have {length}")

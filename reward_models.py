@@ -105,7 +105,7 @@ class RewardModel:
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
 
     def _harmless(self, text):
-        # Until none is left: breaking one up may make another.
+        # Until none is left, because they may overlap.
         while spelled := [token for token in self.control if token in text]:
             for token in spelled:
                 text = text.replace(token, self.control[token])

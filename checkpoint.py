@@ -186,14 +186,17 @@ class KnownNames(pickle.Unpickler):
 
 
 class CheckedReader(dcp.FileSystemReader):
-    def read_metadata(self, *_, **__):
-        with open(os.path.join(self.path, ".metadata"), "rb") as file:
-            metadata = KnownNames(file).load()
-        if not isinstance(metadata, Metadata):
+    def __init__(self, folder):
+        super().__init__(folder)
+        with open(os.path.join(folder, ".metadata"), "rb") as file:
+            self.metadata = KnownNames(file).load()
+        if not isinstance(self.metadata, Metadata):
             raise ValueError("it has no description")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+
+    def read_metadata(self, *_, **__):
+        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata
 
 
 class PlainBytes(dcp.DefaultLoadPlanner):

@@ -59,6 +59,11 @@ class Run:
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: go on with the script, in the version, that wrote it")
+            for key, default in state.items():
+                value = loaded.get(key, default)
+                numbers = isinstance(value, (int, float)) and isinstance(default, (int, float))
+                check(default is None or numbers or type(value) is type(default),
+                      f"{self.resumed}: {key}={value!r:.100} in its state.json")
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:

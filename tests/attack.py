@@ -2,20 +2,19 @@
 
     python tests/attack.py                         # all of them, in two processes at a time
     python tests/attack.py --only=rewards --jobs=4 # those with this word in "group: name"
-    python tests/attack.py --seconds=20            # how long a case may take, otherwise 60
 
-Settings, config files, rows, rewards, models, folders, resumed runs, rollouts and consoles. A refusal has the
-exit code 2, no traceback, and a last line with the words given here. Among them stand unusual inputs that are
-fine and have to run to their end. Nothing may hang, and no file outside a run's folder may change. Each case
-has a forked process (runs.py) and a folder of its own. The exit code is 0 only if all is as expected.
+A refusal has the exit code 2, no traceback, and a last line with the words given here. Among the inputs stand
+unusual ones that are fine and have to run to their end. Nothing may hang, no code of a stranger may run, and
+no file outside a run's folder may change. Each case has a forked process (runs.py) and a folder of its own,
+which its arguments call {dir}. The exit code is 0 only if all is as expected.
+
+A group of cases is a function below the tables of its inputs, which map what is expected to inputs. Mostly
+that is the words of a refusal, as a regular expression. An input's name is its text.
 """
 import contextlib
-import dataclasses
-import io
+import functools
 import json
 import os
-import pickle
-import random
 import re
 import resource
 import shlex
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,18 +33,20 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
                "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+from data import held_out
 from runs import ROOT, environment, forkserver, free_port, run_in_child, with_defaults
 
+SECONDS = 60                    # that a case may take
 WORK = Path(tempfile.gettempdir()) / f"attack-{os.getpid()}"
-MODEL, JUDGE = WORK / "model", WORK / "judge"
-GRPO, DAPO, PPO = "train_grpo.py", "train_dapo.py", "train_ppo.py"
+MODEL, JUDGE, ROWS, OWNED = WORK / "model", WORK / "judge", WORK / "rows.jsonl", WORK / "owned"
+GRPO, DAPO, PPO, SAMPLE, REPLAY = "train_grpo.py", "train_dapo.py", "train_ppo.py", "sample.py", "replay.py"
 SMALL = {"model": MODEL, "out_dir": "{dir}/run", "reward": f"{WORK}/letters.py:score", "engine": "hf",
          "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 12, "train_prompts": 32,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-3}
-DEFAULTS = {
-    GRPO: SMALL, DAPO: SMALL | {"max_num_gen_batches": 4}, PPO: SMALL | {"critic_warmup_steps": 1},
-    "sample.py": {key: SMALL[key] for key in ("model", "engine", "max_completion_length", "eval_prompts")}
-    | {"samples": 2}, "replay.py": {}}
+DEFAULTS = {GRPO: SMALL, DAPO: SMALL | {"max_num_gen_batches": 4}, PPO: SMALL | {"critic_warmup_steps": 1},
+            REPLAY: {}, SAMPLE: {"model": MODEL, "engine": "hf", "max_completion_length": 12,
+                                 "eval_prompts": 4, "samples": 2}}
+BASES = {"grpo": GRPO, "file": GRPO, "dapo": DAPO, "ppo": PPO}     # runs of three steps, to be copied
 LETTERS = """
 def score(prompts, completions, **_):
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
@@ -55,191 +55,133 @@ def score(prompts, completions, **_):
 
 
 class Expected(NamedTuple):
+    """refused: with these words, and with none if mute. runs: with exit code 0, saying the words somewhere.
+
+    either: it runs, or is refused. later: it is refused, or stops in the middle by a RuntimeError. still: the
+    watchdog ends it.
+    """
     kind: str
-    words: str = ""             # a regular expression
+    words: str = ""
 
 
-def runs(words=""):
-    """It ends with exit code 0 and says these words somewhere."""
-    return Expected("runs", words)
-
-
-def either(words):
-    """It runs, or is refused with these words."""
-    return Expected("either", words)
-
-
-def later(words):
-    """It is refused, or stops in the middle by a RuntimeError, with these words."""
-    return Expected("later", words)
+runs, either, later, still = (functools.partial(Expected, kind) for kind in "runs either later still".split())
 
 
 class Case(NamedTuple):
     group: str
     name: str
     expected: Expected
-    arguments: list             # {dir} stands for the case's folder
-    script: str
-    files: dict                 # name in that folder -> text, bytes, or a function of the path
-    env: dict
-    after: object               # function(folder): what is wrong in it afterwards, or None
-    ranks: int
-    shell: str                  # how a shell redirects it, instead of a fork
+    arguments: tuple
+    script: str = GRPO
+    files: dict = {}            # name in the case's folder -> what `write` takes
+    env: dict = {}
+    after: object = None        # function(folder): what is wrong in it afterwards, or None
+    ranks: int = 1
+    shell: str = ""             # how a shell redirects it, instead of a fork
 
 
-# ------------------------------------------------------------------------------------------------------------
-# files, and what harms them
+def add_all(add_one, table, prefix=""):
+    """Call add_one(name, expected, input) for a table's inputs: a list, or a text of some with ; between."""
+    for expected, inputs in table.items():
+        if isinstance(inputs, str):
+            inputs = [" ".join(part.split()) for part in inputs.split(";")]
+        for item in inputs:
+            name = item if isinstance(item, str) else repr(item)
+            add_one(f"{prefix} {name}" if prefix else name, expected, item)
+
+
+# ---- files, and what harms them ----------------------------------------------------------------------------
+
+
+class Harm(NamedTuple):
+    """What do(path) makes or damages."""
+    name: str
+    do: object
+
+    def __repr__(self):
+        return self.name
 
 
 def write(path, content):
+    """content: text, bytes, a dict of changes in a JSON file, or a Harm."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    if callable(content):
-        content(path)
-    elif isinstance(content, bytes):
-        Path(path).write_bytes(content)
+    if isinstance(content, Harm):
+        content.do(path)
+    elif isinstance(content, dict):
+        amended(content).do(path)
     else:
-        Path(path).write_text(content)
+        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def link(target):
-    return lambda path: os.symlink(target, path)
+def changed(name, change):
+    return Harm(name, lambda path: Path(path).write_bytes(change(Path(path).read_bytes())))
 
 
-def replaced(make):
+def amended(change, line=None):
+    """The keys of a dict in a JSON object, or bytes in its place. line: its number in a .jsonl file."""
+    def amend(text):
+        lines = [text] if line is None else text.split(b"\n")
+        old = lines[line or 0]
+        lines[line or 0] = change if isinstance(change, bytes) else json.dumps(
+            {key: value for key, value in (json.loads(old) | change).items() if value is not GONE}).encode()
+        return b"\n".join(lines)
+    return changed("", amend)
+
+
+def made(name, make):
+    """What make(path) creates in place of a file."""
     def replace(path):
         if os.path.lexists(path):
             os.remove(path)
         make(path)
-    return replace
+    return Harm(name, replace)
 
 
-def changed(change):
-    """A harm that replaces a file's bytes by change(bytes)."""
-    return lambda path: Path(path).write_bytes(change(Path(path).read_bytes()))
+def link(target):
+    """{dir} in its target is the case's folder."""
+    here = lambda path: target.replace("{dir}", str(WORK / Path(path).relative_to(WORK).parts[0]))
+    return made(f"a link to {target}", lambda path: os.symlink(here(path), path))
 
 
-def edited(change):
-    """A harm that changes the object in a JSON file in place, or replaces it by what change returns."""
-    def edit(path):
-        value = json.loads(Path(path).read_text())
-        returned = change(value)
-        Path(path).write_text(json.dumps(value if returned is None else returned))
-    return edit
-
-
-def setting(key, value):
-    return edited(lambda config: config.update({key: value}))
-
-
-def drop(key):
-    return lambda value: value.__delitem__(key)
-
-
-def without(key):
-    return edited(drop(key))
-
-
-def copy_of(folder):
-    return lambda path: shutil.copytree(folder, path, symlinks=True)
-
-
-def half(data):
-    return data[:len(data) // 2]
-
-
-def flipped(data):
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1:]
-
-
-HARMS = {"cut short": changed(half), "with a flipped bit": changed(flipped), "empty": changed(lambda _: b""),
-         "removed": os.remove, "a FIFO": replaced(os.mkfifo), "a folder": replaced(os.mkdir),
-         "a link": lambda path: (shutil.move(path, WORK / "moved" / str(time.time_ns())),
-                                 os.symlink("/etc/hostname", path))}
+def broken(folder, harms, name="broken"):
+    """A folder's copy of this name, and harms by the names of files in it."""
+    copy = Harm("a copy", lambda path: shutil.copytree(folder, path, symlinks=True))
+    return {name: copy} | {f"{name}/{file}": harm for file, harm in harms.items()}
 
 
 def seal(folder):
     """Make a checkpoint's checksums those of its files."""
     import checkpoint
-    folder = Path(folder)
-    (folder / "trainer/checksums.json").unlink(missing_ok=True)
-    (folder / "trainer/checksums.json").write_text(json.dumps({
-        str(path.relative_to(folder)): checkpoint.checksum(path) for path in folder.rglob("*")
-        if path.is_file() and path.name != "rollouts.jsonl"}))
+    Path(folder, "trainer/checksums.json").write_text(json.dumps({
+        str(path.relative_to(folder)): checkpoint.checksum(path) for path in Path(folder).rglob("*")
+        if path.is_file() and path.name not in ("rollouts.jsonl", "checksums.json")}))
 
 
-def tensors(change):
-    """A harm that changes the dict of tensors in a model.safetensors."""
+def tensor(name, how, change):
+    """A tensor of a model.safetensors becomes change(tensor), and goes if that is None."""
     def edit(path):
         from safetensors.torch import load_file, save_file
-        weights = load_file(path)
-        change(weights)
-        save_file(weights, path, {"format": "pt"})
-    return edit
+        weights = load_file(path) | {name: change(load_file(path)[name])}
+        save_file({key: value for key, value in weights.items() if value is not None}, path, {"format": "pt"})
+    return Harm(f"{name} {how}", edit)
 
 
-def shortened(name):
-    """A change of a dict of tensors: one of them loses a part."""
-    return lambda weights: weights.update({name: weights[name][..., :5].clone()})
-
-
-def parquet(rows):
-    def make(path):
-        import pyarrow as pa
-        import pyarrow.parquet
-        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    return make
-
-
-def parquet_bytes():
-    with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
-        parquet(good_rows())(file.name)
-        return Path(file.name).read_bytes()
-
-
-class Evil:
-    """Unpickled, it calls a function."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
-def pickled_global(module, name, argument):
+def pickled_call(module, name, argument):
     """A pickle that calls module.name(argument), by protocol 4, in which a name may have dots."""
-    text = lambda word: b"\x8c" + bytes([len(word)]) + word.encode()
-    return b"\x80\x04" + text(module) + text(name) + b"\x93" + text(argument) + b"\x85R."
+    return f"\x80\x04c{module}\n{name}\n(V{argument}\ntR.".encode("latin-1")
 
 
-def forged_entry(path):
-    """Put a pickle of Evil where a checkpoint's .metadata says that an entry of the optimizer's state is."""
-    import torch
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-    metadata = pickle.loads(Path(path, "trainer/.metadata").read_bytes())
-    index = next(index for index in metadata.storage_data
-                 if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata))
-    info, buffer = metadata.storage_data[index], io.BytesIO()
-    torch.save(Evil(os.mkdir, str(Path(path).parents[1] / "owned")), buffer)
-    with open(Path(path, "trainer", info.relative_path), "ab") as file:
-        metadata.storage_data[index] = dataclasses.replace(info, offset=file.tell(),
-                                                           length=len(buffer.getvalue()))
-        file.write(buffer.getvalue())
-    Path(path, "trainer/.metadata").write_bytes(pickle.dumps(metadata))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# what must be so afterwards
-
-
-def victim_is_whole(folder):
-    whole = (folder / "victim").is_file() and (folder / "victim").read_text() == "precious"
-    return None if whole else "the victim has changed"
-
-
-def nothing_ran(folder):
-    return "code of a stranger has run" if (folder / "owned").exists() else None
+GONE = Harm("gone", None)
+FOLDER, FIFO = made("a folder", os.mkdir), made("a FIFO", os.mkfifo)
+ZERO, NULL, LOST, VICTIM = map(link, ("/dev/zero", "/dev/null", "/nonexistent", "{dir}/victim"))
+CUT = changed("cut short", lambda text: text[:len(text) // 2])
+FLIPPED = changed("with a flipped bit", lambda text: text[:20] + bytes([text[20] ^ 1]) + text[21:])
+REMOVED, SEAL = Harm("removed", os.remove), Harm("sealed", seal)
+LOOP = made("a loop", lambda path: os.symlink(path, path))
+DAMAGES = [CUT, FLIPPED, b"", REMOVED, FOLDER, FIFO, link("/etc/hostname")]
+DEEP, GARBAGE = b"[" * 100_000, bytes(range(256)) * 1000
+EVIL = [pickled_call("os", "mkdir", OWNED),
+        pickled_call("builtins", "exec", f"import os; os.mkdir('{OWNED}')")]
 
 
 def all_steps(folder):
@@ -251,211 +193,149 @@ def resumed_steps(folder):
     """The run has its four steps, without gaps and twins; what stood there before is not counted."""
     steps = []
     for line in (folder / "run/metrics.jsonl").read_bytes().splitlines():
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             steps.append(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
-            continue
     steps = [step for step in steps if isinstance(step, int)]
     return None if steps[-2:] == [3, 4] and len(set(steps)) == len(steps) else f"the steps are {steps}"
 
 
-# ------------------------------------------------------------------------------------------------------------
-# the cases
-
-NO_WHOLE = ["", "1.5", "nan", "inf", "-inf", "1e400", "ten", "true", "None", "1+1", "[5]", "'5'", "5 5", "0x",
-            "1j", "5\n6", "5\x00", "\udcff", "９１x", "9" * 5000, "(" * 100_000, "-" * 100_000 + "1"]
-NO_NUMBER = ["", "nan", "inf", "-inf", "1e400", "-1e400", "x", "True", "1+1", "1,5", "--1", "1e", "1e-",
-             "9" * 400]
-NO_BOOL = ["", "1", "0", "yes", "no", "on", "None", "2", "'True'"]
-POSITIVE = {
-    GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length token_budget "
-          "updates_per_step max_steps pass_k cov_share eval_samples eval_interval save_interval difficulty "
-          "sample_interval keep_checkpoints max_skipped_updates vllm_tensor_parallel_size",
-    DAPO: "max_num_gen_batches updates_per_step", PPO: "num_epochs updates_per_epoch kl_horizon max_steps",
-    "sample.py": "samples max_completion_length difficulty"}
-NOT_NEGATIVE = {
-    GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
-          "entropy_coef correction_low correction_high logprob_gap reward_timeout timeout train_prompts "
-          "reward_step_timeout eval_prompts vllm_gpu_memory_utilization",
-    DAPO: "overlong_buffer overlong_penalty skip_after",
-    PPO: "critic_learning_rate critic_warmup_steps value_clip kl_target max_kl",
-    "sample.py": "temperature top_p top_k eval_prompts reward_timeout show vllm_gpu_memory_utilization",
-    "replay.py": "kl_coef epsilon dual_clip"}
-ABOVE_ONE = {GRPO: "beta1 beta2 cov_share vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
-             "sample.py": "top_p"}
-CHOICES = {GRPO: "task engine dtype advantage kl_in kl_estimator old_logprobs loss_type loss_aggregation "
-                 "engine_correction entropy_decay lr_decay",
-           PPO: "loss_aggregation lr_decay dtype task engine", DAPO: "loss_type advantage",
-           "sample.py": "task engine dtype", "replay.py": "advantage loss_type kl_estimator dtype"}
-COMBINATIONS = [  # script, settings, the words of the refusal
-    *[(script, settings, words) for script in (GRPO, DAPO, PPO) for settings, words in [
-        ("token_budget=70", "token_budget"), ("reward=none", "reward_model"),
-        ("train_file=x.jsonl", "train_file"), ("eval_file=x.jsonl", "eval_file"),
-        ("reward_weight=2", "reward_weight"), ("reward_model_weight=0", "reward_model_weight"),
-        ("vllm_tensor_parallel_size=2", "vllm_tensor_parallel_size"),
-        ("max_prompt_length=200 max_completion_length=100", "max_position_embeddings"),
-        ("task=file", "train_file"), ("task=file train_file=none.jsonl", "none.jsonl: no such file"),
-        ("resume=auto out_dir=", "resume=auto"), ("prompts_per_step=33", "prompts_per_step")]],
-    *[(script, settings, words) for script in (GRPO, DAPO) for settings, words in [
-        ("epsilon=1", r"\bepsilon="), ("updates_per_step=3", "updates_per_step"),
-        ("num_generations=1 prompts_per_step=4", "num_generations"),
-        ("advantage=pass_at_k pass_k=5", "pass_k"),
-        ("advantage=pass_at_k kl_coef=0.1 kl_in=reward kl_estimator=k1", "pass_at_k"),
-        ("advantage=pass_at_k reward_model=x", "pass_at_k"),
-        ("dual_clip=1", "dual_clip"), ("dual_clip=3 loss_type=gmpo", "dual_clip"),
-        ("kl_coef=0.1 kl_estimator=k1", "kl_estimator"),
-        ("kl_coef=0.1 kl_in=reward kl_estimator=k3", "kl_estimator"),
-        ("old_logprobs=engine loss_type=gpg", "old_logprobs"),
-        ("old_logprobs=engine engine_correction=token_mask", "engine_correction"),
-        ("correction_low=2 correction_high=2", "correction_low"),
-        ("correction_low=3 correction_high=2", "correction_low")]],
-    (DAPO, "advantage=remax", "filter_groups"),
-    (DAPO, "max_num_gen_batches=2 filter_groups=false", "max_num"),
-    (DAPO, "advantage=reinforce++ filter_groups=false max_num_gen_batches=1 skip_after=1", "skip_after"),
-    (DAPO, "overlong_buffer=13", "overlong_buffer"),
-    (DAPO, "advantage=remax filter_groups=false max_num_gen_batches=1", "overlong_buffer"),
-    (DAPO, "advantage=pass_at_k overlong_buffer=5", "overlong_buffer"),
-    (DAPO, "max_num_gen_batches=17", "max_num_gen_batches"),
-    (PPO, "dual_clip=1", "dual_clip"), (PPO, "critic_warmup_steps=2", "critic_warmup_steps"),
-    (PPO, "kl_horizon=7", "kl_horizon"), (PPO, "kl_target=1", "kl_target"),
-    (PPO, "updates_per_epoch=3", "updates_per_epoch")]
-# Endings of those that are about pass_at_k, which knows no buffer.
-PASS_AT_K = ("pass_k=5", "kl_estimator=k1", "reward_model=x")
-
-
-def flags(text):
-    return [f"--{flag}" for flag in text.split()]
+# ---- settings ----------------------------------------------------------------------------------------------
+BAD_VALUES = {
+    "max_steps": ["", "1.5", "nan", "inf", "-inf", "1e400", "ten", "true", "None", "1+1", "[5]", "'5'", "5 5",
+                  "0x", "5\n6", "5\x00", "\udcff", "９１x", "9" * 5000, "(" * 100_000, "-" * 99_999 + "1"],
+    "learning_rate": ["", "nan", "inf", "-inf", "1e400", "x", "True", "1+1", "1,5", "--1", "1e", "9" * 400],
+    "chat": ["", "1", "0", "yes", "no", "on", "None", "2", "'True'"]}
+BOUND = r"\.py: {}(=| must be)"
+BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must not have it
+    ("0", BOUND, {
+        GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length pass_k "
+              "token_budget updates_per_step max_steps cov_share eval_samples eval_interval save_interval "
+              "difficulty sample_interval keep_checkpoints max_skipped_updates vllm_tensor_parallel_size",
+        DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
+        PPO: "num_epochs updates_per_epoch kl_horizon max_steps"}),
+    ("-1", BOUND, {
+        GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
+              "entropy_coef correction_low correction_high logprob_gap reward_timeout timeout train_prompts "
+              "reward_step_timeout eval_prompts vllm_gpu_memory_utilization",
+        DAPO: "overlong_buffer overlong_penalty skip_after", REPLAY: "kl_coef epsilon dual_clip",
+        PPO: "critic_learning_rate critic_warmup_steps value_clip kl_target max_kl",
+        SAMPLE: "temperature top_p top_k eval_prompts reward_timeout show vllm_gpu_memory_utilization"}),
+    ("1.5", BOUND, {GRPO: "beta1 beta2 cov_share vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
+                    SAMPLE: "top_p"}),
+    ("1", BOUND, {GRPO: "beta1 beta2"}),
+    ("nonsense", r"\b{}\b.*nonsense", {
+        GRPO: "task engine dtype advantage kl_in kl_estimator old_logprobs loss_type loss_aggregation "
+              "engine_correction entropy_decay lr_decay",
+        PPO: "loss_aggregation lr_decay dtype task engine", DAPO: "loss_type advantage",
+        SAMPLE: "task engine dtype", REPLAY: "advantage loss_type kl_estimator dtype"}),
+    (f"{10 ** 30}", r"\b{}\b", {
+        GRPO: "prompts_per_step num_generations eval_samples max_completion_length train_prompts "
+              "eval_prompts difficulty updates_per_step max_prompt_length"})]
+ITSELF = r"\b{}\b"               # the words are the first setting
+TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
+    ([GRPO, DAPO, PPO], {
+        ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; reward_weight=2; "
+                "token_budget=70; reward_model_weight=0; vllm_tensor_parallel_size=2",
+        "train_file": "task=file", "reward_model": "reward=none", "resume=auto": "resume=auto out_dir=",
+        "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
+        "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
+    ([GRPO, DAPO], {
+        r"\bepsilon=": "epsilon=1",
+        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; dual_clip=1; "
+                "dual_clip=3 loss_type=gmpo; old_logprobs=engine loss_type=gpg; correction_low=2 "
+                "correction_high=2; correction_low=3 correction_high=2",
+        "kl_estimator": "kl_coef=0.1 kl_estimator=k1; kl_coef=0.1 kl_in=reward kl_estimator=k3",
+        "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
+    ([DAPO], {
+        ITSELF: "max_num_gen_batches=17; overlong_buffer=13; skip_after=1 max_num_gen_batches=1 "
+                "advantage=reinforce++ filter_groups=false",
+        "filter_groups": "advantage=remax", "max_num": "max_num_gen_batches=2 filter_groups=false",
+        "pass_k": "advantage=pass_at_k pass_k=5 overlong_buffer=0",
+        "pass_at_k": "advantage=pass_at_k reward_model=x overlong_buffer=0",
+        "overlong_buffer": "advantage=pass_at_k overlong_buffer=5; advantage=remax filter_groups=false "
+                           "max_num_gen_batches=1", runs(): ["seed=0"]}),
+    ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; kl_target=1; kl_horizon=7; updates_per_epoch=3",
+             runs(): ["seed=0"]}),
+    ([GRPO], {
+        "pass_k": "advantage=pass_at_k pass_k=5",
+        "pass_at_k": "advantage=pass_at_k kl_coef=0.1 kl_in=reward kl_estimator=k1; advantage=pass_at_k "
+                     "reward_model=x",
+        "unknown setting": [f"{key}=5" for key in (
+            "max_step", "learnig_rate", "sync_timeout", "MAX_STEPS", "max-steps", "", "model\n", "__name__",
+            "__file__", "settings", "math", "critic_model", "skip_after", "help", "\udcff", "x" * 100_000)],
+        ITSELF: "difficulty=1000000000; train_prompts=7000; eval_prompts=5000",
+        "model='x'": ["model='x'"], "model=": ["model=/no\nsuch", "model=/no\udcff"], "task": ["task=\udcff"],
+        r"\.jsonl: no such file": ["task=file train_file=\udcff.jsonl", "task=file train_file=~no/x.jsonl"],
+        "--seed given twice": "seed=1 chat=true seed=2", either("out_dir"): ["out_dir={dir}/\udce9"],
+        either("system_prompt"): ["system_prompt=\udcff max_prompt_length=100"],
+        **{either(rf"\b{key}\b"): [f"{key}={value}"] for key, value in (
+            ("temperature", "1e308"), ("timeout", "1e300"), ("reward_timeout", "1e-300"),
+            ("epsilon_high", "1e300"), ("warmup_steps", 10 ** 4000), ("seed", 10 ** 4000))},
+        runs(): ["seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
+                 "chat=fAlSe", "grad_clip=0", "reward_timeout=0", "timeout=0", "keep_checkpoints=1_000",
+                 "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n", "beta1=0"]})]
 
 
 def settings_cases(add):
-    for key, values in {"max_steps": NO_WHOLE, "learning_rate": NO_NUMBER, "chat": NO_BOOL}.items():
+    def together(name, expected, settings):
+        expected = expected.format(settings.partition("=")[0]) if expected == ITSELF else expected
+        add(f"{script} {name}", expected, *[f"--{setting}" for setting in settings.split(" ")], script=script)
+
+    for key, values in BAD_VALUES.items():
         for value in values:
-            shown = value if len(value) < 20 else f"{value[:3]} x {len(value)}"
-            add(f"{key}={shown!r}", rf"--{key} must be", f"--{key}={value}")
-    for table, values in ((POSITIVE, ("0",)), (NOT_NEGATIVE, ("-1",)), (ABOVE_ONE, ("1.5",))):
-        for script, keys in table.items():
-            for key in keys.split():
-                for value in values:
-                    where = ["{dir}/run/checkpoint-2"] if script == "replay.py" else []
-                    add(f"{script} {key}={value}", rf"\.py: {key}(=| must be)", *where, f"--{key}={value}",
-                        script=script, files={"run": copy_of(WORK / "grpo")} if where else {})
-    for script, keys in CHOICES.items():
-        for key in keys.split():
-            where = ["{dir}/run/checkpoint-2"] if script == "replay.py" else []
-            add(f"{script} {key}=nonsense", rf"\b{key}\b.*nonsense", *where, f"--{key}=nonsense",
-                script=script, files={"run": copy_of(WORK / "grpo")} if where else {})
-    for script, combination, words in COMBINATIONS:
-        no_buffer = ["--overlong_buffer=0"] if script == DAPO and combination.endswith(PASS_AT_K) else []
-        add(f"{script} {combination}", words, *flags(combination), *no_buffer, script=script)
-    for key in ("beta1", "beta2"):
-        add(f"{key}=1", key, f"--{key}=1")
-    for key in ("max_step", "learnig_rate", "sync_timeout", "MAX_STEPS", "max-steps", "max_steps ", "",
-                "model\n",
-                "__name__", "__file__", "settings", "math", "critic_model", "skip_after", "help", "\udcff",
-                "x" * 100_000):
-        add(f"unknown {key[:20]!r}", "unknown setting", f"--{key}=5")
-    add("a sync_timeout that is old", "unknown setting --sync_timeout", "--sync_timeout=5", script=PPO)
+            add(f"{key}={value!r}", rf"--{key} must be", f"--{key}={value}")
+    for value, words, keys in BAD_FOR_MANY:
+        for script, key in [(script, key) for script in keys for key in keys[script].split()]:
+            checkpoint = [WORK / "grpo/checkpoint-2"] if script == REPLAY else []
+            add(f"{script} {key}={value}", words.format(key), *checkpoint, f"--{key}={value}", script=script)
+    for script, table in [(script, table) for scripts, table in TOGETHER for script in scripts]:
+        add_all(together, table)
     for argument in ("max_steps", "--max_steps", "-max_steps=5", "--", "-", "", "countdown", "=", "model=x",
                      "\udcff", "a\nb", "[" * 100_000):
-        add(f"positional {argument[:20]!r}", "cannot take", argument)
+        add(f"argument {argument!r}", "cannot take", argument)
     add("value after a space", "cannot take --seed", "--seed", "5")
-    add("given twice", "--seed given twice", "--seed=1", "--seed=1")
-    add("given twice with another between", "--seed given twice", "--seed=1", "--chat=true", "--seed=2")
-    add("seed=1+1", "--seed must be", "--seed=1+1")
-    for key in ("prompts_per_step", "num_generations", "eval_samples", "max_completion_length",
-                "train_prompts", "eval_prompts", "difficulty", "updates_per_step", "max_prompt_length"):
-        add(f"{key} of 30 digits", rf"\b{key}\b", f"--{key}={10 ** 30}")
-    for key in ("warmup_steps", "seed", "save_interval", "token_budget", "keep_checkpoints",
-                "prompts_per_step"):
-        add(f"{key} of 4000 digits", either(rf"\b{key}\b"), f"--{key}={10 ** 4000}")
-    for key in ("difficulty=1000000000", "train_prompts=7000", "eval_prompts=5000"):
-        add(key, rf"\b{key.partition('=')[0]}\b", f"--{key}")
-    for flag in ("temperature=1e308", "timeout=1e300", "reward_timeout=1e300",
-                 "reward_step_timeout=1e300", "reward_timeout=1e-300", "grad_clip=1e-320",
-                 "epsilon_high=1e300"):
-        add(flag, either(rf"\b{flag.partition('=')[0]}\b"), f"--{flag}")
-    add("model in quotes", "model='x'", "--model='x'")
-    add("model with a newline", "model=", "--model=/no\nsuch")
-    add("model with half a surrogate", "model=", "--model=/no\udcff")
-    add("task with half a surrogate", "task", "--task=\udcff")
-    add("train_file with half a surrogate", r"\.jsonl: no such file", "--task=file",
-        "--train_file=\udcff.jsonl")
-    add("a tilde that is no user", "no such", "--task=file", "--train_file=~nobody-here/x.jsonl")
-    add("out_dir that is not UTF-8", either("out_dir"), "--out_dir={dir}/\udce9")
-    add("system_prompt with half a surrogate", either("system_prompt"), "--system_prompt=\udcff",
-        "--max_prompt_length=100")
-    add("two ranks, prompts_per_step=3", "prompts_per_step=3 does not divide", "--prompts_per_step=3",
-        ranks=2)
+    add("two ranks, 3 prompts", "prompts_per_step=3 does not divide", "--prompts_per_step=3", ranks=2)
     add("two ranks, one held-out prompt", "eval_prompts", "--eval_prompts=1", ranks=2)
-    add("two ranks run", runs(), ranks=2)
-    for flag in ("seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
-                 "chat=fAlSe", "grad_clip=0", "reward_timeout=0", "timeout=0", "keep_checkpoints=1_000",
-                 "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n", "logprob_gap=1",
-                 "train_prompts=8", "beta1=0"):
-        add(flag[:30], runs(), f"--{flag}")
-    for script in (DAPO, PPO):
-        add(f"{script} as it is", runs(), script=script)
+    add("two ranks", runs(), ranks=2)
 
 
-CONFIGS = {  # what is in the file -> the words of the refusal after its name
-    "stray bytes": (b"model = '\xff\xfe'", ""), "NUL bytes": (b"seed = 1\x00\n", ""),
-    "UTF-16": ("seed = 1", ""),
-    "a call": ("seed = 1\nmax_steps = int('5')", ":2"), "an import": ("import os", ":1"),
-    "an expression": ("seed = 1+1", ":1.*seed"), "a comparison": ("seed = 1 < 2", ":1.*seed"),
-    "a deep expression": ("seed = " + "(" * 100_000 + "1" + ")" * 100_000, ""),
-    "a long sum": ("seed = " + "1+" * 200_000 + "1", ""), "many signs": ("seed = " + "-" * 100_000 + "1", ""),
-    "deep lists": ("seed = " + "[" * 150 + "]" * 150, ":1.*seed"),
-    "many dots": ("seed = a" + ".b" * 100_000, ""),
-    "unknown key": ("\nlearnig_rate = 1", ":2: unknown setting learnig_rate"),
-    "key twice": ("seed = 1\nseed = 2", ":2: seed given twice"), "no literal": ("seed = other", ":1.*seed"),
-    "augmented": ("seed += 1", ":1"), "a tuple target": ("seed, chat = 1, True", ":1"),
-    "an attribute target": ("seed.x = 1", ":1"), "a subscript target": ("seed[0] = 1", ":1"),
-    "a starred target": ("*seed, = [1]", ":1"), "two targets": ("seed = max_steps = 5", ":1"),
-    "an annotation": ("seed: int = 1", ":1"), "a walrus": ("(seed := 1)", ":1"), "del": ("del seed", ":1"),
-    "if": ("if True:\n    seed = 1", ":1"), "a lambda": ("seed = lambda: 1", ":1.*seed"),
-    "an f-string": ("model = f'{1}'", ":1.*model"), "bytes": ("model = b'x'", ":1.*model"),
-    "an ellipsis": ("model = ...", ":1.*model"), "None": ("seed = None", ":1.*seed"),
-    "a bool for an int": ("seed = True", ":1.*seed"), "a string for an int": ("seed = '1'", ":1.*seed"),
-    "an int for a bool": ("chat = 1", ":1.*chat"), "an int for a string": ("model = 5", ":1.*model"),
-    "inf": ("kl_coef = 1e999", ":1.*kl_coef"), "nan": ("kl_coef = float('nan')", ":1.*kl_coef"),
-    "5000 digits": ("seed = " + "9" * 5000, ""), "a set of lists": ("seed = {[]}", ":1.*seed"),
-    "a bare word": ("seed", ":1"), "open string": ("model = 'x", ":1"), "bad indent": ("  seed = 1", ":1"),
-    "bad coding": ("# coding: nonsense\nseed = 1", ""),
-    "a wrong coding": (b"# coding: ascii\nmodel = '\xc3'", ""),
-    "garbage": (random.Random(0).randbytes(10_000_000), ""), "one long line": ("x" * 10_000_000, ""),
-    "many lines": ("seed\n" * 500_000, ":1"), "a bad value": ("max_steps = -1", "")}
-GOOD_CONFIGS = {"empty": "", "a BOM": "\ufeffseed = 1", "CRLF": "seed = 1\r\nchat = True\r\n",
-                "latin-1": b"# coding: latin-1\n# \xe9\nseed = 1", "semicolons": "seed = 1; chat = True",
-                "two strings": "lr_decay = 'lin' 'ear'", "brackets": "seed = (\n1)"}
+# ---- configs -----------------------------------------------------------------------------------------------
+CONFIGS = {  # what is in x.py
+    r"x\.py": [
+        b"model = '\xff\xfe'", b"seed = 1\x00\n", "seed = 1".encode("utf-16"), "# coding: nonsense\nseed = 1",
+        "seed = " + "1+" * 200_000 + "1", "seed = " + "(" * 100_000 + "1" + ")" * 100_000,
+        "seed = " + "-" * 100_000 + "1", "seed = a" + ".b" * 100_000, "seed = " + "9" * 5000,
+        b"# coding: ascii\nmodel = '\xc3'", GARBAGE, "x" * 10_000_000, FOLDER, FIFO, ZERO, NULL, LOST, LOOP],
+    r"x\.py.*:1": [
+        "import os", "seed += 1", "seed, chat = 1, True", "seed.x = 1", "seed[0] = 1", "*seed, = [1]",
+        "seed = max_steps = 5", "seed: int = 1", "(seed := 1)", "del seed", "if True:\n    seed = 1", "seed",
+        "model = 'x", "  seed = 1", "seed\n" * 500_000],
+    r"x\.py.*:1.*seed": [
+        "seed = 1+1", "seed = 1 < 2", "seed = " + "[" * 150 + "]" * 150, "seed = other", "seed = lambda: 1",
+        "seed = None", "seed = True", "seed = '1'", "seed = {[]}"],
+    r"x\.py.*:1.*model": ["model = f'{1}'", "model = b'x'", "model = ...", "model = 5"],
+    r"x\.py.*:1.*kl_coef": ["kl_coef = 1e999", "kl_coef = float('nan')"], r"x\.py.*:1.*chat": ["chat = 1"],
+    r"x\.py.*:2": ["seed = 1\nmax_steps = int('5')"],
+    r"x\.py.*:2: unknown setting learnig_rate": ["\nlearnig_rate = 1"],
+    r"x\.py.*:2: seed given twice": ["seed = 1\nseed = 2"],
+    # What is found only when the value is used.
+    "max_steps=-1": ["max_steps = -1"], "out_dir": [r"out_dir = '/tmp/a\0b'", r"out_dir = '/tmp/\ud800'"],
+    "model": [r"model = '/a\0b'", r"model = '/a\ud800'"], "reward": [r"reward = 'a\0b.py:score'"],
+    "train_file|jsonl": [r"task = 'file'; train_file = 'a\0b.jsonl'"],
+    runs(): ["", "\ufeffseed = 1", "seed = 1\r\nchat = True\r\n", b"# coding: latin-1\n# \xe9\nseed = 1",
+             "seed = 1; chat = True", "lr_decay = 'lin' 'ear'", "seed = (\n1)"]}
 
 
 def config_cases(add):
-    for name, (content, words) in CONFIGS.items():
-        content = content.encode("utf-16") if name == "UTF-16" else content
-        add(name, r"max_steps=-1" if name == "a bad value" else rf"x\.py.*{words}" if words else r"x\.py",
-            "{dir}/x.py", files={"x.py": content})
-    for name, make in {"missing": lambda path: None, "a folder": os.mkdir, "a FIFO": os.mkfifo,
-                       "/dev/zero": link("/dev/zero"), "a link to nothing": link("/nonexistent"),
-                       "a link to itself": lambda path: os.symlink(path, path)}.items():
-        add(name, r"x\.py", "{dir}/x.py", files={"x.py": make})
-    add("under a file", r"x\.py", "{dir}/file/x.py", files={"file": ""})
-    add("a name of 300 characters", r"xxx\.py", "{dir}/" + "x" * 300 + ".py")
-    add("a name with a NUL", r"x\.py", "{dir}/\0x.py")
-    add("NUL in a path", "out_dir", "{dir}/x.py", files={"x.py": r"out_dir = '/tmp/a\0b'"})
-    add("NUL in model", "model", "{dir}/x.py", files={"x.py": r"model = '/a\0b'"})
-    add("NUL in train_file", "train_file|jsonl", "{dir}/x.py", "--task=file",
-        files={"x.py": r"train_file = 'a\0b.jsonl'"})
-    add("NUL in reward", "reward", "{dir}/x.py", files={"x.py": r"reward = 'a\0b.py:score'"})
-    add("half a surrogate in model", "model", "{dir}/x.py", files={"x.py": r"model = '/a\ud800'"})
-    add("half a surrogate in out_dir", "out_dir", "{dir}/x.py", files={"x.py": r"out_dir = '/tmp/\ud800'"})
-    for name, content in GOOD_CONFIGS.items():
-        add(name, runs(), "{dir}/x.py", files={"x.py": content})
-    add("/dev/null", "x.py", "{dir}/x.py", files={"x.py": link("/dev/null")})
+    add_all(lambda name, words, text: add(name, words, "{dir}/x.py", files={"x.py": text}), CONFIGS)
+    for path in ("{dir}/missing/x.py", "{dir}/file/x.py", "{dir}/" + "x" * 300 + ".py", "{dir}/\0x.py"):
+        add(path, r"x\.py", path, files={"file": ""})
 
 
-def good_rows():
-    return [{"prompt": [{"role": "user", "content": f"What is {n}+1?"}], "answer": str(n + 1)}
-            for n in range(40)]
+# ---- rows --------------------------------------------------------------------------------------------------
+GOOD = [{"prompt": [{"role": "user", "content": f"What is {n}+1?"}], "answer": str(n + 1)} for n in range(40)]
+STRINGS = [row | {"prompt": row["prompt"][0]["content"]} for row in GOOD]
+SIDES = [[row for row in STRINGS if held_out(row["prompt"]) == side] for side in (False, True)]
 
 
 def jsonl(*rows):
@@ -471,171 +351,86 @@ def message(content, role="user"):
     return prompt([{"role": role, "content": content}])
 
 
-def answered(key, value):
-    """A row with this for an answer, among rows that have one in the same column."""
-    nested = {"ground_truth": value} if key == "reward_model" else value
-    return {"prompt": good_rows()[0]["prompt"], key: nested}
+def answered(key, value, row=GOOD[0]):
+    """A row with this for an answer, which is in verl's column if that is the key."""
+    return {"prompt": row["prompt"], key: {"ground_truth": value} if key == "reward_model" else value}
 
 
-BAD_LINES = {
-    "cut off": b'{"prompt": "a', "no JSON": b"prompt", "an array cut off": b"[1, ", "a list": [1],
-    "a number": 5, "a string": "x", "null": None, "true": True, "deep lists": b"[" * 100_000,
-    "deep objects": b'{"a":' * 100_000,
-    "no columns": {}, "no prompt": {"question": "x", "answer": "1"}, "prompt null": prompt(None),
-    "prompt a number": prompt(5), "prompt true": prompt(True), "prompt an object": prompt({"role": "user"}),
-    "prompt empty": prompt(""), "prompt blank": prompt(" \n"), "no messages": prompt([]),
-    "messages of numbers": prompt([5]), "messages of strings": prompt(["x"]),
-    "messages of lists": prompt([[]]),
-    "an empty message": prompt([{}]), "no content": prompt([{"role": "user"}]),
-    "no role": prompt([{"content": "x"}]), "content a number": message(5), "content null": message(None),
-    "content a list": message([{"type": "text", "text": "x"}]), "content empty": message(""),
-    "content blank": message(" \t"), "role a number": message("x", 5), "role null": message("x", None),
-    "half a surrogate": message("\ud800"), "half a surrogate in a string": prompt("\udfff"),
-    "half a surrogate in a role": message("x", "\ud800"),
-    "invalid UTF-8": b'{"prompt": "\xff", "answer": "1"}', "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
-    "a control character": b'{"prompt": "a\x01", "answer": "1"}', "a column prompts": prompt("x", prompts=1),
-    "a column completions": prompt("x", completions=[]),
-    "5000 digits": b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}",
-    "no answer": {"prompt": good_rows()[0]["prompt"]}}
-BAD_ANSWERS = {"empty": "", "blank": "  ", "NaN": float("nan"), "Infinity": float("inf"),
-               "an object": {"a": 1}, "a list": ["1"], "1e400": None}
-BAD_FILES = {
-    "empty": b"", "blank lines": b"\n \n\t\n", "one row": jsonl(good_rows()[0]), "a folder": os.mkdir,
-    "a FIFO": os.mkfifo, "/dev/zero": link("/dev/zero"), "/dev/null": link("/dev/null"),
-    "a link to nothing": link("/nonexistent"), "garbage": random.Random(0).randbytes(100_000),
-    "a JSON array": json.dumps(good_rows(), indent=1).encode(), "10 MB without a line": b"x" * 10_000_000,
-    "all rows of one prompt": jsonl(*[good_rows()[0]] * 20)}
-BAD_PARQUET = {
-    "garbage": b"x" * 1000, "0 bytes": b"", "its magic alone": b"PAR1PAR1",
-    "cut short": lambda: half(parquet_bytes()), "no rows": lambda: parquet([]), "a folder": lambda: os.mkdir,
-    "a FIFO": lambda: os.mkfifo, "JSON": jsonl(*good_rows())}
-GOOD_ROWS = {
-    "NUL in a prompt": message("a\0b"), "another role": message("x", "tool"), "a twin": good_rows()[0],
-    "both columns": prompt("x", ground_truth="1"), "a string among messages": prompt("What?"),
-    "answer a number": answered("answer", 5), "answer true": answered("answer", True),
-    "a long answer": answered("answer", "9" * 100_000), "a nested column": prompt("x", more={"a": [1, None]}),
-    "an odd column": prompt("x", **{"": 1, "a b": 2, "\n": 3}), "a column self": prompt("x", self=1),
-    "a column solution_str": prompt("x", solution_str="5"), "an emoji": message("\U0001f600\u202e"),
-    "prompt twice": b'{"prompt": "a", "prompt": "b", "answer": "1"}'}
+ROW = {  # the third row of a file
+    r"rows\.jsonl:3\b": [
+        b'{"prompt": "a', b"prompt", b"[1, ", [1], 5, "x", None, True, DEEP, b'{"a":' * 100_000, {},
+        {"question": "x"}, {"prompt": GOOD[0]["prompt"]}, prompt("x", prompts=1), prompt("x", completions=[]),
+        prompt(None), prompt(5), prompt({"role": "user"}), prompt(""), prompt(" \n"), prompt([]), prompt([5]),
+        prompt(["x"]), prompt([{}]), prompt([{"role": "user"}]), prompt([{"content": "x"}]), message(5),
+        message(None), message(""), message(["x"]), message(" \t"), message("x", 5), message("x", None),
+        message("\ud800"), prompt("\udfff"), message("x", "\ud800"), '{"prompt": "x"}'.encode("utf-16"),
+        b'{"prompt": "\xff", "answer": "1"}', b'{"prompt": "a\x01", "answer": "1"}',
+        b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}"],
+    either(r"rows\.jsonl:3\b"): [answered("answer", "\ud800"), prompt("x", more="\ud800")],
+    runs(): [
+        message("a\0b"), message("x", "tool"), GOOD[0], prompt("x", ground_truth="1"), prompt("What?"),
+        answered("answer", 5), answered("answer", True), answered("answer", "9" * 100_000),
+        prompt("x", self=1), prompt("x", more={"a": [1, None]}), prompt("x", **{"": 1, "a b": 2, "\n": 3}),
+        prompt("x", solution_str="5"), message("\U0001f600\u202e"),
+        b'{"prompt": "a", "prompt": "b", "answer": "1"}']}
+FILES = {r"rows\.jsonl": [b"", b"\n \n\t\n", GARBAGE, b"x" * 10_000_000, FOLDER, FIFO, ZERO, NULL, LOST]}
+ONE_SIDED = [jsonl(GOOD[0]), jsonl(*[GOOD[0]] * 20)]
+TRAIN_FILES = {
+    r"rows\.jsonl": ONE_SIDED, "one side": [jsonl(*side) for side in SIDES],
+    "answer": [jsonl(*[{"prompt": row["prompt"]} for row in GOOD])],
+    runs(): [jsonl(*STRINGS), b"\xef\xbb\xbf" + jsonl(*GOOD),
+             jsonl(*GOOD).replace(b"\n", b"\r\n\r\n").rstrip()]}
+EVAL_FILES = {runs(): ONE_SIDED, r"rows\.jsonl:3\b": [jsonl(*GOOD[:2], b"["), jsonl(*GOOD[:2], prompt(None))]}
+PARQUETS = {  # bytes, or rows
+    r"rows\.parquet": [b"x" * 1000, b"", b"PAR1PAR1", jsonl(*GOOD), [], FOLDER, FIFO],
+    r"rows\.parquet: row 1\b": [[row] for row in (
+        message(b"x"), prompt(b"x"), prompt(None), *[prompt("x", answer=value) for value in (
+            b"1", [1], float("nan"))])],
+    runs(): [[row | {"image": b"\xff"} for row in GOOD]]}
+QUESTION = {"question": "What is 1+1?", "answer": "Two.\n#### 2"}
+GSM8K = {
+    r"train\.jsonl": [b"", FIFO, LOST], r"train\.jsonl:1": [jsonl([1])],
+    r"train\.jsonl:2": [jsonl(QUESTION, row) for row in (
+        {"prompt": "x"}, b"\xff\x00", QUESTION | {"answer": "Two."}, {"question": 1, "answer": 2})],
+    runs(): [jsonl(*[QUESTION] * 40)]}
 
 
 def row_cases(add):
-    def of_file(name, expected, content, file="rows.jsonl", more=(), **rest):
-        add(name, expected, "--task=file", "--train_file={dir}/" + file, "--train_prompts=0",
-            *(more if any("--reward=" in flag for flag in more) else ["--reward=", *more]),
-            files={file: content}, **rest)
+    import pyarrow.parquet
 
-    good = good_rows()
-    for name, line in BAD_LINES.items():
-        of_file(name, r"rows\.jsonl:3\b", jsonl(*good[:2], line, *good[2:]))
+    def of_file(name, expected, content, *more, file="rows.jsonl"):
+        add(name, expected, *with_defaults(more, {
+            "task": "file", "train_file": f"{{dir}}/{file}", "train_prompts": 0, "reward": ""}),
+            files={file: content})
+
+    add_all(lambda name, expected, row: of_file(name, expected, jsonl(*GOOD[:2], row, *GOOD[2:])), ROW)
     for key in ("answer", "ground_truth", "solution", "reward_model"):
-        for name, value in BAD_ANSWERS.items():
-            bad = json.dumps(answered(key, value)).replace("null", "1e400").encode()
-            of_file(f"{key} {name}", r"rows\.jsonl:3\b",
-                    jsonl(*[answered(key, "1") | {"prompt": row["prompt"]} for row in good[:2]], bad,
-                          *[answered(key, "1") | {"prompt": row["prompt"]} for row in good]))
-    for name, content in BAD_FILES.items():
-        of_file(name, r"rows\.jsonl", content)
-        add(f"eval_file {name}", runs() if name in ("one row", "all rows of one prompt") else r"rows\.jsonl",
-            "--task=file", f"--train_file={WORK}/rows.jsonl", "--eval_file={dir}/rows.jsonl",
-            files={"rows.jsonl": content})
-    for name in ("cut off", "no prompt", "content null", "half a surrogate", "a column prompts",
-                 "deep lists"):
-        add(f"eval_file {name}", r"rows\.jsonl:3\b", "--task=file", f"--train_file={WORK}/rows.jsonl",
-            "--eval_file={dir}/rows.jsonl", files={"rows.jsonl": jsonl(*good[:2], BAD_LINES[name])})
-    for name, content in BAD_PARQUET.items():
-        of_file(f"parquet, {name}", r"rows\.parquet", content() if callable(content) else content,
-                "rows.parquet")
-    import datetime
-    now = datetime.datetime(2026, 1, 1)
-    for name, bad in {"bytes in a message": message(b"x"), "a time in a message": message(now),
-                      "bytes for a prompt": prompt(b"x"), "a time for a prompt": prompt(now),
-                      "a bytes answer": good[0] | {"answer": b"1"},
-                      "a list for an answer": good[0] | {"answer": [1]},
-                      "a NaN answer": good[0] | {"answer": float("nan")},
-                      "a null prompt": {"prompt": None, "answer": "1"}}.items():
-        of_file(f"parquet, {name}", r"rows\.parquet: row 1\b", parquet([bad]), "rows.parquet")
+        rows = [answered(key, "1", row) for row in GOOD]
+        for value in ("", "  ", float("nan"), float("inf"), {"a": 1}, ["1"]):
+            of_file(f"{key} {value!r}", r"rows\.jsonl:3\b", jsonl(*rows[:2], answered(key, value), *rows))
+    add_all(of_file, FILES)
+    add_all(of_file, TRAIN_FILES)
+    add_all(lambda name, expected, content: add(
+        name, expected, "--task=file", f"--train_file={ROWS}", "--eval_file={dir}/rows.jsonl",
+        files={"rows.jsonl": content}), FILES | EVAL_FILES, "eval_file")
+    add_all(lambda name, expected, content: of_file(
+        name, expected, Harm("", lambda path: pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(content), path))
+        if isinstance(content, list) else content, file="rows.parquet"), PARQUETS, "parquet")
+    add_all(lambda name, expected, train: add(
+        name, expected, "--task=gsm8k", "--max_prompt_length=150", "--train_prompts=0",
+        files={".cache/gsm8k/test.jsonl": jsonl(*[QUESTION] * 4), ".cache/gsm8k/train.jsonl": train},
+        env={"HOME": "{dir}", "https_proxy": "http://127.0.0.1:9"}), GSM8K, "gsm8k")
     for file in ("rows.txt", "rows", "rows.json", "rows.jsonl.gz"):
-        of_file(f"named {file}", re.escape(file), jsonl(*good), file)
-    add("a missing file", r"none\.jsonl: no such file", "--task=file", "--train_file={dir}/none.jsonl")
-    of_file("prompts too long", "max_prompt_length", jsonl(*good), more=["--max_prompt_length=3"])
-    of_file("more asked than there are", either("train_prompts"), jsonl(*good), more=["--train_prompts=50"])
-    of_file("a step larger than the file", "prompts_per_step", jsonl(*good), more=["--prompts_per_step=50"])
-    strings = [row | {"prompt": row["prompt"][0]["content"]} for row in good]
-    of_file("system_prompt with strings", "system_prompt", jsonl(*strings), more=["--system_prompt=Think."])
-    of_file("a held-out side of none", "one side", jsonl(*[row for row in good if not held_out(row)]))
-    of_file("a training side of none", "one side", jsonl(*[row for row in good if held_out(row)]))
-    for name, row in GOOD_ROWS.items():
-        of_file(name, runs(), jsonl(*good[:2], row, *good[2:]))
-    of_file("strings", runs(), jsonl(*strings))
-    of_file("a BOM", runs(), b"\xef\xbb\xbf" + jsonl(*good))
-    of_file("CRLF, blank lines and no last newline", runs(),
-            jsonl(*good).replace(b"\n", b"\r\n\r\n").rstrip())
-    of_file("no answers, a reward of one's own", runs(), jsonl(*[{"prompt": row["prompt"]} for row in good]),
-            more=[f"--reward={WORK}/letters.py:score"])
-    of_file("no answers", "answer", jsonl(*[{"prompt": row["prompt"]} for row in good]))
-    of_file("parquet", runs(), parquet(good), "rows.parquet")
-    of_file("parquet, other columns of times and bytes", runs(),
-            parquet([row | {"when": now, "image": b"\xff"} for row in good]), "rows.parquet")
-    of_file("half a surrogate in an answer", either(r"rows\.jsonl:3\b"),
-            jsonl(*good[:2], answered("answer", "\ud800"), *good[2:]))
-    of_file("half a surrogate in a column", either(r"rows\.jsonl:3\b"),
-            jsonl(*good[:2], prompt("x", more="\ud800"), *good[2:]))
-    question = {"question": "What is 1+1?", "answer": "Two.\n#### 2"}
-    for name, content, words in (
-            ("missing", None, r"train\.jsonl"), ("0 bytes", b"", r"train\.jsonl"),
-            ("other keys", jsonl(question, {"prompt": "x"}), r"train\.jsonl:2"),
-            ("garbage", jsonl(question, b"\xff\x00"), r"train\.jsonl:2"),
-            ("a list", jsonl([1]), r"train\.jsonl:1"),
-            ("no ####", jsonl(question, question | {"answer": "Two."}), r"train\.jsonl:2"),
-            ("numbers", jsonl(question, {"question": 1, "answer": 2}), r"train\.jsonl:2"),
-            ("a FIFO", os.mkfifo, r"train\.jsonl")):
-        cache = {".cache/gsm8k/test.jsonl": jsonl(*[question] * 4)}
-        add(f"gsm8k, {name}", words, "--task=gsm8k", "--max_prompt_length=150",
-            files=cache | ({".cache/gsm8k/train.jsonl": content} if content is not None else {}),
-            env={"HOME": "{dir}", "https_proxy": "http://127.0.0.1:9"})
-    add("gsm8k from its cache", runs(), "--task=gsm8k", "--max_prompt_length=150", "--train_prompts=0",
-        files={f".cache/gsm8k/{name}.jsonl": jsonl(*[question] * 40) for name in ("train", "test")},
-        env={"HOME": "{dir}"})
+        of_file(f"named {file}", re.escape(file), jsonl(*GOOD), file=file)
+    of_file("prompts too long", "max_prompt_length", jsonl(*GOOD), "--max_prompt_length=3")
+    of_file("more asked than there are", either("train_prompts"), jsonl(*GOOD), "--train_prompts=50")
+    of_file("a step larger than the file", "prompts_per_step", jsonl(*GOOD), "--prompts_per_step=50")
+    of_file("system_prompt with strings", "system_prompt", jsonl(*STRINGS), "--system_prompt=Think.")
+    of_file("a reward of one's own", runs(), TRAIN_FILES["answer"][0], f"--reward={SMALL['reward']}")
 
 
-def held_out(row):
-    import data
-    return data.held_out(row["prompt"][0]["content"])
-
-
-BAD_VALUES = """
-    None, 1.0, 'ab', [], [1.0], [1.0] * (n + 1), ['1'] * n, [b'1'] * n, [float('nan')] * n, [float('inf')] *
-    n, [[1.0]] * n, (1.0 for _ in completions), {'score': 1.0}, {1.0, 2.0}, [{'a': 'x'}] * n, [{'a':
-    float('nan')}] * n, [{'a': [1]}] * n, [{'a': {'b': 1}}] * n, [{'score': 'x'}] * n, [{'score': 10 **
-    400}] * n, [10 ** 400] * n, [-10 ** 400] * n, [1j] * n, [Decimal('NaN')] * n, [Decimal('1e400')] * n,
-    [Fraction(10 ** 400)] * n, [object()] * n, [Odd()] * n, [score] * n, [float] * n, numpy.ones((n, 2)),
-    numpy.array(1.0), numpy.array(['1'] * n), numpy.full(n, numpy.nan), torch.ones(n, 1), torch.full((n,),
-    torch.inf), numpy.array([1j] * n), dict.fromkeys(range(n), 1.0), range(n), bytes(n), [{'a':
-    -float('inf')}] * n"""
-GOOD_VALUES = """
-    [None] * n, (1.0,) * n, numpy.ones(n), numpy.ones(n, bool), torch.ones(n), torch.ones(n,
-    requires_grad=True), [True] * n, [Decimal('0.5')] * n, [Fraction(1, 3)] * n, [numpy.float32(1)] * n,
-    [torch.tensor(1.0)] * n, [{}] * n, [{'a': None}] * n, [{'score': 1, 'note': 'x'}] * n, [{1: 1.0}] * n,
-    [{None: 1.0}] * n, [{'': 1.0}] * n, [{'a/b': 1.0}] * n, [{'a\\nb': 1.0}] * n, [{'\\ud800': 1.0}] * n,
-    [{'x' * 9999: 1.0}] * n, [{'a\\0b': 1}] * n, [{'..': 1.0, '/etc': 2.0}] * n"""
-RAISES = """
-    raise ValueError('x'); raise ValueError; raise ValueError('a\\nb'); raise ValueError('\\ud800'); raise
-    Unspeakable; raise GeneratorExit; raise BaseException('x'); raise StopIteration; raise MemoryError;
-    sys.exit(0); sys.exit(); sys.exit('bye'); 1 / 0; recurse(); raise SystemExit(2); raise
-    UnicodeDecodeError('a', b'', 0, 1, ''); raise TimeoutError; raise ExceptionGroup('x', [ValueError()]);
-    raise asyncio.CancelledError"""
-HARMLESS = """
-    sys.stdout.close(); sys.stderr.close(); sys.stdout = None; sys.stderr = None; sys.stdout = sys.stderr =
-    None; os.dup2(os.open('/dev/null', 0), 1); os.dup2(os.open('/dev/null', 0), 2); sys.stdout =
-    io.StringIO(); print('\\ud800'); print('x' * 10 ** 6); sys.__stdout__ =
-    sys.__stderr__ = None; prompts.clear(), completions.clear(); columns.clear(); completions[0].clear();
-    del prompts, completions, columns; signal.signal(signal.SIGALRM, print), signal.alarm(1);
-    signal.setitimer(signal.ITIMER_REAL, 1000); random.seed(0); numpy.random.seed(0); torch.manual_seed(0);
-    os.chdir('/'); os.environ.clear(); threading.Thread(target=time.sleep, args=(1000,)).start();
-    gc.disable(); sys.argv.clear(); sys.path.clear(); logging.disable(); subprocess.run(['true']);
-    os.umask(0o777) and os.umask(0o022); asyncio.run(asyncio.sleep(0)); warnings.simplefilter('ignore');
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)"""
+# ---- rewards -----------------------------------------------------------------------------------------------
 REWARD = """
 import asyncio, gc, io, logging, os, random, signal, subprocess, sys, threading, time, warnings
 from decimal import Decimal
@@ -658,607 +453,393 @@ def score(prompts, completions, **columns):
         STATEMENT
     return VALUE if calls > AFTER else [1.0] * n
 """
-REWARD_FILES = {  # what is in the file -> the words of the refusal
-    "a syntax error": ("def score(:", r"r\.py.*SyntaxError"), "empty": ("", r"r\.py has no function score"),
-    "no such function": ("def scores(): pass", r"no function score"),
-    "no function": ("score = 5", "no function score"),
-    "raises": ("raise ValueError('x')", r"r\.py raised ValueError"), "divides": ("1/0", r"r\.py raised Zero"),
-    "sys.exit": ("import sys; sys.exit(0)", r"r\.py raised SystemExit"),
-    "SystemExit": ("raise SystemExit", r"r\.py"), "BaseException": ("raise BaseException", r"r\.py"),
-    "recursion": ("def f(): f()\nf()", r"r\.py raised Recursion"),
-    "no module": ("import no_such", r"r\.py raised Module"),
-    "NUL": ("x = 1\0", r"r\.py"), "stray bytes": (b"x = '\xff'", r"r\.py"), "deep": ("(" * 100_000, r"r\.py"),
-    "a long sum": ("x = " + "1+" * 200_000 + "1", r"r\.py"),
-    "garbage": (random.Random(0).randbytes(1_000_000), r"r\.py"),
-    "a missing column": ("def score(prompts, completions, nothing): pass", "column nothing"),
-    "a missing column of verl's": ("def score(data_source, solution_str, ground_truth, more): pass",
-                                   "column more"),
-    "a generator": ("def score(prompts, completions, **c): yield 1.0", "reward score"),
-    "no arguments": ("def score(): return [1.0] * 2", later("reward score")),
-    "print": ("score = print", "reward"),
-    "a builtin": ("score = max", r"reward.*(score|max)"), "a type": ("score = dict", r"reward.*(score|dict)"),
-    "a class": ("class score:\n    def __init__(self, completions, **c): pass", "reward score"),
-    "a signature that lies": ("def score(*_, **__): return [1.0] * 2\nscore.__signature__ = 5", "score"),
-    "a folder": (os.mkdir, r"r\.py"), "a FIFO": (os.mkfifo, r"r\.py"),
-    "/dev/zero": (link("/dev/zero"), r"r\.py"),
-    "closes stderr and raises": ("import sys; sys.stderr.close(); raise ValueError", None)}
-GOOD_REWARD_FILES = {
-    "a lambda": "score = lambda completions, **_: [1.0] * len(completions)", "a partial": "import functools\n"
-                 "score = functools.partial(lambda n, completions, **_: [n] * len(completions), 1)",
-    "an object": "class S:\n    def __call__(self, completions, **_): return [1] * len(completions)\n"
-                 "score = S()",
-    "keywords alone": "def score(**columns): return [1.0] * len(columns['prompts'])",
-    "verl's form": "def score(data_source, solution_str, ground_truth): return {'score': 1, 'n': 'x'}",
-    "imports of the repository": "from rewards import accuracy as score", "a BOM": "\ufeff" + LETTERS,
-    "a process that stays": "import subprocess\nsubprocess.Popen(['sleep', '5'])" + LETTERS}
+VALUES = {
+    "reward score": """
+        None; 1.0; 'ab'; []; [1.0]; [1.0] * (n + 1); ['1'] * n; [b'1'] * n; [float('nan')] * n; [float('inf')]
+        * n; [[1.0]] * n; (1.0 for _ in completions); {'score': 1.0}; {1.0, 2.0}; [{'a': 'x'}] * n; [{'a':
+        float('nan')}] * n; [{'a': [1]}] * n; [{'a': {'b': 1}}] * n; [{'score': 'x'}] * n; [{'score': 10 **
+        400}] * n; [10 ** 400] * n; [1j] * n; [Decimal('NaN')] * n; [Decimal('1e400')] * n; range(n);
+        [Fraction(10 ** 400)] * n; [object()] * n; [Odd()] * n; [score] * n; numpy.ones((n, 2)); bytes(n);
+        numpy.array(1.0); numpy.array(['1'] * n); numpy.full(n, numpy.nan); torch.ones(n, 1); torch.full((n,),
+        torch.inf); numpy.array([1j] * n); dict.fromkeys(range(n), 1.0)""",
+    runs(): """
+        [None] * n; (1,) * n; numpy.ones(n); numpy.ones(n, bool); torch.ones(n, requires_grad=True); [{}] * n;
+        [True] * n; [Decimal('0.5')] * n; [Fraction(1, 3)] * n; [numpy.float32(1)] * n; [torch.ones(())] * n;
+        [{'a': None}] * n; [{'score': 1, 'note': 'x'}] * n; [{1: 1.0}] * n; [{None: 1.0}] * n; [{'': 1}] * n;
+        [{'a/b': 1.0}] * n; [{'a\\nb': 1.0}] * n; [{'\\ud800': 1.0}] * n; [{'x' * 9999: 1.0}] * n;
+        [{'a\\0b': 1}] * n; [{'..': 1.0, '/etc': 2.0}] * n"""}
+STATEMENTS = {
+    "reward score": """
+        raise ValueError('x'); raise ValueError; raise ValueError('a\\nb'); raise ValueError('\\ud800'); raise
+        Unspeakable; raise GeneratorExit; raise BaseException('x'); raise StopIteration; raise MemoryError;
+        sys.exit(0); sys.exit(); sys.exit('bye'); 1 / 0; recurse(); raise SystemExit(2); raise
+        UnicodeDecodeError('a', b'', 0, 1, ''); raise TimeoutError; raise ExceptionGroup('x', [ValueError()]);
+        raise asyncio.CancelledError""",
+    runs(): """
+        sys.stdout.close(); sys.stderr.close(); sys.stdout = None; sys.stderr = None; sys.stdout = sys.stderr
+        = None; os.dup2(os.open('/dev/null', 0), 1); os.dup2(os.open('/dev/null', 0), 2); print('\\ud800');
+        sys.stdout = io.StringIO(); print('x' * 10 ** 6); sys.__stdout__ = sys.__stderr__ = None;
+        prompts.clear(), completions.clear(); columns.clear(); completions[0].clear(); del prompts,
+        completions, columns; signal.signal(signal.SIGALRM, print), signal.alarm(1);
+        signal.setitimer(signal.ITIMER_REAL, 1000); signal.signal(signal.SIGTERM, signal.SIG_IGN);
+        random.seed(0); numpy.random.seed(0); torch.manual_seed(0); os.chdir('/'); os.environ.clear();
+        threading.Thread(target=time.sleep, args=(1000,)).start(); gc.disable(); sys.argv.clear();
+        sys.path.clear(); logging.disable(); subprocess.run(['true']); os.umask(0o777) and os.umask(0o022);
+        asyncio.run(asyncio.sleep(0)); warnings.simplefilter('ignore')"""}
+SLOW = {"reward score|reward_timeout": "time.sleep(1000); while True: pass", still(): "linger()"}
+# What a reward that has passed its trial may do later.
+LATE_SLOW = {runs(): "time.sleep(1000); while True: pass", still(): "linger()"}
+LATE_VALUES = {later("reward score"): "None; [1.0]; ['1'] * n; [float('nan')] * n; [10 ** 400] * n"}
+LATE_STATEMENTS = {later("reward score"): "raise ValueError; sys.exit(0); raise Unspeakable; 1 / 0"}
+REWARD_FILES = {  # what is in r.py
+    r"r\.py": ["raise SystemExit", "raise BaseException", "x = 1\0", b"x = '\xff'", "(" * 100_000,
+               "x = " + "1+" * 200_000 + "1", GARBAGE, FOLDER, FIFO, ZERO],
+    r"r\.py.*SyntaxError": ["def score(:"], r"r\.py raised Zero": ["1/0"],
+    r"r\.py raised SystemExit": ["import sys; sys.exit(0)"], r"r\.py raised Module": ["import no_such"],
+    r"r\.py raised Recursion": ["def f(): f()\nf()"],
+    r"r\.py has no function score": [""], "no function score": ["score = 5"],
+    "column more": ["def score(data_source, solution_str, ground_truth, more): pass"],
+    "reward score": ["def score(prompts, completions, **c): yield 1.0"],
+    r"reward.*(score|max)": ["score = max"], r"reward.*(score|dict)": ["score = dict"],
+    "score": ["def score(*_, **__): return [1.0] * 2\nscore.__signature__ = 5"],
+    later("reward score"): ["def score(): return [1.0] * 2"],
+    # There is nowhere to say it; the exit code remains.
+    Expected("mute"): ["import sys; sys.stderr.close(); raise ValueError"],
+    runs(): [
+        "from rewards import accuracy as score", "\ufeff" + LETTERS,
+        "import functools\nscore = functools.partial(lambda n, completions, **_: [n] * len(completions), 1)",
+        "class S:\n    def __call__(self, completions, **_): return [1] * len(completions)\nscore = S()",
+        "def score(**columns): return [1.0] * len(columns['prompts'])",
+        "def score(data_source, solution_str, ground_truth): return {'score': 1, 'n': 'x'}",
+        "import subprocess\nsubprocess.Popen(['sleep', '5'])" + LETTERS]}
+REWARD_NAMES = {
+    r"no such file.*none\.py": ["none.py:score"], r"reward.*r\.txt": ["r.txt:score"],
+    "reward": ["r.py", "r.py:", "r.py:score:", "r.py:a.b", "r.py:5", "r.py::score", "r.py:sc\udcffore",
+               "r.py:score ", "r.py/:score"], "no function __name__": ["r.py:__name__"]}
 
 
 def reward_cases(add):
-    def of_file(name, expected, content, spec="r.py:score", more=(), file="r.py", after=None):
-        add(name, expected, "--reward={dir}/" + spec, *more, files={file: content}, after=after)
+    def of_file(name, expected, content, *more, after=None):
+        add(name, expected, "--reward={dir}/r.py:score", *more, files={"r.py": content}, after=after)
 
-    def source(statement="pass", value="[1.0] * n", after=0):
-        return REWARD.replace("AFTER", str(after)).replace("STATEMENT", statement).replace("VALUE", value)
+    def returns(name, expected, value, after=0):
+        of_file(name, expected, reward_source("pass", value, after))
 
-    for value in split_values(BAD_VALUES):
-        of_file(f"returns {value}", "reward score", source(value=value))
-    for value in split_values(GOOD_VALUES):
-        of_file(f"returns {value}", runs(), source(value=value))
-    for statement in split_statements(RAISES):
-        of_file(f"does {statement}", "reward score", source(statement))
-    for statement in split_statements(HARMLESS):
-        of_file(f"does {statement}", runs(), source(statement), after=all_steps)
-    for statement in ("raise ValueError('x')", "sys.exit(0)", "sys.exit()", "raise Unspeakable",
-                      "raise BaseException", "raise ValueError('\\ud800')",
-                      "sys.stderr.write('x' * 9999), 1 / 0"):
-        of_file(f"does {statement} later", later("reward score"), source(statement, after=2))
-    for value in ("None", "[1.0]", "['1'] * n", "[float('nan')] * n", "[10 ** 400] * n", "[{'a': 'x'}] * n",
-                  "[Odd()] * n"):
-        of_file(f"returns {value} later", later("reward score"), source(value=value, after=2))
-    slow = ["--reward_timeout=1", "--reward_step_timeout=3"]
-    for name, statement in (("sleeps", "time.sleep(1000)"), ("never ends", "while True: pass"),
-                            ("swallows all", "linger()")):
-        of_file(f"{name} in the trial", "reward score|reward_timeout", source(statement), more=slow)
-        of_file(f"{name} later", runs() if name != "swallows all" else later("reward"),
-                source(statement, after=2), more=slow)
-    for spec, words in {"none.py:score": r"no such file.*none\.py", "r.txt:score": r"reward.*r\.txt",
-                        "r.py": "reward",
-                        "r.py:": "reward", "r.py:score:": "reward", "r.py:a.b": "reward", "r.py:5": "reward",
-                        "r.py::score": "reward", "r.py:sc\udcffore": "reward", "r.py:score ": "reward",
-                        "r.py/:score": "reward", "r.py:__name__": "no function __name__"}.items():
-        of_file(f"named {spec!r}", words, LETTERS, spec, file="r.txt" if "txt" in spec else "r.py")
+    def does(name, expected, statement, *more, after=0):
+        of_file(name, expected, reward_source(statement, after=after), *more,
+                after=all_steps if expected == runs() and not after else None)
+
+    add_all(returns, VALUES, "returns")
+    add_all(does, STATEMENTS)
+    add_all(functools.partial(returns, after=2), LATE_VALUES, "later returns")
+    add_all(functools.partial(does, after=2), LATE_STATEMENTS, "later")
+    slow = ["--reward_timeout=1", "--reward_step_timeout=3", "--timeout=5"]
+    add_all(lambda *case: does(*case, *slow), SLOW)
+    add_all(lambda *case: does(*case, *slow, after=2), LATE_SLOW, "later")
+    add_all(of_file, REWARD_FILES, "file")
+    add_all(lambda name, expected, reward: add(name, expected, f"--reward={{dir}}/{reward}", files={
+        "r.py": LETTERS, "r.txt": LETTERS}), REWARD_NAMES)
     add("no name at all", "reward must be", "--reward=:")
-    for name, (content, words) in REWARD_FILES.items():
-        # With stderr closed there is nowhere to say it; the exit code remains.
-        of_file(f"file: {name}", words if words else Expected("mute"), content)
-    for name, content in GOOD_REWARD_FILES.items():
-        of_file(f"file: {name}", runs(), content)
 
 
-def split_statements(text):
-    return [" ".join(statement.split()) for statement in text.split(";")]
+def reward_source(statement, value="[1.0] * n", after=0):
+    return REWARD.replace("AFTER", str(after)).replace("STATEMENT", statement).replace("VALUE", value)
 
 
-def split_values(text):
-    """The elements of a list in Python's own text."""
-    import ast
-    text = f"[{' '.join(text.split())}]"
-    return [ast.get_source_segment(text, element) for element in ast.parse(text, mode="eval").body.elts]
-
-
-TEMPLATE = "chat_template.jinja"
-THREE_LAYERS = edited(lambda config: config.update(num_hidden_layers=3, layer_types=["full_attention"] * 3))
-CONFIG_HARMS = {  # file of a model -> harms, by name, and the words of the refusal
+# ---- models ------------------------------------------------------------------------------------------------
+TEMPLATE, WEIGHTS = "chat_template.jinja", "model.safetensors"
+NO_NORM, SHORT_NORM, NO_HEAD, SHORT_HEAD = (
+    harm for name in ("model.norm.weight", "score.weight") for harm in (
+        tensor(name, "gone", lambda t: None), tensor(name, "shorter", lambda t: t[..., :5].clone())))
+MODELS = {  # what becomes of a file of a model
     "config.json": {
-        "empty": (b"", r"config\.json"), "no JSON": (b"x", r"config\.json"),
-        "a list": (b"[]", r"config\.json"),
-        "a number": (b"5", r"config\.json"), "stray bytes": (b"\xff", r"config\.json"),
-        "no keys": (b"{}", "broken"),
-        "deep": (b"[" * 100_000, r"config\.json"), "a folder": (replaced(os.mkdir), "broken"),
-        "a FIFO": (replaced(os.mkfifo), "broken"), "/dev/zero": (replaced(link("/dev/zero")), "broken"),
-        "an unknown model_type": (setting("model_type", "nonsense"), "broken.*nonsense|nonsense.*broken"),
-        "a vision model": (setting("model_type", "vit"), "broken"),
-        "an encoder": (setting("model_type", "t5"), "broken"),
-        "model_type a number": (setting("model_type", 5), "broken"),
-        "hidden_size a string": (setting("hidden_size", "x"), "broken"),
-        "hidden_size 0": (setting("hidden_size", 0), "broken"),
-        "layers -1": (setting("num_hidden_layers", -1), "broken"),
-        "3 layers": (THREE_LAYERS, r"broken.*layers\.2"),
-        "vocab_size 5": (setting("vocab_size", 5), "broken"),
-        "vocab_size null": (setting("vocab_size", None), "broken"),
-        "dropout": (setting("attention_dropout", 0.1), either("broken.*dropout")),
-        "softcapping": (setting("final_logit_softcapping", 30.0), "final_logit_softcapping"),
-        "logit_scale": (setting("logit_scale", 0.5), "logit_scale"),
-        "remote code": (setting("auto_map", {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.M"}),
-                        either("broken")),
-        "a dtype of nonsense": (setting("dtype", "nonsense"), either("broken")),
-        "no positions": (setting("max_position_embeddings", 8), "max_position_embeddings")},
-    "model.safetensors": {
-        "empty": (b"", r"broken.*model\.safetensors"),
-        "garbage": (b"x" * 1000, r"broken.*model\.safetensors"),
-        "cut short": (changed(half), r"broken.*model\.safetensors"),
-        "removed": (os.remove, "broken.*weights"),
-        "a folder": (replaced(os.mkdir), "broken"), "a FIFO": (replaced(os.mkfifo), "broken"),
-        "a header without end": (b"\xff" * 8 + b"{}", r"broken.*model\.safetensors"),
-        "no tensors": (tensors(dict.clear), "broken"),
-        "a tensor less": (tensors(lambda w: w.pop("model.norm.weight")), r"broken.*model\.norm\.weight"),
-        "a tensor more": (tensors(lambda w: w.update(more=w["model.norm.weight"].clone())),
-                          either("broken.*more")),
-        "a tensor of another shape": (tensors(shortened("model.norm.weight")),
-                                      r"broken.*model\.norm\.weight"),
-        "whole numbers": (tensors(lambda w: w.update({k: v.long() for k, v in w.items()})),
-                          either("broken"))},
-    "tokenizer.json": {
-        "empty": (b"", "broken.*tokenizer"), "garbage": (b"x", "broken.*tokenizer"),
-        "a list": (b"[]", "broken.*tokenizer"),
-        "cut short": (changed(half), "broken.*tokenizer"), "removed": (os.remove, "broken.*tokenizer"),
-        "no keys": (b"{}", "broken.*tokenizer"), "a FIFO": (replaced(os.mkfifo), "broken.*tokenizer"),
-        "a folder": (replaced(os.mkdir), "broken.*tokenizer"), "deep": (b"[" * 100_000, "broken.*tokenizer")},
-    "tokenizer_config.json": {
-        "empty": (b"", "broken.*tokenizer"), "a list": (b"[]", "broken.*tokenizer"),
-        "garbage": (b"x", "broken.*tokenizer"),
-        "an unknown class": (setting("tokenizer_class", "Nonsense"), either("broken"))},
+        r"config\.json": [b"", b"x", b"[]", b"5", b"\xff", DEEP],
+        "broken": [b"{}", {"model_type": "vit"}, {"model_type": "t5"}, {"model_type": 5}, {"hidden_size": 0},
+                   {"hidden_size": "x"}, {"num_hidden_layers": -1}, {"vocab_size": 5}, {"vocab_size": None},
+                   FOLDER, FIFO, ZERO],
+        "broken.*nonsense|nonsense.*broken": [{"model_type": "nonsense"}],
+        r"broken.*layers\.2": [{"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}],
+        "final_logit_softcapping": [{"final_logit_softcapping": 30.0}], "logit_scale": [{"logit_scale": 0.5}],
+        "max_position_embeddings": [{"max_position_embeddings": 8}],
+        either("broken"): [{"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}},
+                           {"dtype": "nonsense"}]},
+    WEIGHTS: {
+        r"broken.*model\.safetensors": [b"", b"x" * 1000, b"\xff" * 8 + b"{}", CUT],
+        "broken.*weights": [REMOVED], "broken": [FOLDER, FIFO],
+        r"broken.*model\.norm\.weight": [NO_NORM, SHORT_NORM]},
+    "tokenizer.json": {"broken.*tokenizer": [b"", b"x", b"[]", b"{}", DEEP, CUT, REMOVED, FOLDER, FIFO]},
+    "tokenizer_config.json": {"broken.*tokenizer": [b"", b"[]", b"x"]},
     "generation_config.json": {
-        "empty": (b"", r"generation_config\.json"), "garbage": (b"x", r"generation_config\.json"),
-        "a list": (b"[]", r"generation_config\.json"), "a number": (b"5", r"generation_config\.json"),
-        "a FIFO": (replaced(os.mkfifo), "generation_config"),
-        "a folder": (replaced(os.mkdir), "generation_config"),
-        **{f"eos {value!r}": (setting("eos_token_id", value), "eos_token_id")
-           for value in ([], -1, 10 ** 6, 10 ** 30, "x", 1.5, [-1], ["x"], [None], {})}},
+        r"generation_config\.json": [b"", b"x", b"[]", b"5"], "generation_config": [FOLDER, FIFO],
+        "eos_token_id": [{"eos_token_id": value} for value in (
+            [], -1, 10 ** 6, 10 ** 30, "x", 1.5, [-1], ["x"], [None], {})],
+        runs(): [{"eos_token_id": None}, REMOVED]},
     TEMPLATE: {
-        "a syntax error": (b"{% for %}", "template"), "raises": (b"{{ raise_exception('no') }}", "template"),
-        "divides": (b"{{ 1 / 0 }}", "template"), "without the prompt": (b"Hello", "template|prompt"),
-        "empty": (b"", "template|prompt"), "an unknown filter": (b"{{ messages | nonsense }}", "template"),
-        "stray bytes": (b"\xff", "tokenizer"),
-        "an endless loop": (b"{% for i in range(10**12) %}{% endfor %}", "template"),
-        "an escape": (b"{{ ''.__class__.__mro__[1].__subclasses__() }}", "template")}}
-SPECIAL_MODELS = [  # files of the model, further arguments, expected
-    ("eos null falls through", {"generation_config.json": setting("eos_token_id", None)}, [], runs()),
-    ("no generation_config.json", {"generation_config.json": os.remove}, [], runs()),
-    ("no chat template", {TEMPLATE: os.remove}, [], "chat template"),
-    ("no chat template, chat=false", {TEMPLATE: os.remove}, ["--chat=false"], runs()),
-    ("an adapter", {"adapter_config.json": b'{"base_model_name_or_path": "x"}'}, [], "adapter"),
-    ("an adapter's weights", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, [], "adapter"),
-    ("foreign files", {"README.md": "x", "evil.py": "raise ValueError"}, [], runs()),
-    ("a name with a blank", {}, ["--model={dir}/broken/../broken//"], runs())]
+        "template": [b"{% for %}", b"{{ raise_exception('no') }}", b"{{ 1 / 0 }}", b"{{ messages | no }}",
+                     b"{% for i in range(10**12) %}{% endfor %}", b"{{ ''.__class__.__mro__ }}"],
+        "template|prompt": [b"Hello", b""], "tokenizer": [b"\xff"], "chat template": [REMOVED]}}
+WHOLE_MODELS = {  # what becomes of several
+    "model": {
+        "adapter": [{"adapter_config.json": b'{"base_model_name_or_path": "x"}'},
+                    {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}],
+        "broken": [{WEIGHTS: REMOVED, "pytorch_model.bin": content} for content in EVIL],
+        runs(): [{"README.md": "x", "evil.py": "raise ValueError"}]},
+    "critic_model": {
+        "critic_model=.*broken.*vocabulary": [{"config.json": {"vocab_size": 300}}],
+        r"broken.*model\.safetensors": [{WEIGHTS: CUT}], "broken.*norm": [{WEIGHTS: NO_NORM}],
+        "max_position_embeddings": [{"config.json": {"max_position_embeddings": 8}}]},
+    "reward_model": {
+        r"broken.*config\.json|config\.json.*broken": [{"config.json": b"x"}], runs(): [{}],
+        "broken.*2 labels": [{"config.json": {"label2id": {"a": 0, "b": 1}, "id2label": {0: "a", 1: "b"}}}],
+        r"broken.*model\.safetensors": [{WEIGHTS: CUT}], "broken.*weights": [{WEIGHTS: REMOVED}],
+        r"broken.*score\.weight": [{WEIGHTS: NO_HEAD}, {WEIGHTS: SHORT_HEAD}],
+        "broken.*finite": [{WEIGHTS: tensor("score.weight", "NaN", lambda t: t.fill_(float("nan")))}],
+        "broken.*tokenizer": [{"tokenizer.json": b"x"}], "broken.*chat template": [{TEMPLATE: REMOVED}],
+        "broken.*template": [{TEMPLATE: b"{{ 1 / 0 }}"}], "broken.*pad token": [
+            {"config.json": {"pad_token_id": GONE}, "tokenizer_config.json": {"pad_token": GONE}}]}}
 
 
 def model_cases(add):
-    def of_model(name, expected, harms, more=(), **rest):
-        files = {"broken": copy_of(MODEL)} | {f"broken/{file}": harm for file, harm in harms.items()}
-        arguments = more if any("--model=" in flag for flag in more) else ["--model={dir}/broken", *more]
-        add(name, expected, *arguments, files=files, **rest)
-
-    for file, harms in CONFIG_HARMS.items():
-        for name, (harm, words) in harms.items():
-            of_model(f"{file}, {name}", words, {file: harm})
-    for name, harms, more, expected in SPECIAL_MODELS:
-        of_model(name, expected, harms, more)
-    for function, name in ((os.mkdir, "mkdir"), (exec, "exec")):
-        call = Evil(function, "{dir}/owned" if function is os.mkdir else "import os; os.mkdir('{dir}/owned')")
-        of_model(f"a pickle that calls {name}", "broken", {
-            "model.safetensors": os.remove, "pytorch_model.bin": at_home(call)}, after=nothing_ran)
-    add("missing", "model=.*broken", "--model={dir}/broken")
-    add("an empty folder", r"broken.*config\.json", "--model={dir}/broken", files={"broken": os.mkdir})
-    add("a file", "model=.*file", "--model={dir}/file", files={"file": "x"})
-    add("a FIFO", "model=.*file", "--model={dir}/file", files={"file": os.mkfifo})
-    add("a link to itself", "model=.*file", "--model={dir}/file",
-        files={"file": lambda path: os.symlink(path, path)})
+    for key, table in WHOLE_MODELS.items():
+        script, base = PPO if key == "critic_model" else GRPO, JUDGE if key == "reward_model" else MODEL
+        add_all(lambda name, expected, harms: add(
+            name, expected, f"--{key}={{dir}}/broken", script=script, files=broken(base, harms)), table, key)
+        add(f"{key} missing", f"{key}=.*broken", f"--{key}={{dir}}/broken", script=script)
+    for file, table in MODELS.items():
+        add_all(lambda name, expected, harm: add(
+            name, expected, "--model={dir}/broken", files=broken(MODEL, {file: harm})), table, file)
+    for content in ("x", FIFO, LOOP):
+        add(f"is {content}", "model=.*file", "--model={dir}/file", files={"file": content})
     for name in ("no-such/model", "nosuch", "../no", "a/../b", "no such", "a/b/c", "~/none", "-", "", " ",
                  "http://x/y", "a\nb", "./none", "é/ü", "x" * 300):
-        add(f"named {name[:20]!r}", "model=", f"--model={name}")
-    for name, harms, words in (
-            ("missing", None, "critic_model=.*broken"),
-            ("another vocabulary", {"config.json": setting("vocab_size", 300)},
-             "critic_model=.*broken.*vocabulary"),
-            ("no JSON", {"config.json": b"x"}, r"critic_model=.*config\.json|config\.json.*critic_model"),
-            ("weights cut short", {"model.safetensors": changed(half)}, r"broken.*model\.safetensors"),
-            ("a tensor less", {"model.safetensors": tensors(lambda w: w.pop("model.norm.weight"))},
-             "broken.*norm"),
-            ("no positions", {"config.json": setting("max_position_embeddings", 8)},
-             "max_position_embeddings")):
-        files = {"broken": copy_of(MODEL)} | {f"broken/{file}": harm for file, harm in (harms or {}).items()}
-        add(f"critic, {name}", words, "--critic_model={dir}/broken", script=PPO, files=files if harms else {})
-    two = {f"LABEL_{i}": i for i in range(2)}
-    for name, harms, expected in (
-            ("as it is", {}, runs()), ("missing", None, "reward_model=.*broken"),
-            ("two labels", {"config.json": edited(lambda c: c.update(label2id=two,
-                                                                     id2label=dict(enumerate(two))))},
-             "broken.*2 labels"),
-            ("no JSON", {"config.json": b"x"}, r"broken.*config\.json|config\.json.*broken"),
-            ("a list", {"config.json": b"[]"}, r"broken.*config\.json|config\.json.*broken"),
-            ("weights cut short", {"model.safetensors": changed(half)}, r"broken.*model\.safetensors"),
-            ("weights empty", {"model.safetensors": b""}, r"broken.*model\.safetensors"),
-            ("no weights", {"model.safetensors": os.remove}, "broken.*weights"),
-            ("no head", {"model.safetensors": tensors(lambda w: w.pop("score.weight"))},
-             r"broken.*score\.weight"),
-            ("another shape", {"model.safetensors": tensors(shortened("score.weight"))},
-             r"broken.*score\.weight"),
-            ("NaN", {"model.safetensors": tensors(lambda w: w["score.weight"].fill_(float("nan")))},
-             "broken.*finite"),
-            ("a tokenizer of garbage", {"tokenizer.json": b"x"}, "broken.*tokenizer"),
-            ("no chat template", {TEMPLATE: os.remove}, "broken.*chat template"),
-            ("a template that raises", {TEMPLATE: b"{{ 1 / 0 }}"}, "broken.*template"),
-            ("no pad token", {"config.json": without("pad_token_id"),
-                              "tokenizer_config.json": without("pad_token")},
-             "broken.*pad token")):
-        files = {"broken": copy_of(JUDGE)} | {f"broken/{file}": harm for file, harm in (harms or {}).items()}
-        add(f"reward_model, {name}", expected, "--reward_model={dir}/broken", files=files if harms is not None
-            else {})
-    add("reward_model, a policy", "broken.*score", "--reward_model={dir}/broken", "--reward=none",
-        files={"broken": copy_of(MODEL)})
+        add(f"named {name}", "model=", f"--model={name}")
+    add("slashes and dots", runs(), "--model={dir}/broken/../broken//", files=broken(MODEL, {}))
+    add("an empty folder", r"broken.*config\.json", "--model={dir}/broken", files={"broken": FOLDER})
+    add("no chat template, chat=false", runs(), "--model={dir}/broken", "--chat=false",
+        files=broken(MODEL, {TEMPLATE: REMOVED}))
+    add("reward_model a policy", "broken.*score", "--reward_model={dir}/broken", "--reward=none",
+        files=broken(MODEL, {}))
 
 
-def at_home(evil):
-    """Write a pickle of a call, in whose argument {dir} is the case's folder, two folders above the file."""
-    function, (argument,) = evil.call
-    return lambda path: Path(path).write_bytes(pickle.dumps(
-        Evil(function, argument.replace("{dir}", str(Path(path).parents[1])))))
-
-
-HOLDER = """
-import fcntl, sys, time
-file = open(sys.argv[1], "w")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("in", flush=True)
-time.sleep(2)
-"""
-
-
-def held_for_two_seconds(path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, path], stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"in\n"
-
-
-def beside_victim(files):
-    """Files of a case; a function of the name `victim` stands for a link to a file outside of the run."""
-    return {"victim": "precious"} | {
-        name: (lambda path: replaced(link(Path(path).parents[len(Path(name).parts) - 1] / "victim"))(path))
-        if content == "victim" else content for name, content in files.items()}
+# ---- folders -----------------------------------------------------------------------------------------------
+OUT_DIRS = {
+    "out_dir": ["{dir}/file", "{dir}/file/run", "{dir}/loop", "{dir}/dangling", "{dir}/" + "x" * 300, "/",
+                "{dir}" + "/x" * 3000, "{dir}/a\0b", "/proc/x", "/sys/x", "/proc/self/fd", "/dev/null"],
+    runs(): ["{dir}/a b\n\u00e9\U0001f600"]}
+FOREIGN = {
+    "out_dir=.*run": [{"run/thesis.tex": "x"}, broken(MODEL, {}, "run"), {"run/.git/config": "x"},
+                      {"run/photos/1": "x"}], runs(): [{"run": FOLDER}]}
+WRITTEN = [".lock", "config.json", "metrics.jsonl", "samples.jsonl", GRPO, "metrics.jsonl.part",
+           "samples.jsonl.part", "config.json.part", f"{GRPO}.part", "checkpoint.part", "checkpoint-4",
+           "checkpoint-3/rollouts.jsonl", "rollouts.jsonl.part"]
 
 
 def folder_cases(add):
-    for name, out_dir in {"a file": "{dir}/file", "under a file": "{dir}/file/run", "/proc": "/proc/x",
-                          "/sys": "/sys/x", "/proc/self/fd": "/proc/self/fd", "/dev/null": "/dev/null",
-                          "a long name": "{dir}/" + "x" * 300,
-                          "a long path": "{dir}" + "/x" * 3000, "the root": "/",
-                          "a link to itself": "{dir}/loop",
-                          "a link to nothing below a file": "{dir}/dangling"}.items():
-        add(name, "out_dir", f"--out_dir={out_dir}", files={
-            "file": "", "loop": lambda path: os.symlink(path, path),
-            "dangling": lambda path: os.symlink(Path(path).with_name("file") / "x", path)})
-    add("NUL in out_dir", "out_dir", "--out_dir={dir}/a\0b")
-    for name, files in {"a foreign file": {"run/thesis.tex": "x"}, "a model": {"run": copy_of(MODEL)},
-                        "a hidden file": {"run/.git/config": "x"},
-                        "a folder of a folder": {"run/photos/1": "x"},
-                        "another run": {"run": copy_of(WORK / "grpo")},
-                        "a checkpoint of a stranger": {"run/checkpoint-1/config.json": "{}"}}.items():
-        add(name, "out_dir=.*run", files=files)
-        if name not in ("another run", "a checkpoint of a stranger"):
-            add(f"{name}, resume=auto", "out_dir=.*run", "--resume=auto", files=files)
-    add("an empty folder", runs(), files={"run": os.mkdir})
-    add("an empty folder, resume=auto", runs(), "--resume=auto", files={"run": os.mkdir})
-    add("blanks, a newline, non-ASCII", runs(), "--out_dir={dir}/a b\n\u00e9\U0001f600")
+    add_all(lambda name, expected, out_dir: add(name, expected, f"--out_dir={out_dir}", files={
+        "file": "", "loop": LOOP, "dangling": link("{dir}/file/x")}), OUT_DIRS)
+    for flags in ([], ["--resume=auto"]):
+        add_all(lambda name, expected, files: add(name, expected, *flags, files=files), FOREIGN, f"{flags}")
+    add("another run", "out_dir=.*run", files=broken(WORK / "grpo", {}, "run"))
+    add("a checkpoint of a stranger", "out_dir=.*run", files={"run/checkpoint-1/config.json": "{}"})
     add("slashes and dots", runs(), "--out_dir={dir}//x/.././run//", after=all_steps)
     add("a tilde", runs(), "--out_dir=~/run", env={"HOME": "{dir}"}, after=all_steps)
-    add("a link to a folder", runs(), files={"elsewhere": os.mkdir, "run": lambda path: os.symlink(
-        Path(path).with_name("elsewhere"), path)}, after=all_steps)
-    add("a run that ends in two seconds", runs("another run is writing"), "--resume=auto", "--max_steps=4",
-        files={"run": copy_of(WORK / "grpo"), "run/.lock": held_for_two_seconds}, after=resumed_steps)
-    for file in (".lock", "config.json", "metrics.jsonl", "samples.jsonl", GRPO, "metrics.jsonl.part",
-                 "samples.jsonl.part", "config.json.part", f"{GRPO}.part", "checkpoint.part", "checkpoint-4",
-                 "checkpoint-3/rollouts.jsonl", "checkpoint-3/rollouts.jsonl.part"):
-        files = beside_victim({"run": copy_of(WORK / "grpo"), f"run/{file}": "victim"})
+    add("a link to a folder", runs(), files={"x": FOLDER, "run": link("{dir}/x")}, after=all_steps)
+    for file in WRITTEN:
         # A save that fails, and a folder that cannot be locked, have named the file before.
         words = (re.escape(file) + "|could not be saved" * ("checkpoint" in file)
                  + "|out_dir=" * (file == ".lock"))
-        add(f"{file} a link", either(words), "--resume=auto", "--max_steps=4", files=files,
-            after=victim_is_whole)
-        for name, make in (("FIFO", os.mkfifo), ("folder", os.mkdir)):
-            add(f"{file} a {name}", either(words), "--resume=auto", "--max_steps=4",
-                files={"run": copy_of(WORK / "grpo"), f"run/{file}": replaced(make)})
-    add(".lock alone, a link", r"\.lock", files=beside_victim({"run/.lock": "victim"}), after=victim_is_whole)
-    add(".lock alone, a FIFO", r"\.lock", files={"run/.lock": os.mkfifo})
-    add(".lock alone, a folder", r"\.lock|out_dir=.*run cannot", files={"run/.lock": os.mkdir})
+        for make in (VICTIM, FIFO, FOLDER):
+            add(f"{file} {make}", either(words), "--resume=auto", "--max_steps=4",
+                files=broken(WORK / "grpo", {file: make}, "run"))
+    for make, words in ((VICTIM, r"\.lock"), (FIFO, r"\.lock"), (FOLDER, r"\.lock|out_dir=.*run cannot")):
+        add(f".lock alone, {make}", words, files={"run/.lock": make})
 
 
-FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-         "tokenizer_config.json", TEMPLATE, "trainer/.metadata", "trainer/__0_0.distcp", "trainer/state.json",
-         "trainer/checksums.json"]
+# ---- resumes -----------------------------------------------------------------------------------------------
+RESUMES = {
+    "resume=": ["3", "{dir}/run/checkpoint-9", "{dir}/run", str(MODEL), "{dir}/run/config.json", "x" * 300,
+                "{dir}/run/config.json/x", "{dir}/run/checkpoint-3/trainer", "\udcff", "{dir}/\0", "AUTO",
+                " "],
+    "resume=.*newer": ["{dir}/run/checkpoint-2"],
+    runs("goes on from"): ["{dir}//run/./checkpoint-3///", "{dir}/run/checkpoint-2/../checkpoint-3",
+                           "~/run/checkpoint-3", ROOT.count("/") * "../" + "./{dir}/run/checkpoint-3"]}
+FIXED = {"task": "countdown", "difficulty": 2, "train_prompts": 30, "max_prompt_length": 60, "chat": "false",
+         "system_prompt": "x", "prompts_per_step": 4, "num_generations": 2, "seed": 1, "model": WORK / "copy",
+         "reward": f"{WORK}/copy/letters.py:score", "reward_model": JUDGE}
+LOG_LINES = [b"", b"\0" * 100, b"x{", b"\xff\xfe", b"[1]", b"5", b"null", b'{"reward": 1}', b'{"step": "1"}',
+             b'{"step": null}', DEEP, b'{"step": ' + b"9" * 5000 + b"}"]
+CHECKPOINT = ["config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json",
+              TEMPLATE, "trainer/.metadata", "trainer/__0_0.distcp", "trainer/state.json",
+              "trainer/checksums.json"]
+CHECKSUMS = {
+    r"checkpoint-3.*(checksums\.json|config\.json|listed)": [
+        b"[]", b"5", b"null", b"{}", b'"x"', b"x", b"\xff", DEEP, b'{"config.json": ' + b"9" * 5000 + b"}"],
+    "checkpoint-3.*damaged": [
+        *[{name: 1} for name in ("../config.json", "/etc/passwd", "/dev/zero", "", ".", "trainer", "a\0b")],
+        {"config.json": "x"}, {"tokenizer.json": None}]}
+LATEST = {  # what stands beside checkpoint-3 in a run that is to find the newest
+    "resume=auto: all 3": [{f"checkpoint-{step}/{WEIGHTS}": CUT for step in (1, 2, 3)}],
+    runs("checkpoint-4.*damaged"): [{"checkpoint-4": FOLDER}],
+    runs(): [{"checkpoint-4": b"x"}, {"checkpoint-4": FIFO}, {"checkpoint-" + "9" * 200: FOLDER},
+             {"checkpoint-٣": FOLDER, "events.out.tfevents.1.x": b"\xff", "checkpoint-x": "x"}]}
 # With whole checksums: what was written by someone who knew how.
-STATES = {
-    "a list": lambda s: [], "a number": lambda s: 5, "a string": lambda s: "x", "empty": lambda s: {},
-    "no step": drop("step"), "no settings": drop("settings"),
-    "no num_tokens": drop("num_tokens"), "no world_size": drop("world_size"),
-    **{f"{key} {value!r:.20}": (lambda s, key=key, value=value: s.update({key: value})) for key, value in (
-        ("step", "3"), ("step", -1), ("step", 10 ** 30), ("step", 1.5), ("step", None), ("step", [3]),
-        ("step", True),
-        ("step", float("nan")), ("settings", []), ("settings", None), ("settings", 5), ("settings", {}),
-        ("num_tokens", "x"), ("num_tokens", None), ("skipped_updates", []),
-        ("skipped_updates", {"actor": "x"}), ("skipped_updates", None), ("world_size", "x"),
-        ("world_size", None), ("world_size", 0), ("stranger", 1))}}
-DAPO_STATES = [
-    ("position", "x"), ("position", -5), ("alike", {}), ("alike", ["x"]), ("rests", [1]), ("rests", None)]
-METADATA = {
-    "mkdir": lambda path: pickle.dumps(Evil(os.mkdir, str(path.parents[3] / "owned"))),
-    "exec": lambda path: pickle.dumps(Evil(exec, f"import os; os.mkdir('{path.parents[3]}/owned')")),
-    "a dotted name": lambda path: pickled_global("torch.distributed.checkpoint.filesystem", "os.mkdir",
-                                                 str(path.parents[3] / "owned")),
-    "a class with a dot": lambda path: pickled_global("torch", "Size.__class__", "x"),
-    "torch.load": lambda path: pickled_global("torch", "load", "x"), "no pickle": lambda path: b"x",
-    "an empty file": lambda path: b"", "a list": lambda path: pickle.dumps([]),
-    "None": lambda path: pickle.dumps(None), "cut short": lambda path: half(path.read_bytes()),
-    "a memo bomb": lambda path: b"\x80\x04" + b"]" * 100_000 + b"."}
-LOG_LINES = {"a blank line": b"", "NULs": b"\0" * 100, "garbage": b"x{", "invalid UTF-8": b"\xff\xfe",
-             "a list": b"[1]", "a number": b"5", "null": b"null", "no step": b'{"reward": 1}',
-             "a string for a step": b'{"step": "1"}',
-             "null for a step": b'{"step": null}', "deep lists": b"[" * 100_000,
-             "5000 digits": b'{"step": ' + b"9" * 5000 + b"}"}
+FORGED = {
+    ("grpo", "trainer/state.json"): {
+        "checkpoint-3": [
+            b"[]", b"5", b'"x"', b"{}", b"NaN", b"x", b"\xff", DEEP, {"stranger": 1},
+            *[{key: GONE} for key in ("step", "settings", "num_tokens", "world_size")],
+            *[{"step": step} for step in ("3", -1, 10 ** 30, 1.5, None, [3], float("nan"))],
+            *[{"settings": settings} for settings in ([], None, 5, {})],
+            {"num_tokens": "x"}, {"num_tokens": None}, {"world_size": "x"}, {"world_size": None},
+            {"skipped_updates": []}, {"skipped_updates": {"actor": "x"}}, {"skipped_updates": None}],
+        either("checkpoint-3"): [{"world_size": 0}, {"step": True}]},
+    ("grpo", "trainer/.metadata"): {
+        "checkpoint-3": [
+            *EVIL, pickled_call("torch.distributed.checkpoint.filesystem", "os.mkdir", str(OWNED)),
+            pickled_call("torch", "Size.__class__", "x"), pickled_call("torch", "load", "x"), b"x", b"", CUT,
+            b"].", b"N.", b"\x80\x04" + b"]" * 100_000 + b"."],
+        either("checkpoint-3"): [REMOVED]},
+    ("grpo", "trainer/__0_0.distcp"): {"checkpoint-3": [CUT, b"", b"x" * 5000]},
+    ("grpo", WEIGHTS): {"checkpoint-3": [CUT, b"", b"x" * 5000, SHORT_NORM]},
+    ("grpo", "config.json"): {"checkpoint-3": [{"hidden_size": 64}]},
+    ("ppo", "trainer/state.json"): {"checkpoint-3": [{"kl_coef": "x"}]},
+    ("dapo", "trainer/state.json"): {"checkpoint-3": [
+        {"position": "x"}, {"alike": {}}, {"rests": None}]}}
 
 
 def resume_cases(add):
-    def resumed(name, expected, *arguments, base="grpo", script=GRPO, harms=None,
-                resume="{dir}/run/checkpoint-3", **rest):
+    def resumed(name, expected, *arguments, base="grpo", script=None, harms=None,
+                resume="{dir}/run/checkpoint-3", after=None):
         """A run of three steps, each saved, that goes on to the fourth."""
-        files = {"run": copy_of(WORK / base)} | {f"run/{file}": harm for file, harm in (harms or {}).items()}
-        steps = [] if any("--max_steps=" in flag for flag in arguments) else ["--max_steps=4"]
-        add(name, expected, f"--resume={resume}", *steps, *arguments, script=script, files=files,
-            **rest)
+        add(name, expected, f"--resume={resume}", *with_defaults(arguments, {"max_steps": 4}),
+            script=script or BASES[base], files=broken(WORK / base, harms or {}, "run"),
+            env={"HOME": "{dir}"}, after=after)
 
-    newest, harm_newest = "checkpoint-3", lambda change: {"checkpoint-3/trainer/state.json": edited(change),
-                                                          "checkpoint-3": seal}
-    for script, base in ((GRPO, "grpo"), (DAPO, "dapo"), (PPO, "ppo")):
-        resumed(f"{script} goes on", runs("goes on from"), base=base, script=script, after=resumed_steps)
-        resumed(f"{script} goes on, auto", runs("goes on from"), base=base, script=script, resume="auto",
-                after=resumed_steps)
-    add("auto without out_dir", "resume=auto", "--resume=auto", "--out_dir=")
-    for name, resume in {"a number": "3", "missing": "{dir}/run/checkpoint-9", "a run": "{dir}/run",
-                         "a model": str(MODEL), "a file": "{dir}/run/config.json", "a long name": "x" * 300,
-                         "under a file": "{dir}/run/config.json/x",
-                         "trainer": "{dir}/run/checkpoint-3/trainer",
-                         "half a surrogate": "\udcff", "NUL": "{dir}/\0", "blank": " ",
-                         "AUTO": "AUTO"}.items():
-        resumed(name, "resume=", resume=resume)
-    resumed("older than the newest", "resume=.*newer", resume="{dir}/run/checkpoint-2")
-    for key, value in {"task": "countdown", "difficulty": 2, "train_prompts": 30, "max_prompt_length": 60,
-                       "chat": "false",
-                       "system_prompt": "x", "prompts_per_step": 4, "num_generations": 2, "seed": 1,
-                       "model": WORK / "copy", "reward": f"{WORK}/copy/letters.py:score",
-                       "reward_model": JUDGE}.items():
-        resumed(f"another {key}", rf"\b{key}=", f"--{key}={value}")
-    resumed("another critic_model", r"\bcritic_model=", f"--critic_model={MODEL}", base="ppo", script=PPO)
-    for key in ("train_file", "eval_file"):
-        files = {"train_file": f"{WORK}/rows.jsonl", key: f"{WORK}/copy/rows.jsonl"}
-        resumed(f"another {key}", rf"\b{key}=", "--task=file", base="file",
-                *(f"--{name}={path}" for name, path in files.items()))
-    resumed("max_steps below", "max_steps=2", "--max_steps=2")
-    for script, base, words in ((PPO, "grpo", "no critic"), (GRPO, "dapo", "checkpoint-3"),
-                                (GRPO, "ppo", "critic"), (DAPO, "ppo", "critic"), (PPO, "dapo", "no critic")):
+    for base in ("grpo", "dapo", "ppo"):
+        resumed(f"{base} goes on", runs("goes on from"), base=base, after=resumed_steps)
+        resumed(f"{base}, auto", runs("goes on from"), base=base, after=resumed_steps, resume="auto")
+    for base, script, words in (("grpo", PPO, "no critic"), ("dapo", GRPO, "checkpoint-3"),
+                                ("ppo", GRPO, "critic"), ("ppo", DAPO, "critic"), ("dapo", PPO, "no critic"),
+                                ("grpo", DAPO, runs("goes on from"))):
         resumed(f"{base} by {script}", words, base=base, script=script)
-    resumed("grpo by dapo", runs("goes on from"), script=DAPO)
-
-    own = {"checkpoint-3/trainer/state.json": lambda path: edited(lambda s: s["settings"].update(
-        train_file=str(Path(path).parents[3] / "rows.jsonl")))(path), "checkpoint-3": seal}
-    for name, expected, rows in (("the same rows", runs("goes on"), lambda rows: rows),
-                                 ("other rows", "train_file|rows.jsonl|prompts differ",
-                                  lambda rows: rows[::-1]),
-                                 ("a row more that is not used", runs("goes on"),
-                                  lambda rows: rows + rows[:1]),
-                                 ("another answer", either("train_file|rows.jsonl|differ"),
-                                  lambda rows: [rows[0] | {"answer": "7"}, *rows[1:]])):
-        resumed(f"{name} under the same name", expected, "--task=file",
-                "--train_file={dir}/run/../rows.jsonl".replace(
-            "run/../", ""), base="file", harms=own | {"../rows.jsonl": jsonl(*rows(good_rows()))})
-    own = {"checkpoint-3/trainer/state.json": lambda path: edited(lambda s: s["settings"].update(
-        reward=f"{Path(path).parents[3]}/letters.py:score"))(path), "checkpoint-3": seal}
-    resumed("another reward under the same name", runs("reward.*changed|changed.*reward"),
-            "--reward={dir}/letters.py:score", harms=own | {"../letters.py": LETTERS.replace("12", "13")})
-
-    for file in ("metrics.jsonl", "samples.jsonl"):
-        for name, line in LOG_LINES.items():
-            put = lambda data, line=line: data.split(b"\n", 1)[0] + b"\n" + line + b"\n" + data.split(b"\n",
-                                                                                                      1)[1]
-            resumed(f"{file}, {name}", runs(re.escape(file) + r":2\b"), harms={file: changed(put)},
-                    after=resumed_steps)
-        resumed(f"{file}, its last line cut off", runs(),
-                harms={file: changed(lambda data: data + b'{"step": 3, "re')}, after=resumed_steps)
-        resumed(f"{file} empty", runs(), harms={file: b""}, after=resumed_steps)
-        resumed(f"{file} removed", runs(), harms={file: os.remove}, after=resumed_steps)
-    for name in ("cut short", "empty", "removed", "with a flipped bit"):
-        resumed(f"the run's config.json {name}", runs(), harms={"config.json": HARMS[name]},
-                after=resumed_steps)
-    resumed("garbage beside", runs(), harms={"events.out.tfevents.1.x": b"\xff", "notes.txt": "x",
-                                             "checkpoint-x": "x"})
-
-    for file in FILES:
-        for name, harm in HARMS.items():
-            # A flipped bit of the checksums may be one of the file that they are about.
-            words = rf"{re.escape(os.path.basename(file))}|not a checkpoint"
-            words = "damaged" if "checksums" in file and "bit" in name else words
-            resumed(f"{file} {name}", rf"checkpoint-3.*({words})", harms={f"{newest}/{file}": harm})
-    for name, harm in HARMS.items():
-        resumed(f"auto, newest with a state.json {name}", runs("checkpoint-3.*damaged"), resume="auto",
-                harms={f"{newest}/trainer/state.json": harm}, after=resumed_steps)
-        resumed(f"auto, newest with weights {name}", runs("checkpoint-3.*damaged"), resume="auto",
-                harms={f"{newest}/model.safetensors": harm}, after=resumed_steps)
-    resumed("auto, all damaged", "resume=auto: all 3", resume="auto",
-            harms={f"checkpoint-{step}/model.safetensors": changed(half) for step in (1, 2, 3)})
-    resumed("auto, newest an empty folder", runs("checkpoint-4.*damaged"), resume="auto",
-            harms={"checkpoint-4": os.mkdir})
-    resumed("auto, newest a file", runs(), resume="auto", harms={"checkpoint-4": b"x"})
-    resumed("auto, newest a FIFO", runs(), resume="auto", harms={"checkpoint-4": os.mkfifo})
-    resumed("auto, a number of 5000 digits", runs(), resume="auto",
-            harms={"checkpoint-" + "9" * 200: os.mkdir, "checkpoint-٣": os.mkdir})
-    for name, make in {"evil.py": "raise ValueError", "trainer/evil.pkl": b"x", "critic/config.json": "{}",
-                       ".hidden": "x"}.items():
-        resumed(f"with {name}", f"checkpoint-3.*{re.escape(name)}", harms={f"{newest}/{name}": make})
-    for name, content in {"deep": "[" * 100_000, "a list": "[]", "a number": "5", "null": "null",
-                          "no files": "{}", "a string": '"x"', "garbage": "x", "stray bytes": b"\xff",
-                          "5000 digits": '{"config.json": ' + "9" * 5000 + "}"}.items():
-        resumed(f"checksums.json, {name}", r"checkpoint-3.*(checksums\.json|config\.json|listed)",
-                harms={f"{newest}/trainer/checksums.json": content})
-    for name, value in {"../config.json": 1, "/etc/passwd": 1, "/dev/zero": 1, "": 1, ".": 1, "trainer": 1,
-                        "a\0b": 1, "config.json": "x", "tokenizer.json": None, "/proc/self/mem": 1}.items():
-        resumed(f"checksums.json with {name!r}", "checkpoint-3.*damaged", harms={
-            f"{newest}/trainer/checksums.json": setting(name, value)})
-    for name, change in STATES.items():
-        expected = either(newest) if name in ("world_size 0", "step True") else newest
-        resumed(f"state.json, {name}", expected, harms=harm_newest(change))
-    for key, value in DAPO_STATES:
-        resumed(f"state.json, {key} {value!r}", newest, base="dapo", script=DAPO,
-                harms=harm_newest(lambda s, key=key, value=value: s.update({key: value})))
-    resumed("state.json, kl_coef a string", newest, base="ppo", script=PPO,
-            harms=harm_newest(lambda s: s.update(kl_coef="x")))
-    for name, content in {"NaN": b"NaN", "deep": b"[" * 100_000, "garbage": b"x",
-                          "stray bytes": b"\xff"}.items():
-        resumed(f"state.json, {name}", newest, harms={f"{newest}/trainer/state.json": content, newest: seal})
-    for name, make in METADATA.items():
-        resumed(f"forged .metadata, {name}", newest, after=nothing_ran, harms={
-            f"{newest}/trainer/.metadata": lambda path, make=make: write(path, make(Path(path))),
-            newest: seal})
-    resumed("a forged entry", newest, after=nothing_ran, harms={
-        f"{newest}/trainer": lambda path: forged_entry(Path(path).parent), newest: seal})
-    for name, harm in {"cut short": changed(half), "empty": b"", "garbage": b"x" * 5000}.items():
-        resumed(f"sealed distcp, {name}", newest,
-                harms={f"{newest}/trainer/__0_0.distcp": harm, newest: seal})
-        resumed(f"sealed weights, {name}", newest, harms={f"{newest}/model.safetensors": harm, newest: seal})
-    resumed("sealed weights of another shape", newest,
-            harms={f"{newest}/model.safetensors": tensors(shortened("model.norm.weight")), newest: seal})
-    resumed("sealed config of another size", newest,
-            harms={f"{newest}/config.json": setting("hidden_size", 64), newest: seal})
-    resumed("sealed optimizer removed", either(newest),
-            harms={f"{newest}/trainer/.metadata": os.remove, newest: seal})
-    for name, resume in {"slashes": "{dir}//run/./checkpoint-3///",
-                         "dots": "{dir}/run/checkpoint-2/../checkpoint-3", "a tilde": "~/run/checkpoint-3",
-                         "a relative name": "{up}{dir}/run/checkpoint-3"}.items():
-        resumed(f"named by {name}", runs("goes on from"), "--out_dir=", after=resumed_steps,
-                env={"HOME": "{dir}"}, resume=resume.replace("{up}", "/".join([".."] * ROOT.count("/"))))
+    add_all(lambda name, expected, resume: resumed(
+        name, expected, "--out_dir=", resume=resume, after=resumed_steps if "runs" in expected else None),
+        RESUMES, "named")
     resumed("into another folder", runs("goes on from"), "--out_dir={dir}/other")
+    resumed("max_steps below", "max_steps=2", "--max_steps=2")
+    for key, value in FIXED.items():
+        resumed(f"another {key}", rf"\b{key}=", f"--{key}={value}")
+    resumed("another critic_model", r"\bcritic_model=", f"--critic_model={MODEL}", base="ppo")
+    for key in ("train_file", "eval_file"):
+        resumed(f"another {key}", rf"\b{key}=", "--task=file", f"--{key}={WORK}/copy/rows.jsonl", base="file",
+                *[f"--train_file={ROWS}"] * (key == "eval_file"))
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        add_all(lambda name, expected, line: resumed(name, expected, after=resumed_steps, harms={
+            file: changed("", lambda text: text.replace(b"\n", b"\n" + line + b"\n", 1))}),
+            {runs(re.escape(file) + r":2\b"): LOG_LINES}, f"{file} with")
+        for harm in (b"", REMOVED, changed("its last line cut", lambda text: text + b'{"step": 3, "re')):
+            resumed(f"{file} {harm}", runs(), harms={file: harm}, after=resumed_steps)
+    for harm in (CUT, b"", REMOVED):
+        resumed(f"the run's config.json {harm}", runs(), harms={"config.json": harm}, after=resumed_steps)
+    for file in CHECKPOINT:
+        for harm in DAMAGES:
+            # A flipped bit of the checksums may be one of the file that they are about.
+            words = ("damaged" if "checksums" in file and harm is FLIPPED else
+                     rf"{re.escape(os.path.basename(file))}|not a checkpoint")
+            resumed(f"{file} {harm}", rf"checkpoint-3.*({words})", harms={f"checkpoint-3/{file}": harm})
+            if file in (WEIGHTS, "trainer/state.json"):
+                resumed(f"auto, {file} {harm}", runs("checkpoint-3.*damaged"), after=resumed_steps,
+                        resume="auto", harms={f"checkpoint-3/{file}": harm})
+    for file in ("evil.py", "trainer/evil.pkl", "critic/config.json", ".hidden"):
+        resumed(f"with {file}", f"checkpoint-3.*{re.escape(file)}", harms={f"checkpoint-3/{file}": "x"})
+    add_all(lambda name, expected, change: resumed(
+        name, expected, harms={"checkpoint-3/trainer/checksums.json": change}), CHECKSUMS, "checksums")
+    add_all(lambda name, expected, harms: resumed(name, expected, harms=harms, resume="auto"), LATEST)
+    for (base, file), table in FORGED.items():
+        add_all(lambda name, expected, harm: resumed(name, expected, base=base, harms={
+            f"checkpoint-3/{file}": harm, "checkpoint-3": SEAL}), table, f"sealed {base} {file}")
 
 
-ROLLOUTS = {  # what becomes of the first rollout in rollouts.jsonl
-    **{f"no {key}": drop(key) for key in ("ids", "spans", "logprobs", "finish_reason", "score")},
-    **{f"{key} {value!r:.30}": (lambda r, key=key, value=value: r.update({key: value})) for key, value in (
-        ("ids", []), ("ids", "x"), ("ids", [10 ** 6] * 60), ("ids", [-1] * 60), ("ids", [10 ** 30]),
-        ("ids", [1.5] * 60),
-        ("ids", None), ("ids", [[1]]), ("spans", []), ("spans", [[0, 10 ** 6]]), ("spans", [[5, 2]]),
-        ("spans", [[-3, -1]]),
-        ("spans", "x"), ("spans", [1, 2]), ("spans", None), ("logprobs", []), ("logprobs", [0.0]),
-        ("logprobs", ["x"]),
-        ("logprobs", None), ("logprobs", [1e400] * 12), ("score", "x"), ("score", []), ("finish_reason", 5))},
-    "a list": lambda r: [], "a number": lambda r: 5, "a string": lambda r: "x"}
-HEADS = {"a list": lambda s: [], "empty": lambda s: s.clear(),
-         **{f"no {key}": drop(key) for key in ("step", "num_generations", "prompts_per_step")},
-         **{f"{key} {value!r}": (lambda s, key=key, value=value: s.update({key: value})) for key, value in (
-             ("step", "x"), ("num_generations", 0), ("num_generations", 3), ("num_generations", "x"),
-             ("temperature", "x"), ("temperature", None), ("kl_coef", [1]), ("os", 1), ("json", 5),
-             ("__file__", "/x"))}}
+# ---- sample ------------------------------------------------------------------------------------------------
+SAMPLES = {
+    "samples": ["samples=1.5", f"samples={10 ** 30}"], "top_k": ["top_k=x", f"top_k={10 ** 30}"],
+    "show": ["show=many"], "temperature": ["temperature=inf"], "top_p": ["top_p=0"], "chat": ["chat=maybe"],
+    "max_position_embeddings|max_completion_length": ["max_completion_length=300"], "reward": ["reward=x"],
+    "eval_file": ["task=file", "eval_file=x.jsonl"], "train_file": ["train_file=x.jsonl"],
+    "unknown setting": ["max_prompt_length=5", "resume=auto"], "model=/no": ["model=/no"],
+    "output": ["output=/no/x.jsonl", "output=/", "output=/proc/x", "output={dir}", "output={dir}/FIFO"],
+    "prompt": ["prompt=a\udcff"],
+    "system_prompt": ["system_prompt=\udcff"], "eval_prompts": ["eval_prompts=5000"],
+    either("prompt|max_position"): ["prompt=" + "x" * 5000],
+    runs(): ["temperature=0", "top_p=1", "top_k=0", "prompt=a\nb\t\x1b[31m\x07", "prompt=-", "show=0",
+             "prompt=\u202e\U0001f600", "eval_prompts=1", "output={dir}/x.jsonl", "output=/dev/null",
+             "system_prompt=Think."]}
+REPLAYS = {
+    "rollouts|name a checkpoint": ["{dir}/run", "{dir}/run/checkpoint-3", str(MODEL), "{dir}/run/config.json",
+                                   "{dir}/none", "{dir}/\0"],
+    "name a checkpoint": ["--kl_coef=0"], runs("grad_norm"): ["{dir}/run/checkpoint-2"]}
+REPLAY_FILES = {  # what becomes of the files of a run
+    f"checkpoint-2/{WEIGHTS}": {r"model\.safetensors": [CUT]},
+    "checkpoint-2/tokenizer.json": {"tokenizer": [b"x"]},
+    "checkpoint-2/rollouts.jsonl": {r"rollouts\.jsonl": [
+        b"", b"x\n", b"\0" * 100, DEEP, b"\xff\n", b"\n\n", CUT, FIFO, ZERO,
+        changed("a head alone", lambda text: text.splitlines()[0] + b"\n"),
+        changed("a row less", lambda text: text[:text[:-1].rindex(b"\n") + 1])]}}
+ROLLOUTS = [  # of the lines of rollouts.jsonl, first the settings, then a rollout
+    {r"rollouts\.jsonl|num_generations=": [
+        b"[]", b"{}", {"step": GONE}, {"num_generations": GONE}, {"step": "x"}, {"kl_coef": [1]},
+        {"num_generations": 0}, {"num_generations": 3}, {"num_generations": "x"}, {"temperature": "x"},
+        {"temperature": None}],
+     either(r"rollouts\.jsonl"): [{"prompts_per_step": GONE}, {"os": 1}, {"json": 5}, {"__file__": "/x"}]},
+    {r"rollouts\.jsonl:2\b": [
+        b"[]", b"5", b'"x"', *[{key: GONE} for key in ("ids", "spans", "logprobs", "finish_reason", "score")],
+        *[{"ids": ids} for ids in ([], "x", [10 ** 6] * 60, [-1] * 60, [10 ** 30], [1.5] * 60, None, [[1]])],
+        *[{"spans": spans} for spans in ([], [[0, 10 ** 6]], [[5, 2]], [[-3, -1]], "x", [1, 2], None)],
+        *[{"logprobs": logprobs} for logprobs in ([], [0.0], ["x"], None, [1e400] * 12)],
+        {"score": "x"}, {"score": []}],
+     either(r"rollouts\.jsonl:2\b"): [{"finish_reason": 5}]}]
 
 
 def sample_cases(add):
-    sample = lambda name, expected, *arguments, **rest: add(f"sample, {name}", expected, *arguments,
-                                                            script="sample.py", **rest)
-    for flag, words in {"samples=1.5": "samples", "top_k=x": "top_k", "show=many": "show",
-                        "temperature=inf": "temperature",
-                        "max_completion_length=300": "max_position_embeddings|max_completion_length",
-                        f"samples={10 ** 30}": "samples", f"top_k={10 ** 30}": "top_k", "top_p=0": "top_p",
-                        "chat=maybe": "chat", "task=file": "eval_file", "eval_file=x.jsonl": "eval_file",
-                        "train_file=x.jsonl": "train_file",
-                        "reward=x": "reward", "max_prompt_length=5": "unknown setting",
-                        "resume=auto": "unknown setting",
-                        "model=/no": "model=/no", "output=/no/such/folder/x.jsonl": "output",
-                        "output=/": "output", "output=/proc/x": "output", "prompt=a\udcff": "prompt",
-                        "eval_prompts=5000": "eval_prompts",
-                        "output={dir}": "output", "system_prompt=\udcff": "system_prompt",
-                        "prompt=" + "x" * 5000: either("prompt|max_position")}.items():
-        sample(flag[:30], words if words else runs(), f"--{flag}")
-    sample("output a FIFO", "output", "--output={dir}/x", files={"x": os.mkfifo})
+    sample = functools.partial(add, script=SAMPLE)
+    add_all(lambda name, expected, flag: sample(name, expected, f"--{flag}", files={"FIFO": FIFO}), SAMPLES)
+    for file, harm, words in (("config.json", b"[]", r"config\.json"), (TEMPLATE, b"{{ 1 / 0 }}", "template"),
+                              (WEIGHTS, CUT, r"broken.*model\.safetensors")):
+        sample(file, words, "--model={dir}/broken", files=broken(MODEL, {file: harm}))
+    sample("a bad row", r"rows\.jsonl:3\b", "--task=file", "--eval_file={dir}/rows.jsonl",
+           files={"rows.jsonl": jsonl(*GOOD[:2], message(None))})
     sample("a positional word", "cannot take x", "x")
-    for flag in ("temperature=0", "top_p=1", "top_k=0", "prompt=a\nb\t\x1b[31m\x07",
-                 "prompt=\u202e\U0001f600", "prompt=-",
-                 "show=0", "eval_prompts=1", "output={dir}/x.jsonl", "output=/dev/null",
-                 "system_prompt=Think."):
-        sample(flag, runs(), f"--{flag}")
-    for name, harms in (("bad rows", {"rows.jsonl": jsonl(*good_rows()[:2], message(None))}),
-                        ("no rows", {"rows.jsonl": b""})):
-        sample(name, r"rows\.jsonl(:3\b)?", "--task=file", "--eval_file={dir}/rows.jsonl", files=harms)
-    sample("a checkpoint", runs("eval/mean@2"), "--model={dir}/run/checkpoint-3",
-           files={"run": copy_of(WORK / "grpo")})
-    for name in ("config.json, a list", "model.safetensors, cut short", "tokenizer.json, garbage",
-                 "chat_template.jinja, raises", "generation_config.json, garbage"):
-        file, kind = name.split(", ")
-        harm, words = CONFIG_HARMS[file][kind]
-        sample(name, words, "--model={dir}/broken", files={"broken": copy_of(MODEL), f"broken/{file}": harm})
-    for name, reward in (("raises", "raise ValueError"), ("exits", "sys.exit(0)")):
-        source = REWARD.replace("AFTER", "0").replace("STATEMENT", reward).replace("VALUE", "[1.0] * n")
-        sample(f"a reward that {name}", later("reward score"), "--reward={dir}/r.py:score",
-               files={"r.py": source})
+    sample("a checkpoint", runs("eval/mean@2"), f"--model={WORK}/grpo/checkpoint-3")
+    sample("sys.exit(0)", later("reward score"), "--reward={dir}/r.py:score",
+           files={"r.py": reward_source("sys.exit(0)")})
 
-    def replay(name, expected, *arguments, harm=None, file="run/checkpoint-2/rollouts.jsonl", **rest):
-        files = {"run": copy_of(WORK / "grpo")} | ({file: harm} if harm is not None else {})
-        add(f"replay, {name}", expected, *(arguments or ["{dir}/run/checkpoint-2"]), script="replay.py",
-            files=files, **rest)
+    def replay(name, expected, *arguments, harms=None, env=None):
+        add(f"replay {name}", expected, *arguments, script=REPLAY, env=env or {},
+            files=broken(WORK / "grpo", harms or {}, "run"))
 
-    def edit_line(number, change):
-        def edit(data):
-            lines = data.splitlines()
-            value = json.loads(lines[number])
-            returned = change(value)
-            lines[number] = json.dumps(value if returned is None else returned).encode()
-            return b"\n".join(lines) + b"\n"
-        return changed(edit)
-
-    replay("as it is", runs("grad_norm"))
-    replay("without a checkpoint", "name a checkpoint", "--kl_coef=0")
-    for name, path in {"a run": "{dir}/run", "the last of a run": "{dir}/run/checkpoint-3",
-                       "a model": str(MODEL),
-                       "a file": "{dir}/run/config.json", "missing": "{dir}/none", "NUL": "{dir}/\0"}.items():
-        replay(f"of {name}", "rollouts|name a checkpoint", path)
-    replay("under torchrun", "RANK|torchrun", env={"RANK": "0", "WORLD_SIZE": "1"})
-    replay("new_policy missing", "new_policy", "{dir}/run/checkpoint-2", "--new_policy=/no")
-    replay("reference missing", "reference", "{dir}/run/checkpoint-2", "--kl_coef=0.1", "--reference=/no")
-    replay("token_budget small", "token_budget", "{dir}/run/checkpoint-2", "--token_budget=5")
-    replay("remax without greedy", "remax", "{dir}/run/checkpoint-2", "--advantage=remax")
-    for name, content in {"empty": b"", "garbage": b"x\n",
-                          "a head alone": changed(lambda data: data.splitlines()[0] + b"\n"),
-                          "a FIFO": replaced(os.mkfifo),
-                          "NULs": b"\0" * 100, "deep": b"[" * 100_000, "cut short": changed(half),
-                          "invalid UTF-8": b"\xff\n",
-                          "a row less": changed(lambda data: data[:data[:-1].rindex(b"\n") + 1]),
-                          "blank lines": b"\n\n", "/dev/zero": replaced(link("/dev/zero"))}.items():
-        replay(f"rollouts.jsonl, {name}", r"rollouts\.jsonl", harm=content)
-    for name, change in ROLLOUTS.items():
-        replay(f"a rollout with {name}", either(r"rollouts\.jsonl:2\b") if name == "finish_reason 5"
-               else r"rollouts\.jsonl:2\b", harm=edit_line(1, change))
-    for name, change in HEADS.items():
-        fine = name in ("no prompts_per_step", "os 1", "json 5", "__file__ '/x'")
-        words = r"rollouts\.jsonl|num_generations="
-        replay(f"a head with {name}", either(words) if fine else words, harm=edit_line(0, change))
-    for name, line in LOG_LINES.items():
-        replay(f"metrics.jsonl with {name}", runs("grad_norm"), file="run/metrics.jsonl", harm=changed(
-            lambda data, line=line: line + b"\n" + data))
-    replay("weights cut short", r"model\.safetensors", file="run/checkpoint-2/model.safetensors",
-           harm=changed(half))
-    replay("a tokenizer of garbage", "tokenizer", file="run/checkpoint-2/tokenizer.json", harm=b"x")
+    saved = "{dir}/run/checkpoint-2"
+    add_all(lambda name, expected, path: replay(name, expected, path), REPLAYS)
+    for flag in ("new_policy=/no", "reference=/no", "token_budget=5", "advantage=remax"):
+        words = "remax" if "remax" in flag else flag.partition("=")[0]
+        replay(flag, words, saved, f"--{flag}", *["--kl_coef=0.1"] * ("reference" in flag))
+    replay("under torchrun", "RANK|torchrun", saved, env={"RANK": "0", "WORLD_SIZE": "1"})
+    for file, table in REPLAY_FILES.items():
+        add_all(lambda name, expected, harm: replay(name, expected, saved, harms={file: harm}), table, file)
+    for line, table in enumerate(ROLLOUTS):
+        add_all(lambda name, expected, change: replay(name, expected, saved, harms={
+            "checkpoint-2/rollouts.jsonl": amended(change, line)}), table, f"line {line}")
 
 
 def console_cases(add):
-    for name, shell in {"stdout closed": ">&-", "stderr closed": "2>&-", "both closed": ">&- 2>&-",
-                        "all closed": "<&- >&- 2>&-",
-                        "stdout on a full disk": "> /dev/full", "stderr on a full disk": "2> /dev/full",
-                        "both on a full disk": "> /dev/full 2>&1", "stdout a broken pipe": "| true",
-                        "both a broken pipe": "2>&1 | true",
-                        "a pipe that breaks later": "2>&1 | head -1"}.items():
-        add(name, runs(), shell=shell, after=all_steps)
-    rows = jsonl(*[{"prompt": row["prompt"] + [{"role": "user", "content": "\u00e9\U0001f600\u202e"}]}
-                   for row in good_rows()])
-    for name, env in {"ASCII": {"PYTHONIOENCODING": "ascii"},
-                      "the C locale": {"PYTHONUTF8": "0", "LC_ALL": "C"},
-                      "strict ASCII": {"PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0",
-                                       "LC_ALL": "POSIX"}}.items():
-        add(name, runs(), "--task=file", "--train_file={dir}/rows.jsonl", "--train_prompts=0",
-            "--sample_interval=1", "--temperature=3", shell="2>&1", env=env, files={"rows.jsonl": rows},
-            after=all_steps)
+    for shell in (">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "> /dev/full", "2> /dev/full",
+                  "> /dev/full 2>&1", "| true", "2>&1 | true", "2>&1 | head -1"):
+        add(shell, runs(), shell=shell, after=all_steps)
+    rows = [prompt(row["prompt"] + message("\u00e9\U0001f600\u202e")["prompt"]) for row in GOOD]
+    for env in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "LC_ALL": "C"},
+                {"PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0", "LC_ALL": "POSIX"}):
+        add(repr(env), runs(), "--task=file", "--train_file={dir}/rows.jsonl", "--train_prompts=0",
+            "--temperature=3", "--sample_interval=1", shell="2>&1", env=env,
+            files={"rows.jsonl": jsonl(*rows)}, after=all_steps)
 
 
 GROUPS = {"settings": settings_cases, "configs": config_cases, "rows": row_cases, "rewards": reward_cases,
@@ -1266,105 +847,87 @@ GROUPS = {"settings": settings_cases, "configs": config_cases, "rows": row_cases
           "console": console_cases}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# the trial
+# ---- the trial ---------------------------------------------------------------------------------------------
 
 
 def all_cases():
-    cases = []
+    cases = {}
     for group, make in GROUPS.items():
-        def add(name, expected, *arguments, script=GRPO, files=None, env=None, after=None, ranks=1, shell=""):
+        def add(name, expected, *arguments, **rest):
+            name = name if len(name) <= 100 else f"{name[:80]}... of {len(name)}"
             expected = expected if isinstance(expected, Expected) else Expected("refused", expected)
-            cases.append(Case(group, name, expected, list(arguments), script, files or {}, env or {}, after,
-                              ranks, shell))
+            assert (group, name) not in cases, f"{group}: {name!r} stands there twice"
+            cases[group, name] = Case(group, name, expected, tuple(map(str, arguments)), **rest)
         make(add)
-    twice = [name for name, count in Counter(f"{case.group}: {case.name}" for case in cases).items()
-             if count > 1]
-    assert not twice, twice
-    return cases
-
-
-def limited(*arguments):
-    """Run a script in a process that cannot take all of the machine's memory, as reading /dev/zero would."""
-    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
-    run_in_child(*arguments)
+    return list(cases.values())
 
 
 class Trial:
     """A case in the processes that try it."""
 
-    def __init__(self, case, folder, seconds=60):
+    def __init__(self, case, folder):
         self.case, self.folder = case, folder
-        os.makedirs(folder)
         here = lambda text: str(text).replace("{dir}", str(folder))
-        for name, content in case.files.items():
+        for name, content in ({"victim": "precious"} | case.files).items():
             write(os.path.normpath(folder / name), content)
-        arguments = case.arguments
-        # replay.py takes its checkpoint first.
-        arguments = list(map(here, with_defaults(arguments, DEFAULTS[case.script])))
+        arguments = list(map(here, with_defaults(case.arguments, DEFAULTS[case.script])))
         env = {key: here(value) for key, value in case.env.items()}
+        log, errors = folder / "log", folder / "errors"
         if case.shell:
-            command = shlex.join([sys.executable, case.script, *arguments])
-            with open(folder / "log", "ab") as log, open(folder / "errors", "ab") as errors:
+            command = f"set -o pipefail; {shlex.join([sys.executable, case.script, *arguments])} {case.shell}"
+            with open(log, "ab") as stdout, open(errors, "ab") as stderr:
                 self.processes = [subprocess.Popen(
-                    ["bash", "-c", f"set -o pipefail; {command} {case.shell}"], cwd=ROOT, stdout=log,
-                    stderr=errors, env=os.environ | env, start_new_session=True)]
+                    ["bash", "-c", command], cwd=ROOT, stdout=stdout, stderr=stderr, env=os.environ | env,
+                    start_new_session=True)]
         else:
             port = free_port()
             # As Python itself has it, the script's __file__ is absolute.
-            self.processes = [forkserver.Process(target=limited, args=(
-                f"{ROOT}/{case.script}", arguments, folder / "log", environment(rank, case.ranks, port) | env,
-                (), folder / "errors"), daemon=True) for rank in range(case.ranks)]
+            self.processes = [forkserver.Process(target=run_in_child, daemon=True, args=(
+                f"{ROOT}/{case.script}", arguments, log, environment(rank, case.ranks, port) | env, (),
+                errors)) for rank in range(case.ranks)]
             for process in self.processes:
                 process.start()
-        self.deadline = time.monotonic() + seconds
+        self.begun = time.monotonic()
 
     def codes(self):
         return [process.poll() if self.case.shell else process.exitcode for process in self.processes]
 
     def ended(self):
-        return None not in self.codes() or time.monotonic() > self.deadline
+        return None not in self.codes() or time.monotonic() > self.begun + SECONDS
 
     def problem(self):
         """What is not as expected, or None."""
-        codes = self.codes()
+        self.seconds, codes = time.monotonic() - self.begun, self.codes()
         for process in self.processes:
             if self.case.shell:
                 # With what the shell has started.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
-        text = {name: (self.folder / name).read_text(errors="replace") if (self.folder / name).exists()
-                else ""
-                for name in ("log", "errors")}
-        self.last = next((line.strip() for part in (text["errors"], text["log"])
-                          for line in reversed(part.splitlines())
+        log, errors = [path.read_text(errors="replace") if path.exists() else ""
+                       for path in (self.folder / "log", self.folder / "errors")]
+        self.last = next((line.strip() for text in (errors, log) for line in reversed(text.splitlines())
                           if line.strip()), "")
-        if None in codes:
-            return "hung"
-        self.code = max(codes, key=abs)
-        (kind, words), output = self.case.expected, "\n".join(text.values())
         # A progress bar may stand before it on its line.
         refusal = next(iter(re.findall(rf"{self.case.script}: .*", self.last)), "")
-        if set(codes) == {0}:
-            if kind in ("refused", "mute", "later"):
-                return "accepted"
-            if "Traceback" in output:
-                return "a traceback"
-            if kind == "runs" and not re.search(words, output):
-                return "ran without a word of it"
-        elif kind == "later" and set(codes) == {1}:
-            if not (self.last.startswith("RuntimeError: ") and re.search(words, self.last)):
-                return "stopped by something else"
-        elif "Traceback" in output:
-            return "a traceback"
-        elif set(codes) != {2}:
-            return "another exit code"
-        elif kind == "runs":
-            return "refused"
-        elif kind != "mute" and not (refusal and re.search(words, refusal)):
-            return "other words"
-        return self.case.after(self.folder) if self.case.after else None
+        (kind, words), codes = self.case.expected, set(codes)
+        stopped, victim = kind in ("later", "still") and codes == {1}, self.folder / "victim"
+        end = ("stood still" in errors if kind == "still"
+               else re.search(f"^RuntimeError: .*({words})", self.last))
+        if None in codes:
+            return "hung"
+        problems = {
+            "accepted": codes == {0} and kind not in ("runs", "either"),
+            "stopped by something else": stopped and not end,
+            "a traceback": "Traceback" in log + errors and not stopped,
+            "another exit code": not stopped and codes not in ({0}, {2}),
+            "ran without a word": codes == {0} and kind == "runs" and not re.search(words, log + errors),
+            "refused": codes == {2} and kind == "runs",
+            "other words": codes == {2} and kind != "mute" and not (refusal and re.search(words, refusal)),
+            "code of a stranger has run": OWNED.exists() and not OWNED.rmdir(),
+            "the victim has changed": not victim.is_file() or victim.read_text() != "precious"}
+        return next((problem for problem, so in problems.items() if so), None) or (
+            self.case.after(self.folder) if self.case.after else None)
 
 
 def make_models():
@@ -1385,39 +948,35 @@ def make_models():
             pad_token_id=tokenizer.pad_token_id, initializer_range=0.2)).save_pretrained(path)
         tokenizer.save_pretrained(path)
     shutil.copytree(MODEL, WORK / "copy")
-    os.mkdir(WORK / "moved")
     for folder in (WORK, WORK / "copy"):
-        (folder / "letters.py").write_text(LETTERS)
-        (folder / "rows.jsonl").write_bytes(jsonl(*good_rows()))
-    saved = ["--save_interval=1", "--keep_checkpoints=5", "--max_steps=3", "--eval_interval=1"]
-    of_file = ["--task=file", f"--train_file={WORK}/rows.jsonl"]
-    for name, script, more in (("grpo", GRPO, []), ("file", GRPO, of_file), ("dapo", DAPO, []),
-                               ("ppo", PPO, [])):
-        case = Case("base", name, runs(), [*saved, *more], script, {}, {}, None, 1, "")
-        trial = Trial(case, WORK / f"{name}-made")
+        write(folder / "letters.py", LETTERS)
+        write(folder / "rows.jsonl", jsonl(*GOOD))
+    saved = ("--save_interval=1", "--keep_checkpoints=5", "--max_steps=3", "--eval_interval=1")
+    for name, script in BASES.items():
+        of_file = ("--task=file", f"--train_file={ROWS}") if name == "file" else ()
+        trial = Trial(Case("bases", name, runs(), saved + of_file, script), WORK / f"{name}-made")
         while not trial.ended():
             time.sleep(0.01)
         assert not (problem := trial.problem()), f"{name}: {problem}: {trial.last}"
-        shutil.copytree(WORK / f"{name}-made/run", WORK / name)
+        shutil.move(trial.folder / "run", WORK / name)
 
 
 def report(cases, failures, seconds):
     for group in GROUPS:
-        tried = [case for case in cases if case.group == group]
-        controls = sum(case.expected.kind == "runs" for case in tried)
-        bad = sum(trial.case.group == group for trial, _ in failures)
-        if tried:
-            print(f"{group:10} {len(tried):4} cases, {controls:3} of which run, "
+        if tried := [case.expected.kind for case in cases if case.group == group]:
+            bad = sum(trial.case.group == group for trial, _ in failures)
+            print(f"{group:10} {len(tried):4} cases, {tried.count('runs'):3} of which run, "
                   f"{len(tried) - bad:4} as expected, {bad:4} not")
     print(f"all        {len(cases):4} cases in {seconds:.0f} s, {len(failures)} not as expected\n")
-    for trial, problem in sorted(failures, key=lambda failure: list(GROUPS).index(failure[0].case.group)):
-        case = trial.case
-        wanted = " ".join(case.expected).strip()
-        print(f"{case.group}: {case.name!r}: {problem} ({trial.seconds:.0f} s)\n    wanted {wanted!r}, "
-              f"exit codes {trial.codes()}, last line {trial.last[:200]!r}")
+    for trial, problem in failures:
+        print(f"{trial.case.group}: {trial.case.name!r}: {problem} ({trial.seconds:.0f} s)\n    "
+              f"wanted {' '.join(trial.case.expected).strip()!r}, exit codes {trial.codes()}, "
+              f"last line {trial.last[:200]!r}")
 
 
-def main(only="", jobs=2, seconds=60):
+def main(only="", jobs=2):
+    # No script can take all of the machine's memory, as reading /dev/zero would.
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
     os.makedirs(WORK)
     begun = time.monotonic()
     try:
@@ -1427,13 +986,10 @@ def main(only="", jobs=2, seconds=60):
         while waiting or running:
             while waiting and len(running) < int(jobs):
                 number, case = waiting.pop(0)
-                trial = Trial(case, WORK / f"case-{number}", int(seconds))
-                trial.seconds = -time.monotonic()
-                running.append(trial)
+                running.append(Trial(case, WORK / f"case-{number}"))
             time.sleep(0.005)
             for trial in [trial for trial in running if trial.ended()]:
                 running.remove(trial)
-                trial.seconds += time.monotonic()
                 if problem := trial.problem():
                     failures.append((trial, problem))
                 shutil.rmtree(trial.folder, ignore_errors=True)

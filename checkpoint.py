@@ -177,7 +177,16 @@ NAMED = {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_
              "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"))}
 
 
-class KnownNames(pickle.Unpickler):
+# Python's own unpickler, because in the one in C no instruction can be refused.
+class KnownNames(pickle._Unpickler):
+    def load_build(self):
+        # It would set the attributes of a class, for all of the process.
+        if callable(self.stack[-2]):
+            raise ValueError("it changes a type")
+        super().load_build()
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+
     def find_class(self, module, name):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in NAMED and not is_dtype:
@@ -192,6 +201,9 @@ class CheckedReader(dcp.FileSystemReader):
             self.metadata = KnownNames(file).load()
         if not isinstance(self.metadata, Metadata):
             raise ValueError("it has no description")
+        for info in self.metadata.storage_data.values():
+            if info.relative_path != os.path.basename(info.relative_path):
+                raise ValueError(f"it names {info.relative_path}, which is not beside it")
 
     def read_metadata(self, *_, **__):
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
@@ -241,7 +253,7 @@ def load_state(folder):
         if not isinstance(state.get(key), dict):
             raise ValueError(f"{path}: no {key}")
     counts = {key: state.get(key) for key in ("step", "num_tokens", "world_size")}
-    for key, count in (counts | state["skipped_updates"]).items():
+    for key, count in [*counts.items(), *state["skipped_updates"].items()]:
         if type(count) is not int or count < 0:
             raise ValueError(f"{path}: {key}={count!r:.100}")
     return state

@@ -48,8 +48,10 @@ def check_run(settings, world_size):
     with input_errors():
         rollout.engine_class(settings["engine"])
     s = SimpleNamespace(**settings)
-    check(not 0 < s.timeout <= s.reward_step_timeout,
-          f"timeout={s.timeout}: not above reward_step_timeout={s.reward_step_timeout}")
+    # ReMax scores twice a step.
+    budget = s.reward_step_timeout * (2 if settings.get("advantage") == "remax" else 1)
+    check(not 0 < s.timeout <= budget, f"timeout={s.timeout}: not above the {budget} seconds of rewards that "
+                                       "reward_step_timeout allows in a step")
     check_files(settings)
     check(s.prompts_per_step % world_size == 0,
           f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")

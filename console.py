@@ -15,13 +15,13 @@ class Lenient:
         self.stream = stream or open(os.devnull, "w")
 
     def write(self, text):
-        # A ValueError says that it is closed.
-        with contextlib.suppress(OSError, ValueError):
+        # ValueError: it is closed. RuntimeError: a signal's handler writes in the middle of another write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             self.stream.write(text)
         return len(text)
 
     def flush(self):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             self.stream.flush()
 
     def __getattr__(self, name):

@@ -167,10 +167,15 @@ class Watchdog:
 
     @staticmethod
     def _end(message):
-        print(message, file=sys.stderr, flush=True)
-        # It shows the line at which each thread stands.
-        with contextlib.suppress(Exception):
+        def say():
+            print(message, file=sys.stderr, flush=True)
+            # The line at which each thread stands.
             faulthandler.dump_traceback()
+
+        # Nobody may be reading stderr any more, and then this would wait for ever.
+        speaker = threading.Thread(target=say, daemon=True)
+        speaker.start()
+        speaker.join(10)
         os._exit(1)
 
 

@@ -98,15 +98,15 @@ def load_rollouts(path):
                     settings = dict(entry)
                     continue
                 ids, spans = np.array(entry["ids"]), np.array(entry["spans"])
-                r = Rollout(ids.astype(np.int32), spans.astype(np.int32),
-                            np.array(entry["logprobs"], np.float32), entry["finish_reason"],
-                            score=float(entry["score"]))
-                starts, ends = r.spans.T
-                if not (0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
-                        and ends[-1] <= len(r.ids) and (ends - starts).sum() == len(r.logprobs)
-                        and r.ids.min() >= 0 and ids.dtype.kind == spans.dtype.kind == "i"
-                        and np.isfinite(r.logprobs).all()):
+                logprobs = np.array(entry["logprobs"], np.float32)
+                starts, ends = spans.T
+                if not (ids.ndim == logprobs.ndim == 1 and spans.ndim == 2
+                        and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min() and ids.max() < 2 ** 31 and np.isfinite(logprobs).all()
+                        and 0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
+                        and ends[-1] <= len(ids) and (ends - starts).sum() == len(logprobs)):
                     raise ValueError("its ids, spans and logprobs do not fit")
+                r = Rollout(ids.astype(np.int32), spans.astype(np.int32), logprobs, entry["finish_reason"],
+                            score=float(entry["score"]))
             except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a line of kept rollouts: {error!r:.200}") from error
             rollouts.append(r)

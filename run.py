@@ -134,10 +134,10 @@ class Run:
         # a second after the first signal ends the run, as soon as Python runs again.
         if number == signal.SIGINT and self.signals and time.monotonic() - self.signals[0] > 1:
             os._exit(130)
-        if not self.signals and self.log.master:
+        self.signals.append(time.monotonic())
+        if len(self.signals) == 1 and self.log.master:
             print("\nThis step will be finished and saved, then the run stops. Ctrl-C again ends it at once.",
                   file=sys.stderr, flush=True)
-        self.signals.append(time.monotonic())
 
     def stopping(self):
         """Whether a signal has come, or torchrun has died, on any rank. A collective."""

@@ -168,7 +168,7 @@ class RunLog:
 
     def _note_score(self, line):
         self.eval_scores |= {line["step"]: value for name, value in line.items()
-                             if name.startswith("eval/mean@")}
+                             if name.startswith("eval/mean@") and isinstance(value, float)}
 
     def flush(self):
         """Write the lines that a full disk refused earlier."""

@@ -1,6 +1,8 @@
 """Folders and checkpoints of strangers: nothing is overwritten, nothing of theirs is run."""
+import dataclasses
 import json
 import os
+import pathlib
 import pickle
 import shutil
 import subprocess
@@ -63,6 +65,32 @@ def test_a_forged_description_runs_no_code(saved, model, tmp_path):
     with pytest.raises(ValueError, match="names posix.mkdir"):
         checkpoint.load_optimizer(folder, model, torch.optim.AdamW(model.parameters(), 0.1))
     assert not os.path.exists(tmp_path / "owned")
+
+
+def test_a_forged_description_changes_no_class(saved, model):
+    folder, optimizer = saved
+    # protocol 4: the class pathlib.PosixPath, the state (None, {"exists": PosixPath}), BUILD, STOP
+    name = b"\x8c\x07pathlib\x8c\x09PosixPath\x93"
+    forged = b"\x80\x04" + name + b"N}\x8c\x06exists" + name + b"s\x86b."
+    exists = pathlib.PosixPath.exists
+    with open(f"{folder}/trainer/.metadata", "wb") as file:
+        file.write(forged)
+    with pytest.raises(ValueError, match="it changes a type"):
+        checkpoint.load_optimizer(folder, model, optimizer)
+    assert pathlib.PosixPath.exists is exists
+
+
+@pytest.mark.parametrize("path", ["../__0_0.distcp", "/dev/zero"])
+def test_a_forged_description_names_no_other_file(saved, model, path):
+    folder, optimizer = saved
+    with open(f"{folder}/trainer/.metadata", "rb") as file:
+        metadata = pickle.load(file)
+    metadata.storage_data = {index: dataclasses.replace(info, relative_path=path)
+                             for index, info in metadata.storage_data.items()}
+    with open(f"{folder}/trainer/.metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    with pytest.raises(ValueError, match=f"it names {path}, which is not beside it"):
+        checkpoint.load_optimizer(folder, model, optimizer)
 
 
 def test_a_forged_entry_runs_no_code(mesh, model, tmp_path):

@@ -1,5 +1,6 @@
 """Both engines against a full forward of a Hugging Face model, before and after a sync; seeds; sampling."""
 import importlib.util
+import json
 import math
 import os
 import random
@@ -365,6 +366,41 @@ def test_end_tokens_that_are_none(folder, tmp_path, content, message):
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         rollout.end_tokens(str(path), tokenizer)
+
+
+# ---------------------------------------------------------------- kept for replay.py
+
+def test_rollouts_are_kept_as_they_are(tmp_path):
+    os.makedirs(tmp_path / "checkpoint-1")
+    kept = [rollout.Rollout.single([1, 2], [3, 4 + i], [-0.25, -0.5], "stop") for i in range(4)]
+    for i, r in enumerate(kept):
+        r.score = float(i)
+    path = str(tmp_path / "checkpoint-1" / "rollouts.jsonl")
+    assert rollout.save_rollouts(path, {"num_generations": 2}, kept, [0.5, 1.0]) is None
+    settings, found, greedy = rollout.load_rollouts(path)
+    assert settings == {"num_generations": 2} and greedy == [0.5, 1.0]
+    for ours, theirs in zip(kept, found, strict=True):
+        assert all((getattr(ours, key) == getattr(theirs, key)).all() for key in ("ids", "spans", "logprobs"))
+        assert (ours.finish_reason, ours.score) == (theirs.finish_reason, theirs.score)
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("change", [
+    {"ids": [[1], [2], [3]]}, {"ids": [2 ** 32 + 1, 2, 3]}, {"ids": [1.5, 2, 3]}, {"ids": [-1, 2, 3]},
+    {"ids": []}, {"spans": [[[1, 3]]]}, {"spans": [[0, 3]]}, {"spans": [[1, 4]]}, {"spans": [[2, 1]]}, {"spans": []},
+    {"spans": [[1, 2], [1, 2]]}, {"logprobs": [[-0.1], [-0.2]]}, {"logprobs": [-0.1]},
+    {"logprobs": [-0.1, -float("inf")]}, {"logprobs": "x"}, {"score": "x"}, {"ids": None}])
+def test_a_damaged_rollout_is_named(tmp_path, change):
+    line = {"ids": [1, 2, 3], "spans": [[1, 3]], "logprobs": [-0.1, -0.2], "finish_reason": "stop",
+            "score": 1}
+    path = tmp_path / "rollouts.jsonl"
+    for second, named in ((line, None), (line | change, f"{path}:2: not a line of kept rollouts")):
+        path.write_text("".join(json.dumps(each) + "\n" for each in ({"num_generations": 1}, second)))
+        if not named:
+            assert len(rollout.load_rollouts(path)[1]) == 1
+            continue
+        with pytest.raises(ValueError, match=named):
+            rollout.load_rollouts(path)
 
 
 # ---------------------------------------------------------------- choosing

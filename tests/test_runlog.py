@@ -144,7 +144,8 @@ def test_a_log_is_rewound_to_the_step_that_goes_on(tmp_path, capsys):
 def test_the_scores_of_a_resumed_run_are_known(mesh, tmp_path):
     os.makedirs(tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text(
-        '{"step": 0, "eval/mean@4": 0.25}\n{"step": 1}\n{"step": 2, "eval/mean@4": 0.5}\n')
+        '{"step": 0, "eval/mean@4": 0.25}\n{"step": 1, "eval/mean@4": null}\n'
+        '{"step": 2, "eval/mean@4": 0.5}\n')
     log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 2, 3)
     assert log.eval_scores == {0: 0.25}
     log.start(2)

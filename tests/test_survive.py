@@ -304,7 +304,9 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
 @pytest.mark.parametrize("change, message", [
     ({"step": "12"}, "state.json: step='12'"), ({"step": -1}, "state.json: step=-1"),
     ({"step": None}, "state.json: step=None"), ({"settings": []}, "state.json: no settings"),
-    ({"skipped_updates": {"actor": "x"}}, "state.json: actor='x'"), ({"checksums": 5}, "no checksums"),
+    ({"skipped_updates": {"actor": "x"}}, "state.json: actor='x'"),
+    ({"step": "x", "skipped_updates": {"step": 0}}, "state.json: step='x'"),
+    ({"checksums": 5}, "no checksums"),
     ({"extra": 1}, "holds extra, which train_grpo.py would lose"),
     ([], "state.json is not what a run writes")])
 def test_a_state_that_no_run_writes(whole, folder, reward_file, tmp_path, change, message):

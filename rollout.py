@@ -101,7 +101,8 @@ def load_rollouts(path):
                 logprobs = np.array(entry["logprobs"], np.float32)
                 starts, ends = spans.T
                 if not (ids.ndim == logprobs.ndim == 1 and spans.ndim == 2
-                        and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min() and ids.max() < 2 ** 31 and np.isfinite(logprobs).all()
+                        and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min()
+                        and ids.max() < 2 ** 31 and np.isfinite(logprobs).all()
                         and 0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
                         and ends[-1] <= len(ids) and (ends - starts).sum() == len(logprobs)):
                     raise ValueError("its ids, spans and logprobs do not fit")

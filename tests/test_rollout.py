@@ -387,8 +387,8 @@ def test_rollouts_are_kept_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("change", [
     {"ids": [[1], [2], [3]]}, {"ids": [2 ** 32 + 1, 2, 3]}, {"ids": [1.5, 2, 3]}, {"ids": [-1, 2, 3]},
-    {"ids": []}, {"spans": [[[1, 3]]]}, {"spans": [[0, 3]]}, {"spans": [[1, 4]]}, {"spans": [[2, 1]]}, {"spans": []},
-    {"spans": [[1, 2], [1, 2]]}, {"logprobs": [[-0.1], [-0.2]]}, {"logprobs": [-0.1]},
+    {"ids": []}, {"spans": [[[1, 3]]]}, {"spans": [[0, 3]]}, {"spans": [[1, 4]]}, {"spans": [[2, 1]]},
+    {"spans": []}, {"spans": [[1, 2], [1, 2]]}, {"logprobs": [[-0.1], [-0.2]]}, {"logprobs": [-0.1]},
     {"logprobs": [-0.1, -float("inf")]}, {"logprobs": "x"}, {"score": "x"}, {"ids": None}])
 def test_a_damaged_rollout_is_named(tmp_path, change):
     line = {"ids": [1, 2, 3], "spans": [[1, 3]], "logprobs": [-0.1, -0.2], "finish_reason": "stop",

@@ -203,7 +203,7 @@ class CheckedReader(dcp.FileSystemReader):
             raise ValueError("it has no description")
         for info in self.metadata.storage_data.values():
             if info.relative_path != os.path.basename(info.relative_path):
-                raise ValueError(f"it names {info.relative_path}, which is not beside it")
+                raise ValueError(f"it names {info.relative_path}, which is not in its folder")
 
     def read_metadata(self, *_, **__):
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()

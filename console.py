@@ -48,7 +48,7 @@ def one_line(text):
 
 
 def printable(text):
-    r"""Text with its control characters escaped, but for tabs and line ends: \x1b[2J clears the screen.
+    r"""Text with its control characters escaped, except tabs and line ends: \x1b[2J clears the screen.
 
     So are half surrogate pairs, and the characters that turn the direction of writing.
     """

@@ -24,7 +24,7 @@ dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Mas
 float32_head = True             # with bfloat16: compute logits in float32 in trainer and engine
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
-timeout = 3600.0                # the run stops if a rank stands still for so many seconds; 0: never
+timeout = 3600.0                # seconds after which a rank that stands still stops the run; 0: never
 max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # output
 keep_checkpoints = 2            # how many of the newest to keep; the best saved at an evaluation is also kept

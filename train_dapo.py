@@ -115,7 +115,7 @@ moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__, position=0, alike=[], rests=[])   # DAPO: the place in the prompts, their visits
 state = run.state
-state["position"] = state["position"] or run.first_step * prompts_per_step      # train_grpo.py began the run
+state["position"] = state["position"] or run.first_step * prompts_per_step      # if train_grpo.py began it
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
     check_model(base, length=max_prompt_length + max_completion_length)

@@ -1,5 +1,5 @@
 """
-What a save and a resume cost beside the model itself, late in a long run of train_dapo.py.
+What a save and a resume cost apart from the model itself, late in a long run of train_dapo.py.
 
     python -m bench.save
     python -m bench.save --prompts=1000000
@@ -49,6 +49,6 @@ with tempfile.TemporaryDirectory() as folder:
         seconds.append(time.perf_counter() - started)
         assert not problem, problem
     size = os.path.getsize(f"{out_dir}/checkpoint-{steps}/trainer/state.json") / 1e6
-    print(f"{steps:,} steps and {prompts:,} prompts: a save takes {statistics.median(seconds):.3f} s beside "
-          f"the model, its state.json {size:.2f} MB; a resume reads the log in {resume:.1f} s")
+    print(f"{steps:,} steps and {prompts:,} prompts: a save takes {statistics.median(seconds):.3f} s "
+          f"apart from the model, its state.json {size:.2f} MB; a resume reads the log in {resume:.1f} s")
 ranks.leave()

@@ -677,7 +677,7 @@ CHECKSUMS = {
     "checkpoint-3.*damaged": [
         *[{name: 1} for name in ("../config.json", "/etc/passwd", "/dev/zero", "", ".", "trainer", "a\0b")],
         {"config.json": "x"}, {"tokenizer.json": None}]}
-LATEST = {  # what stands beside checkpoint-3 in a run that is to find the newest
+LATEST = {  # what stands next to checkpoint-3 in a run that is to find the newest
     "resume=auto: all 3": [{f"checkpoint-{step}/{WEIGHTS}": CUT for step in (1, 2, 3)}],
     runs("checkpoint-4.*damaged"): [{"checkpoint-4": FOLDER}],
     runs(): [{"checkpoint-4": b"x"}, {"checkpoint-4": FIFO}, {"checkpoint-" + "9" * 200: FOLDER},

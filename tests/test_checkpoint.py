@@ -89,7 +89,7 @@ def test_a_forged_description_names_no_other_file(saved, model, path):
                              for index, info in metadata.storage_data.items()}
     with open(f"{folder}/trainer/.metadata", "wb") as file:
         pickle.dump(metadata, file)
-    with pytest.raises(ValueError, match=f"it names {path}, which is not beside it"):
+    with pytest.raises(ValueError, match=f"it names {path}, which is not in its folder"):
         checkpoint.load_optimizer(folder, model, optimizer)
 
 

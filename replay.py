@@ -32,7 +32,8 @@ import tiny
 from checks import check_dapo, check_grpo, check_values
 from configurator import check, configure, input_errors, read_layout
 from files import read_log
-from models import check_model, load_policy, load_tokenizer, precision, token_logprobs
+from loading import check_trainable, load_policy, load_tokenizer, precision
+from models import token_logprobs
 from packing import micro_batches
 from rollout import compare_logprobs, load_rollouts
 # ------------------------------------------------------------------------------------------------------------
@@ -96,11 +97,11 @@ longest = max(len(r.ids) for r in rollouts)
 check(longest <= token_budget, f"token_budget={token_budget}: a sequence has {longest} tokens")
 check(advantage != "remax" or len(greedy), "advantage=remax: the run made no greedy completions")
 with input_errors():
-    check_model(new_policy or checkpoint, "new_policy")
+    check_trainable(new_policy or checkpoint, "new_policy")
     if kl_coef > 0:
         reference = reference or kept["model"]
         reference = tiny.ensure() if reference == "tiny" else reference
-        check_model(reference, "reference", tokenizer=False)
+        check_trainable(reference, "reference", tokenizer=False)
     tokenizer = load_tokenizer(checkpoint)
 size = AutoConfig.from_pretrained(new_policy or checkpoint).get_text_config().vocab_size
 for line, r in enumerate(rollouts, 2):
@@ -151,7 +152,7 @@ kl_in_loss = kl_coef > 0 and kl_in == "loss"
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
 computed = [s for s in counted if moves_without_advantage or adv[s] != 0]
 sums, new_logps = dict.fromkeys(("loss", "entropy", "kl", "low", "high", "correction"), 0.0), {}
-for batch in micro_batches(rollouts, computed, token_budget, device):
+for batch in micro_batches(policy, rollouts, computed, token_budget):
     logp, entropy = policy(batch, temperature)                                          # [C], [C]
     new_logps |= batch.split(logp.detach())
     # Without old logprobs the policy is the one that sampled.

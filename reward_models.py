@@ -11,7 +11,7 @@ import sys
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from models import check_loaded, check_model, load_tokenizer, reading
+from loading import check_loaded, check_model, load_tokenizer, reading
 
 
 class RewardModel:
@@ -29,10 +29,6 @@ class RewardModel:
             raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
         # This is the config that the model's own forward reads.
         text_config = config.get_text_config()
-        embedded = text_config.vocab_size
-        if len(self.tokenizer) > embedded:
-            raise ValueError(f"reward_model={path}: its tokenizer has {len(self.tokenizer)} tokens, but its "
-                             f"embedding only {embedded}: not the tokenizer that it was trained with")
         # The model reads the score at the last token that is no padding.
         if getattr(text_config, "pad_token_id", None) is None:
             text_config.pad_token_id = self.tokenizer.pad_token_id

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoConfig, DynamicCache, GenerationConfig
 
 import ranks
 from files import in_words, opened
+from loading import model_class
 from models import head_logits
 
 
@@ -236,15 +237,28 @@ class VLLMEngine:
         shared = tensor_parallel_size > 1 and not self.cuda
         if shared:
             self._name_shared_memory()
-        self.llm = vllm.LLM(
-            model=model, dtype=str(dtype).removeprefix("torch."), max_model_len=max_length,
-            skip_tokenizer_init=True, use_tqdm_on_load=False, enforce_eager=not self.cuda,
-            enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size,
-            hf_overrides={"head_dtype": "float32" if float32_head else "model"},
-            logprobs_mode="processed_logprobs",          # after temperature, top_p and top_k
-            enable_chunked_prefill=self.cuda,            # CPU: a split prompt breaks seeded requests
-            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
+        try:
+            config = vllm.EngineArgs(**arguments).create_model_config()
+            if config.is_multimodal_model:
+                arguments["language_model_only"] = True
+            # Without chunks vLLM cannot keep the states of such layers in its prefix cache.
+            if not self.cuda and (config.is_hybrid or config.is_attention_free):
+                arguments["enable_prefix_caching"] = False
+            self.llm = vllm.LLM(
+                **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
+                enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
+                tensor_parallel_size=tensor_parallel_size,
+                hf_overrides={"head_dtype": "float32" if float32_head else "model"},
+                logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
+                enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
+                distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+            # A kernel that the CPU build lacks shows here, not in the middle of the run.
+            if not self.cuda:
+                self._generate([[0]], [0], 1, 1, 1.0, 1.0, 0)
+        except Exception as error:
+            raise ValueError(f"engine=vllm cannot run {model}: {type(error).__name__}: {str(error)[:300]}; "
+                             "--engine=hf may") from error
         if shared:
             self._unlink_shared_memory()
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
@@ -340,7 +354,8 @@ class HFEngine:
                  float32_head=True):
         self.device = (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available()
                        else "cpu")
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self.device).eval()
+        kind = model_class(AutoConfig.from_pretrained(model))
+        self.model = kind.from_pretrained(model, dtype=dtype).to(self.device).eval()
         head = self.model.get_output_embeddings()
         head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
                                                   float32_head)[:, None]                        # [B, 1, V]
@@ -364,8 +379,9 @@ class HFEngine:
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, cache)                                                # [B, V]
         # Each prompt is read once for its n completions.
-        cache.batch_repeat_interleave(n)
-        logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)             # [R, …]
+        copies = torch.arange(len(prompts), device=self.device).repeat_interleave(n)            # [R]
+        cache.reorder_cache(copies)
+        logits, mask = logits[copies], mask[copies]                                             # [R, …]
         # [R, max_tokens]: one uniform number per token, all drawn beforehand from the completion's own seed.
         uniform = torch.stack([torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + j))
                                for seed in seeds for j in range(n)]).to(self.device)
@@ -384,7 +400,7 @@ class HFEngine:
             if 2 * alive.sum() <= len(rows):
                 kept = alive[rows].nonzero()[:, 0]
                 rows, mask = rows[kept], mask[kept]
-                cache.batch_select_indices(kept)
+                cache.reorder_cache(kept)
             logits = self._forward(tokens[rows, t][:, None], mask, cache)
         return [Rollout.single(prompts[r // n], ids[:length], logps[:length], "length" if cut else "stop")
                 for r, (ids, logps, length, cut) in enumerate(zip(*(

@@ -17,7 +17,7 @@ import tiny
 from checks import check_files, check_values
 from configurator import configure, input_errors
 from console import printable
-from models import check_model, load_tokenizer, precision
+from loading import check_model, load_tokenizer, precision
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
 prompt = ""                     # a prompt of your own: its completions are printed and nothing is scored

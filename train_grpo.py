@@ -34,7 +34,8 @@ import rollout
 import tiny
 from checks import check_grpo, check_run
 from configurator import configure, input_errors
-from models import check_model, load_policy, load_tokenizer, offload, precision, token_logprobs
+from loading import check_trainable, load_policy, load_tokenizer, precision
+from models import offload, token_logprobs
 from packing import deal, micro_batches
 from run import Run
 from weights import full_weights
@@ -111,7 +112,7 @@ old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__)                                   # its folder, and where it resumes from
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
-    check_model(base, length=max_prompt_length + max_completion_length)
+    check_trainable(base, length=max_prompt_length + max_completion_length)
     tokenizer = load_tokenizer(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
@@ -123,13 +124,13 @@ with input_errors():
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
     reference = (load_policy(base, mesh, compute_dtype, trained=False, float32_head=float32_head)
                  if kl_coef > 0 else None)
+    rollout_engine = rollout.engine_class(engine)(
+        start, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
+        vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
     offload(optimizer, device)                                  # to host memory, except while it steps
-rollout_engine = rollout.engine_class(engine)(
-    start, compute_dtype, max_prompt_length + max_completion_length, eos_ids, vllm_gpu_memory_utilization,
-    vllm_tensor_parallel_size, float32_head)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 
@@ -265,7 +266,7 @@ for step in range(run.first_step, max_steps + 1):
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
             # All ranks have the same number of micro-batches; one that runs out of work gets some with C = 0.
-            for batch in micro_batches(rollouts, share, token_budget, device):
+            for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]

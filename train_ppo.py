@@ -31,8 +31,8 @@ import rollout
 import tiny
 from checks import check_ppo, check_run
 from configurator import configure, input_errors
-from models import (check_critic, check_model, load_critic, load_policy, load_tokenizer, offload, precision,
-                    token_logprobs, token_values)
+from loading import check_critic, check_trainable, load_critic, load_policy, load_tokenizer, precision
+from models import offload, token_logprobs, token_values
 from packing import deal, micro_batches
 from run import Run
 from weights import full_weights
@@ -101,7 +101,7 @@ if not kl_target or kl_coef != run.state["settings"]["kl_coef"]:
     run.state["kl_coef"] = kl_coef                              # a changed setting replaces the adapted value
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
-    check_model(base, length=max_prompt_length + max_completion_length)
+    check_trainable(base, length=max_prompt_length + max_completion_length)
     check_critic(critic_model or base, base, length=max_prompt_length + max_completion_length)
     tokenizer = load_tokenizer(base)
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
@@ -116,15 +116,15 @@ with input_errors():
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing)
     reference = (load_policy(base, mesh, compute_dtype, trained=False, float32_head=float32_head)
                  if kl_coef > 0 else None)
+    rollout_engine = rollout.engine_class(engine)(
+        start, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
+        vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
 adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, **adamw)
 critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, **adamw)
 if offload_optimizer:
     offload(optimizer, device)
     offload(critic_optimizer, device)
-rollout_engine = rollout.engine_class(engine)(
-    start, compute_dtype, max_prompt_length + max_completion_length, eos_ids, vllm_gpu_memory_utilization,
-    vllm_tensor_parallel_size, float32_head)
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 
@@ -244,9 +244,8 @@ for step in range(run.first_step, max_steps + 1):
         weight = scores.isfinite() * losses.sequence_weights(
             lengths, loss_aggregation, num_tokens=update_tokens, num_sequences=len(update),
             max_length=max_completion_length)                                           # [N]
-        batches = micro_batches(rollouts, share, token_budget, device)
         with log.timed("update_critic"):
-            for batch in batches:
+            for batch in micro_batches(critic, rollouts, share, token_budget):
                 new_value = critic(batch)                                               # [C]
                 value_losses, value_clipped = losses.value_loss(
                     new_value, batch.flat(old_values), batch.flat(rets), value_clip)        # [C] each
@@ -262,7 +261,7 @@ for step in range(run.first_step, max_steps + 1):
             if not train_policy or too_far:
                 continue
             update_kl = torch.zeros((), device=device)
-            for batch in batches:
+            for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 token_loss, low, high = losses.LOSSES["clip"](
                     logp, batch.flat(old_logps), batch.flat(advs), epsilon=epsilon, epsilon_high=epsilon_high,

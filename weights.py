@@ -17,6 +17,9 @@ def full_weights(policy, dtype=None, names=None):
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
     for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None):
+        # What reads images never changes, and an engine may have left it out.
+        if names and not parameter.requires_grad:
+            continue
         # Cast before the gather: there is less to send.
         shard = parameter.detach().to(dtype) if dtype else parameter.detach()
         tensor = shard.full_tensor()

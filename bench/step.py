@@ -30,7 +30,7 @@ import ranks
 import rollout
 import weights
 from configurator import check, configure
-from models import load_policy
+from loading import load_policy
 from packing import micro_batches
 from runlog import peak_memory
 # ------------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ weight = losses.sequence_weights(lens, "token_mean", num_tokens=lens.sum() * wor
 
 
 def update():
-    for batch in micro_batches(rollouts, range(sequences), token_budget, device):
+    for batch in micro_batches(policy, rollouts, range(sequences), token_budget):
         logp, entropy = policy(batch, 1.0)
         token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.spread(adv))
         loss = (batch.spread(weight) * token_loss).sum()

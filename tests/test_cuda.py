@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 import packing
 import rollout
 import weights
-from models import load_policy, product
+from loading import load_policy
+from models import product
 from packing import idle, pack, packed_attention
 from test_packing import episode
 

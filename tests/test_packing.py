@@ -107,6 +107,32 @@ def test_pack_trains_every_sampled_token_once_and_no_other_token(budget, longest
         assert next(trained, None) is None
 
 
+def test_rows_of_their_own_by_hand():
+    rollouts = [single([5, 6], [7, 8]), single([5], [9]), episode([5], [3], [4], [9], [2])]
+    one, other = pack(rollouts, [0, 1, 2], 11, "cpu", packed=False)
+    # 5 + 5 tokens with padding; a third row of 5 would not fit.
+    assert one.input_ids.tolist() == [[5, 3, 4, 9, 2], [5, 6, 7, 8, 0]]
+    assert one.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2 and one.bounds is None
+    assert one.index.tolist() == [0, 2, 6, 7] and one.targets.tolist() == [3, 9, 7, 8]
+    assert one.sequences == [2, 0] and one.owner.tolist() == [0, 0, 1, 1]
+    assert other.input_ids.tolist() == [[5, 9]] and other.sequences == [1]
+
+
+@pytest.mark.parametrize("budget", [40, 64, 1000])
+def test_rows_of_their_own_train_the_same_tokens_within_the_budget(budget):
+    lists = random_parts(50, 300, longest=9, parts=(2, 4, 5))
+    rollouts, trained = [episode(*row) for row in lists], {}
+    for batch in pack(rollouts, range(50), budget, "cpu", packed=False):
+        assert batch.input_ids.numel() <= budget and len(batch.input_ids) == len(batch.sequences)
+        for s, ids in zip(batch.sequences, batch.input_ids.tolist()):
+            assert ids[:len(rollouts[s].ids)] == rollouts[s].ids.tolist()
+        before = batch.input_ids.flatten()[batch.index]
+        trained |= batch.split(torch.stack([before, batch.targets], 1))
+    for s, parts in enumerate(lists):
+        ids = sum(parts, [])
+        assert trained[s].tolist() == [[ids[place - 1], ids[place]] for place in sampled_places(parts)]
+
+
 def test_eos_is_trained_even_where_it_is_the_pad_token():
     eos = 0
     # The second is truncated.
@@ -120,11 +146,13 @@ def test_a_sequence_over_the_budget_is_refused():
 
 
 def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
-    (batch,) = micro_batches(random_rollouts(3, 300), [], 100, "cpu")
+    network = torch.nn.Linear(1, 1)
+    network.packed = True
+    (batch,) = micro_batches(network, random_rollouts(3, 300), [], 100)
     assert batch.sequences == batch.lengths == []
     assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
     assert len(batch.index) == len(batch.targets) == len(batch.owner) == len(batch.rows) == 0
-    assert len(micro_batches(random_rollouts(3, 300), range(3), 200, "cpu")) == 1
+    assert len(micro_batches(network, random_rollouts(3, 300), range(3), 200)) == 1
 
 
 # ---------------------------------------------------------------- per-token tensors of a micro-batch
@@ -213,46 +241,79 @@ class OnCuda(torch.Tensor):
     is_cuda = True
 
 
-def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch):
-    """PyTorch's CUDA kernel replaced by a loop over what its arguments mean: the CPU path's values."""
+def slow_attention(q, k, v, bounds, scale, window=None, softcap=None, sinks=None):
+    """By loops over sequences, tokens and heads; q [1, heads, T, d] -> [1, T, heads, d]."""
+    rows = torch.zeros(q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype)
+    for start, end in zip(bounds, bounds[1:]):
+        for t in range(start, end):
+            first = start if window is None else max(start, t - window + 1)
+            for head in range(q.shape[1]):
+                shared = head // (q.shape[1] // k.shape[1])
+                scores = [q[0, head, t].dot(k[0, shared, j]) * scale for j in range(first, t + 1)]
+                if softcap is not None:
+                    scores = [softcap * torch.tanh(score / softcap) for score in scores]
+                weights = [score.exp() for score in scores]
+                total = sum(weights) + (sinks[head].exp() if sinks is not None else 0)
+                rows[t, head] = sum(w / total * v[0, shared, j] for w, j in zip(weights, range(first, t + 1)))
+    return rows[None]
+
+
+def random_attention(dtype=torch.float64):
+    return [torch.randn(1, heads, 12, 8, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("bounds", [[0, 12], [0, 1, 5, 12], None])
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 12, 4096])
+@pytest.mark.parametrize("softcap, with_sinks", [(None, False), (2.0, False), (None, True), (2.0, True)])
+def test_attention_is_that_of_its_formula(bounds, window, softcap, with_sinks):
+    """Values and gradients, with windows, softcapped scores and sinks, of a packed row or of a row alone."""
+    fast, sinks = random_attention(), torch.randn(4, dtype=torch.float64).requires_grad_()
+    *slow, slow_sinks = (x.detach().clone().requires_grad_() for x in (*fast, sinks))
+    found, _ = packed_attention(None, *fast, None, 0.3, bounds=bounds, sliding_window=window, softcap=softcap,
+                                s_aux=sinks if with_sinks else None)
+    expected = slow_attention(*slow, bounds or [0, 12], 0.3, window, softcap,
+                              slow_sinks if with_sinks else None)
+    upstream = torch.randn(expected.shape, dtype=torch.float64)
+    for output in (found, expected):
+        (output * upstream).sum().backward()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    for ours, theirs in zip([*fast, sinks][:3 + with_sinks], [*slow, slow_sinks]):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_rows_of_their_own_are_attended_to_each_by_itself():
+    q, k, v = (torch.cat([x.detach(), y.detach()]) for x, y in zip(random_attention(), random_attention()))
+    found, _ = packed_attention(None, q, k, v, None, 0.3, sliding_window=5)
+    for row in range(2):
+        one = [x[row:row + 1] for x in (q, k, v)]
+        torch.testing.assert_close(found[row:row + 1], slow_attention(*one, [0, 12], 0.3, 5))
+
+
+@pytest.mark.parametrize("window", [None, 3, 4, 64])
+def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch, window):
+    """PyTorch's CUDA kernel replaced by what its arguments mean: the CPU path's values."""
     real = inspect.signature(packing.varlen.varlen_attn)
 
     def loop(*args, **kwargs):
         q, k, v, starts, key_starts, longest, key_longest = args
         # What PyTorch's own would take.
         bound = real.bind(*args, **kwargs).arguments
-        assert bound["window_size"] == (-1, 0) and bound.get("enable_gqa", True)
+        before, after = bound["window_size"]
+        assert after == 0 and bound.get("enable_gqa", True)
         assert ("enable_gqa" in bound) == ("enable_gqa" in real.parameters)
         assert starts.dtype == torch.int32 and starts.tolist() == key_starts.tolist()
         assert longest == key_longest == max(starts.diff())
-        rows = []
-        for start, end in zip(starts, starts[1:]):
-            for t in range(start, end):
-                group = q.shape[1] // k.shape[1]
-                for head in range(q.shape[1]):
-                    scores = k[start:t + 1, head // group] @ q[t, head] * kwargs["scale"]
-                    rows.append(scores.softmax(0) @ v[start:t + 1, head // group])
-        return torch.stack(rows).view(q.shape)
+        q, k, v = (x.as_subclass(torch.Tensor).float().transpose(0, 1)[None] for x in (q, k, v))
+        # Its window counts the tokens before, without the token itself.
+        window = None if before < 0 else before + 1
+        return slow_attention(q, k, v, starts.tolist(), kwargs["scale"], window)[0]
 
-    q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    bounds = [0, 1, 5, 9]
-    expected, _ = packed_attention(None, q, k, v, None, 0.3, bounds=bounds)
+    q, k, v = (x.detach() for x in random_attention(torch.float32))
+    bounds = [0, 1, 8, 12]
+    expected, _ = packed_attention(None, q, k, v, None, 0.3, bounds=bounds, sliding_window=window)
     monkeypatch.setattr(packing.varlen, "varlen_attn", loop)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_cuda, _ = packed_attention(None, *(x.bfloat16().as_subclass(OnCuda) for x in (q, k, v)), None, 0.3,
-                                  bounds=bounds, offsets=torch.tensor(bounds, dtype=torch.int32))
+                                  bounds=bounds, offsets=torch.tensor(bounds, dtype=torch.int32),
+                                  sliding_window=window)
     torch.testing.assert_close(on_cuda.as_subclass(torch.Tensor).float(), expected, atol=0.05, rtol=0.05)
-
-
-def test_a_sequence_beyond_the_sliding_window_is_refused():
-    q = torch.randn(1, 2, 8, 4)
-    packed_attention(None, q, q, q, None, 0.5, bounds=[0, 4, 8], sliding_window=4)
-    with pytest.raises(ValueError, match="5 tokens exceeds the model's sliding window of 4"):
-        packed_attention(None, q, q, q, None, 0.5, bounds=[0, 5, 8], sliding_window=4)
-
-
-@pytest.mark.parametrize("what", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}])
-def test_attention_with_softcapped_scores_or_sinks_is_refused(what):
-    q = torch.randn(1, 2, 8, 4)
-    with pytest.raises(ValueError, match="softcapped scores or sinks"):
-        packed_attention(None, q, q, q, None, 0.5, bounds=[0, 8], **what)

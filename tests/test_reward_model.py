@@ -13,7 +13,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
 import data
 import rewards
 import tiny
-from models import load_critic
+from loading import load_critic
 from reward_models import RewardModel
 from runs import launch, refused
 

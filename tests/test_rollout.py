@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import data
 import rollout
 import tiny
-from models import load_policy
+from loading import load_policy
 from packing import pack
 from test_packing import episode
 

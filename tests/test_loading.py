@@ -1,0 +1,270 @@
+"""From a folder to a network: families of models, against transformers' own forwards, and what is refused."""
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from bench.models import make
+from checkpoint import load_optimizer, save_checkpoint
+from loading import check_model, check_trainable, load_critic, load_policy, load_tokenizer, model_class
+from models import text_model, token_logprobs, token_values
+from packing import pack
+from test_packing import episode, random_parts, sampled_places
+from weights import full_weights
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """A function that makes a folder with a small model of a family."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = str(tmp_path_factory.mktemp(name))
+            make(name, made[name])
+        return made[name]
+    return folder
+
+
+def plain_logps(hf, parts):
+    """Logprobs of the sampled tokens of one row by transformers alone, with gradient."""
+    ids, places = torch.tensor(sum(parts, [])), sampled_places(parts)
+    logits = hf(input_ids=ids[None], use_cache=False).logits[0, [place - 1 for place in places]]
+    table = logits.log_softmax(-1)
+    return table.gather(1, ids[places, None])[:, 0]
+
+
+# They bring windows of 8 tokens, softcapped scores and logits, scaled logits, sinks, dropout, a mixture of
+# experts, states that pass from token to token, and parts for images.
+@pytest.mark.parametrize("name, packed", [
+    ("gemma3_text", True), ("gemma2", True), ("granite", True), ("gpt_oss", True), ("gpt2", True),
+    ("qwen3_moe", True), ("qwen3_5_text", False), ("falcon_h1", False), ("lfm2", False), ("gemma3", True),
+    ("qwen2_5_vl", True)])
+def test_logprobs_and_gradients_of_a_family_are_those_of_transformers(family, mesh, name, packed):
+    lists = random_parts(8, 256, longest=14, parts=(2, 4))
+    rollouts, path = [episode(*parts) for parts in lists], family(name)
+    plain = model_class(AutoConfig.from_pretrained(path)).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager").eval()
+    policy = load_policy(path, mesh, torch.float32, gradient_checkpointing=name in ("gpt2", "qwen3_5_text"))
+    assert policy.packed == packed
+    expected = [plain_logps(plain, parts) for parts in lists]
+    torch.cat(expected).sum().backward()
+    for s, logp in token_logprobs(policy, rollouts, range(8), 100, 1.0).items():
+        torch.testing.assert_close(logp, expected[s].detach(), atol=1e-4, rtol=1e-4)
+    theirs = dict(plain.named_parameters())
+    for batch in pack(rollouts, range(8), 100, "cpu", policy.packed):
+        policy(batch, 1.0)[0].sum().backward()
+    for key, parameter in policy.hf.named_parameters():
+        if parameter.grad is None:
+            # What reads images is frozen.
+            assert not parameter.requires_grad and theirs[key].grad is None
+        else:
+            gap = (parameter.grad.full_tensor() - theirs[key].grad).norm()
+            assert gap < 1e-4 * max(theirs[key].grad.norm(), 1e-3), (key, gap)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "gemma3", "granite", "gpt_neox", "cohere", "ernie4_5_moe",
+                                  "qwen3_next"])
+def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
+    """It starts at zero, reads what its body says at the token before, and comes back from its own folder."""
+    lists = random_parts(5, 256, longest=9)
+    rollouts, path = [episode(*parts) for parts in lists], family(name)
+    plain = model_class(AutoConfig.from_pretrained(path)).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager").eval()
+    critic = load_critic(path, mesh, torch.float32)
+    assert not torch.cat(list(token_values(critic, rollouts, range(5), 100).values())).any()
+    head = torch.linspace(-1, 1, critic.hf.score.in_features)
+    with torch.no_grad():
+        critic.hf.score.weight.to_local().copy_(head[None])
+        critic.hf.score.bias.to_local().fill_(0.5)
+    values = token_values(critic, rollouts, range(5), 100)
+    for s, parts in enumerate(lists):
+        with torch.no_grad():
+            hidden = text_model(plain)(input_ids=torch.tensor([sum(parts, [])]), use_cache=False)
+        expected = hidden.last_hidden_state[0, [place - 1 for place in sampled_places(parts)]] @ head + 0.5
+        torch.testing.assert_close(values[s], expected, atol=1e-4, rtol=1e-4)
+    optimizer = torch.optim.AdamW(critic.parameters())
+    saved = str(tmp_path / "checkpoint-1")
+    assert not save_checkpoint(saved, {"critic": (critic, optimizer)}, load_tokenizer(path), {}, 1, {})
+    again = token_values(load_critic(f"{saved}/critic", mesh, torch.float32), rollouts, range(5), 100)
+    assert all(torch.equal(values[s], again[s]) for s in values)
+
+
+def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_path):
+    """What reads images is in it, unchanged, and it is the same kind of folder."""
+    path = family("gemma3")
+    policy = load_policy(path, mesh, torch.float32)
+    optimizer = torch.optim.AdamW(policy.parameters(), 0.1)
+    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10, "cpu")
+    policy(batch, 1.0)[0].sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    folder = str(tmp_path / "checkpoint-1")
+    assert not save_checkpoint(folder, {"": (policy, optimizer)}, load_tokenizer(path), {}, 1, {})
+    before, after = (load_file(f"{one}/model.safetensors") for one in (path, folder))
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    images = {key for key in before if "vision" in key or "projector" in key}
+    assert changed and images and not changed & images
+    assert AutoConfig.from_pretrained(folder).architectures == ["Gemma3ForConditionalGeneration"]
+    assert len([name for name, _ in full_weights(policy, None, "checkpoint")]) < len(before)
+    again = load_policy(folder, mesh, torch.float32)
+    other = torch.optim.AdamW(again.parameters(), 0.1)
+    load_optimizer(folder, again, other)
+    for network, its in ((policy, optimizer), (again, other)):
+        network(batch, 1.0)[0].sum().backward()
+        its.step()
+    for ours, theirs in zip(policy.parameters(), again.parameters()):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+
+
+def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(folder, mesh, monkeypatch):
+    """A layer that mixes neighbours gets rows of their own; what differs even so is refused."""
+    def sees(far):
+        def forward(self, x):
+            return plain(self, x + 0.1 * torch.nn.functional.pad(x, (0, 0, far, -far)))
+        return forward
+    plain = Qwen3MLP.forward
+    monkeypatch.setattr(Qwen3MLP, "forward", sees(1))
+    assert not load_policy(folder, mesh, torch.float32).packed
+    noise = lambda self, x: plain(self, x + 0.1 * torch.randn_like(x))
+    monkeypatch.setattr(Qwen3MLP, "forward", noise)
+    with pytest.raises(ValueError, match="differs from what transformers computes by 0"):
+        load_policy(folder, mesh, torch.float32)
+
+
+# ---------------------------------------------------------------- what cannot be trained is refused
+
+def changed(folder, path, **changes):
+    """A copy of a model folder with a changed config."""
+    shutil.copytree(folder, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"its weights are quantised \(awq\)"),
+    ({"quantization_config": {"quant_method": "fp8"}}, r"its weights are quantised \(fp8\)"),
+    ({"auto_map": {"AutoConfig": "a.B"}, "model_type": "mine"}, "needs code of its own .trust_remote_code."),
+    ({"model_type": "mine"}, "config.json cannot be read: .*`mine`"),
+    ({"model_type": "t5"}, "a t5 model is no decoder that generates text"),
+    ({"model_type": "vit"}, "a vit model is no decoder that generates text"),
+    ({"model_type": "llama4_text", "attention_chunk_size": 10}, "stays inside chunks of 10 tokens")])
+def test_what_a_config_tells_is_refused_before_anything_is_loaded(folder, tmp_path, changes, message):
+    path = changed(folder, tmp_path / "model", **changes)
+    with pytest.raises(ValueError, match=f"^critic_model=.*{message}"):
+        check_trainable(path, "critic_model", length=11)
+
+
+def test_code_that_a_folder_brings_for_a_known_model_is_not_needed(folder, tmp_path):
+    check_trainable(changed(folder, tmp_path / "model", auto_map={"AutoConfig": "a.B"}))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path):
+    path = changed(folder, tmp_path / "model", vocab_size=200)
+    with pytest.raises(ValueError, match="its tokenizer has 261 tokens, but its embedding only 200"):
+        load_tokenizer(path)
+    tokenizer = load_tokenizer(folder)
+    # A special token that no text model embeds, like Gemma 3's for images.
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(path)
+    changed(folder, tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    assert len(load_tokenizer(str(tmp_path / "other"))) == 262
+
+
+def test_a_missing_shard_is_named(folder, tmp_path):
+    path = changed(folder, tmp_path / "model")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model-00002-of-00002.safetensors is missing, which model.safet"):
+        check_model(path)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("load", [load_policy, load_critic])
+def test_weights_that_are_no_numbers_are_named(folder, tmp_path, mesh, number, load):
+    path = changed(folder, tmp_path / "model")
+    weights = load_file(f"{path}/model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = number
+    save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has NaN or infinite numbers"):
+        load(path, mesh, torch.float32)
+
+
+@pytest.mark.parametrize("missing, message", [
+    ("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer", "no tokenizer")])
+def test_an_incomplete_model_folder_is_named(folder, tmp_path, missing, message):
+    path = shutil.copytree(folder, tmp_path / "model")
+    for name in os.listdir(path):
+        if name.startswith(missing):
+            os.remove(path / name)
+    with pytest.raises(ValueError, match=message):
+        check_model(str(path))
+
+
+def cut_short(path):
+    os.truncate(path, os.path.getsize(path) - 100)
+
+
+def garbage(path):
+    path.write_bytes(b"\xff\0garbage" * 20)
+
+
+@pytest.mark.parametrize("harm", [cut_short, garbage, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_file_is_named(folder, tmp_path, name, harm):
+    path = shutil.copytree(folder, tmp_path / "model")
+    harm(path / name)
+    named = "its tokenizer" if name == "tokenizer.json" else name
+    with pytest.raises(ValueError, match=f"^model.*{named} cannot be read: "):
+        check_model(str(path))
+        load_tokenizer(str(path))
+
+
+def test_weights_of_another_shape_are_named(folder, tmp_path, mesh):
+    path = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    shapes = r"weight has the shape \[.*128.*\] in its weights, but by its config \[.*96.*\]"
+    with pytest.raises(ValueError, match=shapes):
+        load_policy(str(path), mesh, torch.float32)
+
+
+def test_an_adapter_beside_a_model_is_refused(folder, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter"):
+        check_model(str(path))
+
+
+@pytest.mark.parametrize("rope, longest", [
+    ({"rope_type": "default", "rope_theta": 1e4}, 256),
+    ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}, 1024)])
+def test_a_model_reads_only_so_many_tokens(folder, tmp_path, rope, longest):
+    path = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    check_model(str(path), length=longest)
+    with pytest.raises(ValueError, match=f"reads at most {longest} tokens .max_position_embeddings.*"
+                                         f"{longest + 1}$"):
+        check_model(str(path), length=longest + 1)
+
+
+def test_a_missing_model_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        check_model(str(tmp_path / "nothing"))
+
+
+def test_a_name_that_the_hub_does_not_know_is_named(monkeypatch):
+    def refuse(path, **_):
+        raise OSError(f"{path} is not a valid model identifier\nand much more")
+    monkeypatch.setattr("loading.AutoConfig.from_pretrained", refuse)
+    with pytest.raises(ValueError, match="critic_model=nonsuch: no such .* not a valid model identifier$"):
+        check_model("nonsuch", "critic_model")

@@ -1,142 +1,232 @@
 """
-Which families of models can be trained: docs/models.md, from small models with random weights.
+Which families of models can be trained: writes docs/models.md, from small models with random weights.
 
-    python bench/models.py                                   # all families: about half an hour on two cores
-    python bench/models.py --only=qwen3,gemma3
+    python -m bench.models                                   # all families: half an hour on two cores
+    python -m bench.models --only=qwen3,gemma3 --page=       # some, and no page
 
-Each family's model is made from its config and trained for two steps: with train_ppo.py and vLLM, whose critic
-has the same kind of body, and with train_grpo.py and plain PyTorch. The table says how a row holds its sequences
-and the mean logprob gap between engine and trainer in the last step, or why the run was refused.
+Each family's model is made from its config and trained for two steps twice: by train_ppo.py with vLLM and a
+critic of the same family, and by train_grpo.py with plain PyTorch. After each step engine and trainer are
+compared, as in every run; the page has the mean gap of the last comparison, or says why there was none.
 """
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import transformers
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, HERE)
-from configurator import configure  # noqa: E402
+import tiny
+from configurator import check, configure
+from loading import model_class
 # ------------------------------------------------------------------------------------------------------------
 only = ""                       # names of families, separated by commas; empty: all
-out = "out/models"              # a folder for the models, the runs and the table
-stages = "load,vllm,hf"         # load: no run
+out_dir = "out/models"          # of the models and their runs
+page = "docs/models.md"         # empty: only print
+jobs = 2                        # runs at once
 # ------------------------------------------------------------------------------------------------------------
 
-# Sizes that every config takes under these names, or does not have.
-SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-             head_dim=32, max_position_embeddings=256, initializer_range=0.1,
+# A config takes those of these that it knows.
+SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, head_dim=32, max_position_embeddings=256, initializer_range=0.1,
              max_window_layers=1)
-MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-           n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, shared_expert_intermediate_size=32,
-           decoder_sparse_step=1)
-MLA = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, num_key_value_heads=2)
-ABSENT = object()               # a name that this config does not take
-MAMBA = dict(mamba_d_state=16, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_expand=2, mamba_chunk_size=16,
-             state_size=16, ssm_state_size=16)
-DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
-             num_hidden_layers=4, full_attention_interval=2, layer_types=["linear_attention", "full_attention"] * 2)
-MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]})
-VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, depth=1, num_heads=2,
-              out_hidden_size=64, image_size=28, patch_size=14)
-
-# name: what differs from SMALL; "text" holds what goes into the text part of a model that reads images.
+WINDOW = dict(sliding_window=8)
+MIXED = WINDOW | dict(layer_types=["sliding_attention", "full_attention"])
+MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+           moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=1, topk_group=1,
+           shared_expert_intermediate_size=32, decoder_sparse_step=1)
+MLA = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+           num_key_value_heads=2)
+MAMBA = dict(mamba_d_state=16, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_expand=2,
+             mamba_chunk_size=16, state_size=16, ssm_state_size=16)
+DELTA = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128,
+             linear_value_head_dim=128, num_hidden_layers=4,
+             layer_types=["linear_attention", "full_attention"] * 2)
+MROPE = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6]))
+PER_LAYER = dict(global_head_dim=32, hidden_size_per_layer_input=16, vocab_size_per_layer_input=261,
+                 num_kv_shared_layers=0)
+# Of the part that reads images.
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, depth=1,
+              num_heads=2, out_hidden_size=64, image_size=28, patch_size=14)
+# By model_type: what a config has apart from SMALL, in its text part if it has several.
 FAMILIES = {
-    # dense
-    "llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {}, "qwen3": {}, "gemma": {}, "gemma2": {"sliding_window": 8},
-    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "gemma4_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32,
-                    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 261, "num_kv_shared_layers": 0},
-    "phi": {"num_key_value_heads": 2}, "phi3": {"sliding_window": 8}, "olmo": {}, "olmo2": {}, "olmo3": {"sliding_window": 8},
-    "smollm3": {}, "granite": {"logits_scaling": 4.0}, "cohere": {}, "cohere2": {"sliding_window": 8}, "starcoder2": {},
-    "stablelm": {}, "gpt2": {}, "gpt_neox": {}, "gptj": {"rotary_dim": 16}, "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "bloom": {}, "falcon": {"head_dim": ABSENT}, "glm": {}, "glm4": {}, "ernie4_5": {}, "exaone4": {"sliding_window_pattern": 2}, "hunyuan_v1_dense": {}, "seed_oss": {},
-    "nemotron": {}, "helium": {"num_key_value_heads": 2}, "apertus": {}, "arcee": {}, "ministral3": {}, "minicpm3": MLA, "nanochat": {},
-    # mixtures of experts
-    "qwen2_moe": MOE, "qwen3_moe": MOE, "mixtral": MOE, "olmoe": MOE, "phimoe": MOE, "granitemoe": MOE, "gpt_oss": MOE,
-    "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA, "glm4_moe": MOE, "ernie4_5_moe": MOE, "dots1": MOE,
-    "minimax_m2": MOE, "hunyuan_v1_moe": MOE,
-    # with a state
-    "qwen3_next": MOE | DELTA, "qwen3_5_text": DELTA, "falcon_h1": MAMBA | {"mamba_d_ssm": 128}, "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "granitemoehybrid": MOE | MAMBA | {"layer_types": ["mamba", "attention"]}, "bamba": MAMBA | {"attn_layer_indices": [1]},
-    "nemotron_h": MAMBA, "jamba": MOE, "mamba": MAMBA, "mamba2": MAMBA | {"num_heads": 4, "n_groups": 1}, "zamba2": MAMBA | {"layer_types": ["mamba", "hybrid"], "hybrid_layer_ids": [1]}, "minimax": MOE,
-    "recurrent_gemma": {}, "falcon_mamba": MAMBA, "olmo_hybrid": {},
-    # with images
-    "gemma3": {"text": {"sliding_window": 8}}, "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0, "sliding_window": 8}, "gemma4": {"text": {"sliding_window": 8}},
-    "qwen2_5_vl": {"text": MROPE}, "qwen3_vl": {"text": {}}, "qwen3_5": {"text": DELTA}, "mistral3": {"text": {}},
-    "llama4": {"text": MOE}, "internvl": {"text": {}}, "smolvlm": {"text": {}}, "glm4v": {"text": MROPE},
-    # not decoders
-    "t5": {}, "bert": {},
-}
+    "Dense": {
+        "llama": {}, "mistral": WINDOW, "ministral3": {}, "qwen2": {}, "qwen3": {}, "gemma": {},
+        "gemma2": WINDOW, "gemma3_text": MIXED, "gemma3n_text": MIXED | PER_LAYER,
+        "gemma4_text": MIXED | PER_LAYER, "phi": dict(num_key_value_heads=2), "phi3": WINDOW, "olmo": {},
+        "olmo2": {}, "olmo3": WINDOW, "smollm3": {}, "granite": dict(logits_scaling=4.0), "cohere": {},
+        "cohere2": WINDOW, "starcoder2": {}, "stablelm": {}, "gpt2": {}, "gpt_neox": {},
+        "gptj": dict(rotary_dim=16), "opt": dict(ffn_dim=128, word_embed_proj_dim=64), "bloom": {},
+        "falcon": dict(head_dim=None), "glm": {}, "glm4": {}, "ernie4_5": {},
+        "exaone4": dict(sliding_window_pattern=2), "hunyuan_v1_dense": {}, "seed_oss": {}, "nemotron": {},
+        "helium": dict(num_key_value_heads=2), "apertus": {}, "arcee": {}, "minicpm3": MLA, "nanochat": {}},
+    "Mixtures of experts": dict.fromkeys((
+        "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "phimoe", "granitemoe", "gpt_oss", "glm4_moe",
+        "ernie4_5_moe", "dots1", "minimax_m2", "hunyuan_v1_moe"), MOE) | {
+        "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA},
+    "Layers with a state (Mamba, linear attention, convolutions)": {
+        "qwen3_next": MOE | DELTA | dict(num_experts_per_tok=4), "qwen3_5_text": DELTA, "falcon_h1": MAMBA | dict(mamba_d_ssm=128),
+        "lfm2": dict(layer_types=["conv", "full_attention"]),
+        "granitemoehybrid": MOE | MAMBA | dict(layer_types=["mamba", "attention"]),
+        "bamba": MAMBA | dict(attn_layer_indices=[1]), "nemotron_h": MAMBA, "jamba": MOE, "mamba": MAMBA,
+        "mamba2": MAMBA | dict(num_heads=4, n_groups=1), "falcon_mamba": MAMBA, "minimax": MOE,
+        "zamba2": MAMBA | dict(layer_types=["mamba", "hybrid"], hybrid_layer_ids=[1]), "olmo_hybrid": {},
+        "recurrent_gemma": {}},
+    "Models that read images, trained on text": {
+        "gemma3": WINDOW, "gemma4": WINDOW | PER_LAYER, "qwen2_5_vl": MROPE, "qwen3_vl": {}, "qwen3_5": DELTA,
+        "mistral3": {}, "internvl": {}, "smolvlm": {}, "glm4v": MROPE, "llama4": MOE},
+    "No decoders": {"t5": {}, "bert": {}}}
+# torchvision, which vLLM imports before it leaves out what reads images, is not in requirements-cpu.txt.
+STAND_IN = '''
+import importlib.abc, importlib.machinery, sys, types
+class Anything(type):
+    __getattr__ = lambda cls, name: cls if name[:2] != "__" else super().__getattribute__(name)
+class Nothing(metaclass=Anything):
+    pass
+class Module(types.ModuleType):
+    __getattr__ = lambda self, name: Nothing if name[:2] != "__" else super().__getattribute__(name)
+class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torchvision":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return Module(spec.name)
+    def exec_module(self, module):
+        module.__path__, module.__version__ = [], "0"
+sys.meta_path.append(StandIn())
+'''
+REWARD = '''
+def even(prompts, completions, **columns):
+    return [sum(ord(c) % 2 == 0 for c in messages[0]["content"]) / 12 for messages in completions]
+'''
+COMMON = """--max_prompt_length=48 --max_completion_length=24 --prompts_per_step=8 --num_generations=4
+    --max_steps=2 --eval_prompts=8 --eval_samples=1 --train_prompts=64 --token_budget=512 --save_interval=9
+    --learning_rate=1e-3 --warmup_steps=0""".split()
+INTRODUCTION = """\
+# Models
+
+Whether a family of models can be trained, by the `model_type` in its `config.json`. The table is made by
+
+```sh
+python -m bench.models
+```
+
+which gives each of {count} families a small model with random weights and trains it for two steps with either engine,
+on a CPU, with transformers {transformers}. A number is the mean gap between the logprobs of engine and trainer after a
+weight sync; in float32 a run stops at 1e-3, in bfloat16 at 0.05. None of it has been run on a GPU.
+
+- *A sequence per row*: in a packed row the sequences of such a model would see each other. The run finds this out when
+  it loads the model, says so, and gives each sequence a row of its own, padded to the longest. How much longer an
+  update takes depends on the lengths: with completions of 1 to 64 tokens behind prompts of 40 the rows have 1.4 times
+  as many tokens.
+- *In bfloat16*: vLLM's CPU build has no float32 kernel for such layers, so the run needs `--dtype=bfloat16`.
+- A critic is made of any model that can be a policy.
+- Of a model that reads images the text part is trained. The rest is frozen and stays in every checkpoint. vLLM imports
+  torchvision for such models, which `requirements-cpu.txt` leaves out; the script puts an empty module in its place.
+- Refused everywhere: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`), adapters,
+  and weights with NaN. Dropout in a config is not refused; it does not act, as in the engine.
+"""
+ENGINES = {
+    "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_epoch=1".split(),
+    "hf": ["train_grpo.py", "--engine=hf"]}
 
 
-def make(name, folder):
-    """A folder with a model of this family, with random weights, and the tokenizer of tiny.py."""
-    from transformers import CONFIG_MAPPING
-    import tiny
-    from loading import model_class
+def make(family, folder):
+    """Write a model of this family, with random weights, and the tokenizer of tiny.py to a folder."""
     tokenizer = tiny.make_tokenizer()
-    common = SMALL | dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-                          pad_token_id=tokenizer.pad_token_id)
-    changes = dict(FAMILIES[name])
-    text = common | changes.pop("text", changes)
-    kind = CONFIG_MAPPING[name]
-    config = kind()
-    if hasattr(config, "text_config"):
-        parts = {key: type(getattr(config, key)) for key in ("text_config", "vision_config", "audio_config")
-                 if getattr(config, key, None) is not None}
-        sizes = {"text_config": text}
-        config = kind(**{key: part(**known(part(), sizes.get(key, VISION))) for key, part in parts.items()}, **changes)
-        config.eos_token_id = tokenizer.eos_token_id
+    changes = next(group[family] for group in FAMILIES.values() if family in group)
+    text = SMALL | dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+                        pad_token_id=tokenizer.pad_token_id) | changes
+    kind = transformers.CONFIG_MAPPING[family]
+    default = kind()
+    if "text_config" not in kind.sub_configs:
+        config = kind(**known(default, text))
     else:
-        config = kind(**known(config, text))
+        parts = {key: getattr(default, key) or kind.sub_configs[key]()
+                 for key in ("text_config", "vision_config")}
+        config = kind(**{key: type(part)(**known(part, text if key == "text_config" else VISION))
+                         for key, part in parts.items()})
+        config.eos_token_id = tokenizer.eos_token_id
     torch.manual_seed(0)
-    model = (model_class(config) or __import__("transformers").AutoModel.from_config(config).__class__)(config)
-    model.save_pretrained(folder)
+    (model_class(config) or transformers.MODEL_MAPPING[type(config)])(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def known(config, values):
-    return {key: value for key, value in values.items() if value is not ABSENT and has(config, key)}
+    # dir, because some configs answer for every layer alone, and raise.
+    names = {*dir(config), *config.attribute_map}
+    return {key: value for key, value in values.items() if key in names and value is not None}
 
 
-def has(config, key):
+def outcome(family, engine, dtype="auto"):
+    """Train for two steps: (the gap of the last comparison or None, notes, why it was refused or '')."""
+    folder, run = os.path.join(out_dir, family), os.path.join(out_dir, f"{family}-{engine}")
+    subprocess.run(["rm", "-rf", run], check=True)
+    has_images = family in list(FAMILIES.values())[3]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": out_dir} if has_images else {})
+    result = subprocess.run(
+        [sys.executable, *ENGINES[engine], *COMMON, f"--model={folder}", f"--out_dir={run}",
+         f"--dtype={dtype}", f"--reward={out_dir}/reward.py:even"], env=env, capture_output=True, text=True)
+    said = result.stdout + result.stderr
+    if "requires BF16" in said and dtype == "auto":
+        return outcome(family, engine, "bfloat16")
+    notes = ["in bfloat16"] * (dtype == "bfloat16") + ["a sequence per row"] * ("a row of its own" in said)
+    if result.returncode == 0:
+        with open(os.path.join(run, "metrics.jsonl")) as file:
+            lines = [json.loads(line) for line in file]
+        return lines[1]["sampling/sampling_logp_difference/mean"], notes, ""
+    if gap := re.search(r"RuntimeError: (engine and trainer logprobs differ by \S+ on average)", said):
+        return None, notes, f"stopped: {gap[1]}"
+    last = [line for line in said.splitlines() if line.strip()][-1]
+    said = re.sub(r"^train_\w+\.py: ", "" if result.returncode == 2 else "FAILS: ", last)
+    return None, notes, said.replace(f"{folder}", family)
+
+
+def row(family):
+    """The row of the table, and the sentences for what was refused."""
+    cells, sentences = [], {}
     try:
-        return hasattr(config, key)
-    except Exception:
-        return True
+        make(family, os.path.join(out_dir, family))
+    except Exception as error:
+        return f"| `{family}` | not made | not made |", {f"{type(error).__name__}: {error}": ["made"]}
+    for engine in ENGINES:
+        gap, notes, refused = outcome(family, engine)
+        if refused:
+            sentences.setdefault(refused, []).append({"vllm": "vLLM", "hf": "plain PyTorch"}[engine])
+        cells.append("refused" if refused else ", ".join([f"{gap:.0e}", *notes]))
+    print(family, *cells, *sentences, sep=" | ", flush=True)
+    return f"| `{family}` | {' | '.join(cells)} |", sentences
+
+
+def page_text(rows):
+    parts = [INTRODUCTION.format(count=len(rows), transformers=transformers.__version__)]
+    for group, families in FAMILIES.items():
+        parts.append(f"\n## {group}\n\n| model_type | vLLM, with a critic | plain PyTorch |\n"
+                     "| --- | --- | --- |\n")
+        parts += [rows[family][0] + "\n" for family in families]
+        items = [f"- `{family}`, {' and '.join(engines)}: {sentence}" for family in families
+                 for sentence, engines in rows[family][1].items()]
+        parts += ["\n"] * bool(items) + [
+            textwrap.fill(item, 120, subsequent_indent="  ", break_on_hyphens=False) + "\n" for item in items]
+    return "".join(parts)
 
 
 if __name__ == "__main__":
-    settings = configure(globals())
-    import traceback
-    import warnings
-    warnings.filterwarnings("ignore")
-    import torch.distributed as dist
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = dist.init_device_mesh("cpu", (1,))
-    from loading import check_trainable, load_policy, load_critic
-    for name in only.split(",") if only else FAMILIES:
-        folder = f"{HERE}/{out}/{name}"
-        try:
-            make(name, folder)
-        except Exception as e:
-            print(f"{name:20} MAKE {type(e).__name__} {str(e)[:200]}")
-            if only: traceback.print_exc()
-            continue
-        line = f"{name:20}"
-        try:
-            check_trainable(folder)
-            p = load_policy(folder, mesh, torch.float32)
-            line += f" packed={p.packed}"
-            c = load_critic(folder, mesh, torch.float32)
-            line += f" critic packed={c.packed}"
-        except ValueError as e:
-            line += f" REFUSED {str(e).replace(folder, name)[:300]}"
-            if only and e.__cause__: traceback.print_exception(e.__cause__)
-        except Exception as e:
-            line += f" TRACE {type(e).__name__} {str(e)[:200]}"
-            if only: traceback.print_exc()
-        print(line, flush=True)
+    configure(globals())
+    out_dir = os.path.abspath(out_dir)
+    every = [family for group in FAMILIES.values() for family in group]
+    for family in only.split(",") if only else ():
+        check(family in every, f"only={family}: choose from {', '.join(every)}")
+    os.makedirs(out_dir, exist_ok=True)
+    for name, text in {"reward.py": REWARD, "sitecustomize.py": STAND_IN}.items():
+        with open(os.path.join(out_dir, name), "w") as file:
+            file.write(text)
+    names = only.split(",") if only else every
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = dict(zip(names, pool.map(row, names)))
+    if page and not only:
+        with open(page, "w") as file:
+            file.write(page_text(rows))

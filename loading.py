@@ -196,7 +196,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False):
     """A Critic from a folder or hub id, loaded like a policy. A head that the folder lacks starts at zero."""
-    config = AutoConfig.from_pretrained(path, tie_word_embeddings=False)
+    config = AutoConfig.from_pretrained(path, num_labels=1, tie_word_embeddings=False)
     kind = model_class(config)
 
     # transformers has such a class for some families only.

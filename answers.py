@@ -13,8 +13,9 @@ from fractions import Fraction
 # ------------------------------------------------------------------------------------------------------------
 # extraction
 
-MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<token>[^\s{}$]+)|\\.|[{}]|(?P<words>final\s+answer\s+is\b)"
-                   r"|(?P<mark>answer\**\s*[:：]|(?<!#)####(?!#)|<answer>)|(?P<end></answer>)", re.I)
+MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<token>[^\s{}$]+)|\\.|[{}]|(?P<end></answer>)|"
+                   r"(?P<mark>answer\**\s*[:：]|(?<!#)####(?!#)|<answer>)|(?P<words>final\s+answer\s+is\b)",
+                   re.I)
 # What may stand between two boxes that are one answer.
 JOINT = re.compile(r"\}[\s$]*(?:,|,?\s*and\b)[\s$]*\\(?:boxed|fbox)\s*\{", re.I)
 # What may stand around an answer in its line.
@@ -47,17 +48,18 @@ def extract_answer(text):
     if found:
         return ", ".join(reversed(found))
     for kind in ("mark", "words"):
-        for mark, following in reversed(list(zip(others, others[1:] + [None]))):
-            # What a mark announces ends before the next one.
-            below = text[mark.end():following.start() if following else None].strip(" \t\r\n*`")
-            closed = mark[0][0] == "<" and following and following["end"]
-            line = below if closed else displayed(below)
-            if mark[kind] and (answer := FRAME.sub("", line).strip(" \t\r\n*`")):
+        signs = [sign for sign in others if kind == "words" or not sign["words"]]
+        for sign, following in reversed(list(zip(signs, signs[1:] + [None]))):
+            # What a sign announces ends before the next one.
+            below = text[sign.end():following.start() if following else None].strip(" \t\r\n*`")
+            closed = sign[0][0] == "<" and following and following["end"]
+            answer = FRAME.sub("", below if closed else displayed(below)).strip(" \t\r\n*`")
+            if sign[kind] and answer:
                 return answer
 
 
 def displayed(text):
-    # Returns the formula that a text begins with, if that stands in lines of its own, otherwise the first line.
+    # Returns the displayed formula that a text begins with, or its first line.
     for opening, closing in (("$$", "$$"), (r"\[", r"\]")):
         if text.startswith(opening):
             return text[2:].partition(closing)[0]
@@ -69,26 +71,26 @@ def displayed(text):
 # goes, and where there are letters, brackets or roots, tuples (operator, left, right) as they are written.
 
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
+    (r"(?<=[\d}])(?:[\s~]|\\[,;: ])*\\(?:text\s*\{\s*|mathrm\s*\{~)[jnwvkcat]\}", " unit"),
     (r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
     (r"\\begin\{[pb]?matrix\}|\\begin\{array\}\{[lcr|]*\}", r"\\matrix("),
     (r";\s*\[[\d.]+(?:pt|em|ex|mm)\]", ";"), (r";?\s*\\end\{(?:[pb]?matrix|array)\}", ")"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-z])|\\[()\[\]!]|\\?[$£€%]", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-z])|\\[()\[\]!]|\\?[$£€%]", ""),
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])|°", ""),
     (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"), (r"\\[,;: ]|\\q?quad(?![a-z])|~", " "), (r"[−–]", "-"),
     (r"\\(?:times|cdot|ast)(?![a-z])|[×·⋅∙]", "*"), (r"\*\*", "^"), (r"\\div(?![a-z])|÷", "/"),
     (r"\\[dtc]frac(?![a-z])", r"\\frac"), (r"\\frac\s*(\d)", r"\\frac{\1}"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-    (r"\\(?:le|leq|leqslant)(?![a-z])|≤|<=", r"\\le "), (r"\\(?:ge|geq|geqslant)(?![a-z])|≥|>=", r"\\ge "),
-    (r"\\(?:neq|ne)(?![a-z])|≠|!=", r"\\ne "), (r"∞|(?<![a-z\\])(?:infinity|inf)(?![a-z])", r"\\infty "),
+    (r"\\leq?(?:slant)?(?![a-z])|≤|<=", r"\\le "), (r"\\geq?(?:slant)?(?![a-z])|≥|>=", r"\\ge "),
+    (r"\\neq?(?![a-z])|≠|!=", r"\\ne "), (r"(?<![a-z\\])inf(?:inity)?(?![a-z])|∞", r"\\infty "),
     (r"(?<![a-z\\])(pi|sqrt|sin|cos|tan|log|ln)(?![a-z])", r"\\\1 "), ("π", r"\\pi "), ("√", r"\\sqrt "),
     ("∪", r"\\cup "), ("∩", r"\\cap "), ("∈", r"\\in "), ("±", r"\\pm "), ("θ", r"\\theta "),
-    (r"\\lbrace(?![a-z])", r"\\{"), (r"\\rbrace(?![a-z])", r"\\}"),
     (r"^\s*\\?[a-z][\w ]*(?:\([a-z]\))?\s*(?:=(?!.*[,;].*=)|\\in(?![a-z]))", "")]]
 LETTER = re.compile(r"[\s$]*([a-zA-Z])\s*=[^=]*$")
 # A unit is up to three words after a number, or a metric symbol right behind it. Some words are not units but
 # part of the value.
-OPERATOR = ("or|and|not|plus|minus|times|over|less|more|squared|cubed|pi|dozen|hundred|thousand|[mbtr]+illion|"
-            "mod|choose|[abcnxyz]{2,3}")
+OPERATOR = ("or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed|dozen|hundred|thousand|"
+            "[mbtr]+illion|[abcnxyz]{2,3}")
 WORD = rf"(?!(?:{OPERATOR})\b)(?:[a-z]{{2,}}|[mglsh])(?:\s*\^[({{]?[23][)}}]?)?"
 UNIT = re.compile(rf"(?<=[\d)}}])(?:\s+{WORD}(?:[ /]{WORD}){{0,2}}|(?:[cmk]m|kg|ml)(?:\^[({{]?[23][)}}]?)?)$")
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
@@ -96,13 +98,13 @@ MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+/\d+)")
 # Names of one unit stand together. Two that stand apart here are never the same.
 UNITS = {name: number for number, names in enumerate([
     "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
-    "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound",
+    "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram",
     "ml milliliter millilitre", "l liter litre", "s sec second", "min minute", "h hr hour", "day", "week",
     "month", "yr year", "cent", "dollar"]) for name in names.split()}
 
 
 def plain(text):
-    """Returns the text without currencies, %, capitals, a leading `x =`, a final period and LaTeX's spacing."""
+    """Returns the text without currencies, %, capitals, a leading `x =`, a last period and LaTeX's spaces."""
     # A text of this length is no answer, and some of the patterns take quadratic time.
     if len(text) > 500:
         return text
@@ -219,15 +221,27 @@ def applied(op, a, b):
 def same_answer(given, truth):
     """Returns whether two answers are equal as exact values or formulas, or as text if one is no formula.
 
-    Spaces, LaTeX's spellings, units, currencies and % do not count: 50% is 50. Two units or two letters before
-    = that differ make two answers differ. It never raises, and no input makes it slow.
+    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50. Nor do a unit, or a letter before =,
+    unless both answers have one and they differ. It never raises, and no input makes it slow.
     """
+    return comparison(given, truth) is True
+
+
+def comparison(given, truth):
+    # Returns whether two answers are the same, or None if algebra could still make them so.
     letters = {match[1] for match in map(LETTER.match, (given, truth)) if match}
+    percent = ("%" in given) != ("%" in truth)
     given, truth = plain(given), plain(truth)
     if len(letters) > 1 or len({unit(given), unit(truth)} - {None}) > 1:
         return False
     trees = value(given), value(truth)
-    return trees[0] == trees[1] if None not in trees else squeezed(given) == squeezed(truth) != ""
+    if None in trees:
+        return squeezed(given) == squeezed(truth) != "" or None
+    # Numbers, also in another base, are not made equal by algebra, and neither are brackets of two kinds.
+    numbers = all(isinstance(tree, Fraction) for tree in trees) and not percent
+    bases = any(tree[0] == "_" and isinstance(tree[1], Fraction) for tree in trees if isinstance(tree, tuple))
+    brackets = {tree[0] + tree[2] for tree in trees if isinstance(tree, tuple) and tree[0] in CLOSING}
+    return trees[0] == trees[1] or (False if numbers or bases or len(brackets) > 1 else None)
 
 
 def unit(text):
@@ -242,17 +256,47 @@ def squeezed(text):
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(text.split()))
 
 
-def check_answer(text, truth, algebra=None):
+def check_answer(text, truth, algebra=False):
     """Returns whether a completion's final answer is the truth.
 
-    truth: a text, which may itself be a worked solution, or a list of such, one of which is enough.
-    algebra: a function of two texts, given and truth, that is asked where same_answer says no.
+    truth: a text, which may itself be a worked solution, or a list of such, of which one is enough.
+    algebra: asks the package math-verify where exact values do not decide. Call it inside a time limit.
     """
     given = extract_answer(text)
     for one in truth if isinstance(truth, (list, tuple)) else [truth]:
         one = extract_answer(one) or one
-        if given is not None and same_answer(given, one):
-            return True
-        if algebra and algebra(text if given is None else given, one):
+        same = None if given is None else comparison(given, one)
+        if same or same is None and algebra and by_algebra(given, text, one):
             return True
     return False
+
+
+# ------------------------------------------------------------------------------------------------------------
+# algebra, by the package math-verify
+
+# Numbers that take minutes inside of Python's own arithmetic, where no time limit cuts them off.
+HUGE = re.compile(r"\d{5,}[\s)}]*!|\^[\s({]*-?(?:\d{5,}|\d+[\s)}]*\^)")
+
+
+def by_algebra(given, text, truth):
+    # Where a text has no marked answer, the package looks for one in its last lines.
+    given = "\n".join(text.splitlines()[-10:])[-2000:] if given is None else formula(given)
+    if len(given) + len(truth) > 3000 or HUGE.search(given) or HUGE.search(truth):
+        return False
+    # Only those who use the package wait for this import.
+    import math_verify
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # The package's own time limits are off: they use SIGALRM, which may be someone else's. Its rounding would
+    # take 3.14159265 for pi.
+    given, truth = (math_verify.parse(each, parsing_timeout=None) for each in (given, formula(truth)))
+    return math_verify.verify(truth, given, float_rounding=30, timeout_seconds=None)
+
+
+def formula(text):
+    # Returns an answer as math-verify reads it: in dollars, and with at most one \text, because the package
+    # takes everything from the first one to the end for a unit.
+    text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", text)
+    text = re.sub(r"\\math(?:bf|rm)\s*\{([a-zA-Z])\}", r" \1", text)
+    if text.count(r"\text") > 1:
+        text = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
+    return f"${text}$"

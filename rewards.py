@@ -1,12 +1,13 @@
 """Rewards: one score for each completion, from a verifier of final answers or from a function of yours.
 
-    load_reward   the task's own reward, or a function of yours ("file.py:function", in TRL's or verl's form)
+    load_reward   the task's own reward, math_verify, or a function of yours ("file.py:function")
     score         calls a reward on completions inside a time limit and checks what it returns
     Scorer        scores rollouts by the reward and the reward model that a run's settings name
     evaluation    mean@k, pass@k, maj@k of scored rollouts
 """
 import copy
 import difflib
+import importlib
 import importlib.util
 import inspect
 import math
@@ -39,6 +40,16 @@ def accuracy(prompts, completions, answer, **columns):
     return [float(check_answer(content(completion), truth)) for completion, truth in zip(completions, answer)]
 
 
+def math_verify(prompts, completions, answer, **columns):
+    """Is accuracy with the package math-verify where exact values do not decide: for algebra and sets."""
+    return [float(check_answer(content(completion), truth, algebra=True))
+            for completion, truth in zip(completions, answer)]
+
+
+# A comparison that hangs costs its own completion alone.
+math_verify.one_by_one = True
+
+
 def countdown(prompts, completions, numbers, target, **columns):
     """Returns 1.0 for each completion that answers with a right expression, otherwise 0.0.
 
@@ -53,16 +64,26 @@ def countdown(prompts, completions, numbers, target, **columns):
 
 
 def load_reward(spec, task):
-    """Returns the reward that the spec "file.py:function" names, or for "" the task's own.
+    """Returns the reward that the spec names, "file.py:function" or "math_verify", or for "" the task's own.
 
     A function with verl's parameters (data_source, solution_str, ground_truth) is adapted; any other must be
-    in TRL's form. Raises ValueError if there is no such function or if its file raises.
+    in TRL's form. Raises ValueError if there is no such function or if its file raises, and for math_verify
+    without its package or without answers to compare.
     """
     if not spec:
         return countdown if task == "countdown" else accuracy
+    if spec == "math_verify":
+        if task == "countdown":
+            raise ValueError("reward=math_verify needs one right answer, but task=countdown has many")
+        try:
+            importlib.import_module(spec)
+        except ImportError as error:
+            raise ValueError("reward=math_verify needs the package math-verify: pip install "
+                             f"'math-verify[antlr4_13_2]' ({error})") from error
+        return math_verify
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"reward must be file.py:function, not {spec!r}")
+        raise ValueError(f"reward must be file.py:function or math_verify, not {spec!r}")
     if not os.path.isfile(path):
         raise ValueError(f"reward: no such file: {path}")
     module_spec = importlib.util.spec_from_file_location("reward_file", path)

@@ -49,13 +49,14 @@ def extract_answer(text):
         return ", ".join(reversed(found))
     for kind in ("mark", "words"):
         signs = [sign for sign in others if kind == "words" or not sign["words"]]
-        for sign, following in reversed(list(zip(signs, signs[1:] + [None]))):
+        for sign, following in zip(signs[::-1], [None, *signs[:0:-1]]):
             # What a sign announces ends before the next one.
             below = text[sign.end():following.start() if following else None].strip(" \t\r\n*`")
-            closed = sign[0][0] == "<" and following and following["end"]
-            answer = FRAME.sub("", below if closed else displayed(below)).strip(" \t\r\n*`")
-            if sign[kind] and answer:
-                return answer
+            if below and sign[kind]:
+                closed = sign[0][0] == "<" and following and following["end"]
+                answer = FRAME.sub("", below if closed else displayed(below)).strip(" \t\r\n*`")
+                if answer:
+                    return answer
 
 
 def displayed(text):
@@ -221,7 +222,7 @@ def applied(op, a, b):
 def same_answer(given, truth):
     """Returns whether two answers are equal as exact values or formulas, or as text if one is no formula.
 
-    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50. Nor do a unit, or a letter before =,
+    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor do a unit, or a letter before =,
     unless both answers have one and they differ. It never raises, and no input makes it slow.
     """
     return comparison(given, truth) is True
@@ -241,7 +242,9 @@ def comparison(given, truth):
     numbers = all(isinstance(tree, Fraction) for tree in trees) and not percent
     bases = any(tree[0] == "_" and isinstance(tree[1], Fraction) for tree in trees if isinstance(tree, tuple))
     brackets = {tree[0] + tree[2] for tree in trees if isinstance(tree, tuple) and tree[0] in CLOSING}
-    return trees[0] == trees[1] or (False if numbers or bases or len(brackets) > 1 else None)
+    if trees[0] == trees[1] and not (percent and isinstance(trees[0], Fraction) and 0 < abs(trees[0]) < 1):
+        return True
+    return False if numbers or bases or len(brackets) > 1 else None
 
 
 def unit(text):

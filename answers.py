@@ -76,7 +76,7 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
     (r"\\begin\{[pb]?matrix\}|\\begin\{array\}\{[lcr|]*\}", r"\\matrix("),
     (r";\s*\[[\d.]+(?:pt|em|ex|mm)\]", ";"), (r";?\s*\\end\{(?:[pb]?matrix|array)\}", ")"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-z])|\\[()\[\]!]|\\?[$£€%]", ""),
+    (r"\\(?:left|right|bigg?[lr]?|displaystyle)(?![a-z])|\\[()\[\]!]|\\?[$£€%]", ""),
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])|°", ""),
     (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"), (r"\\[,;: ]|\\q?quad(?![a-z])|~", " "), (r"[−–]", "-"),
     (r"\\(?:times|cdot|ast)(?![a-z])|[×·⋅∙]", "*"), (r"\*\*", "^"), (r"\\div(?![a-z])|÷", "/"),
@@ -109,7 +109,9 @@ def plain(text):
     # A text of this length is no answer, and some of the patterns take quadratic time.
     if len(text) > 500:
         return text
-    text = text.lower().replace("\\\\", ";" if r"\begin" in text else "\\").replace("&", ",")
+    text = text.replace("\\\\", ";" if r"\begin" in text else "\\").replace("&", ",")
+    # \Delta is not \delta.
+    text = re.sub(r"\\([A-Z])(?!ig)", r"\\upper\1", text).lower()
     for pattern, replacement in CLEANING:
         text = pattern.sub(replacement, text)
     return text.strip().rstrip(" .,;")
@@ -222,8 +224,9 @@ def applied(op, a, b):
 def same_answer(given, truth):
     """Returns whether two answers are equal as exact values or formulas, or as text if one is no formula.
 
-    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor do a unit, or a letter before =,
-    unless both answers have one and they differ. It never raises, and no input makes it slow.
+    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does a unit
+    or a letter before =, unless both answers have one and these differ, nor do capitals, unless m and M stand
+    in one formula. It never raises, and no input makes it slow.
     """
     return comparison(given, truth) is True
 
@@ -231,20 +234,33 @@ def same_answer(given, truth):
 def comparison(given, truth):
     # Returns whether two answers are the same, or None if algebra could still make them so.
     letters = {match[1] for match in map(LETTER.match, (given, truth)) if match}
-    percent = ("%" in given) != ("%" in truth)
+    percent = len({bool(re.search("%|percent", each)) for each in (given, truth)}) > 1
+    if any(map(both_cases, (given, truth))):
+        given, truth = (re.sub(r"(\\[a-zA-Z]+)|([A-Z])", capital, each) for each in (given, truth))
     given, truth = plain(given), plain(truth)
     if len(letters) > 1 or len({unit(given), unit(truth)} - {None}) > 1:
         return False
     trees = value(given), value(truth)
     if None in trees:
         return squeezed(given) == squeezed(truth) != "" or None
-    # Numbers, also in another base, are not made equal by algebra, and neither are brackets of two kinds.
-    numbers = all(isinstance(tree, Fraction) for tree in trees) and not percent
-    bases = any(tree[0] == "_" and isinstance(tree[1], Fraction) for tree in trees if isinstance(tree, tuple))
-    brackets = {tree[0] + tree[2] for tree in trees if isinstance(tree, tuple) and tree[0] in CLOSING}
-    if trees[0] == trees[1] and not (percent and isinstance(trees[0], Fraction) and 0 < abs(trees[0]) < 1):
+    numbers = all(isinstance(tree, Fraction) for tree in trees)
+    if trees[0] == trees[1] and not (percent and numbers and 0 < abs(trees[0]) < 1):
         return True
-    return False if numbers or bases or len(brackets) > 1 else None
+    # Algebra makes no two numbers equal, except 50% and 0.5, nor numbers in a base, nor brackets of two kinds.
+    formulas = [tree for tree in trees if isinstance(tree, tuple)]
+    in_base = any(tree[0] == "_" and isinstance(tree[1], Fraction) for tree in formulas)
+    brackets = {tree[0] + tree[2] for tree in formulas if tree[0] in CLOSING}
+    return False if numbers and not percent or in_base or len(brackets) > 1 else None
+
+
+def both_cases(text):
+    # Returns whether a letter of a formula is there as a capital and as a small one; words are left out.
+    letters = set(re.sub(r"\\(?:text|math)\w*\s*\{[^{}]*\}|\\[a-zA-Z]+|\b[A-Z]?[a-z]{2,}\b", "", text))
+    return any(letter.swapcase() in letters for letter in letters if letter.isalpha())
+
+
+def capital(match):
+    return match[1] or rf"\upper{match[2]} "
 
 
 def unit(text):

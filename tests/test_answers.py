@@ -90,7 +90,8 @@ EQUAL = [
     (r"3 \times 10^{8}", "300000000"), (r"\sqrt[3]{2}", r"\sqrt[3]2"), (r"5\,\mathrm{~cm}", "5"),
     (r"\text{no solution}", "No solution."), (r"A \text{ and } B", "a and b"), (r"\\frac{1}{2}", "0.5"),
     (r"y = \frac{1}{2} x", r"y=\frac12x"), (r"90^{\circ}", "90"), ("10^{-3}", "0.001"),
-    (r"i\sqrt{3}", r"i \sqrt3"),
+    (r"i\sqrt{3}", r"i \sqrt3"), (r"\frac{m}{M+m}", "m/(M+m)"), ("Alabama", r"\text{alabama}"), ("GM", "gm"),
+    (r"\Big(1,2\Big)", "(1,2)"), (r"\frac{x^{2}}{A}", "x^2/A"),
 ]
 UNEQUAL = [
     ("5", "6"), ("5", "-5"), ("5", "5.0000001"), ("0.333", "1/3"), ("50%", "1/2"), ("10^2", "102"),
@@ -125,7 +126,8 @@ UNEQUAL = [
     ("a-(b-c)", "a-b-c"), ("a/(b/c)", "a/b/c"), ("(a-b)^2", "a-b^2"), ("-2^2", "4"), ("(x+1)/2", "x+1/2"),
     ("2^{x+1}", "2^x+1"), (r"x \in [1,2]", r"x \notin [1,2]"), (r"1\frac{3}{2}", r"\frac{5}{2}"),
     ("|x|", "x"), ("n!", "n"), (r"\bar{x}", "x"), ("x'", "x"), (r"\emptyset", "0"), (r"2\sin x", r"2\sin"),
-    (r"f\circ g", "fg"), ("0.5%", "0.5"), ("1/20", r"0.05\%"),
+    (r"f\circ g", "fg"), ("0.5%", "0.5"), ("1/20", r"0.05\%"), ("0.5 percent", "0.5"),
+    (r"\frac{m}{M+m}", r"\frac{M}{M+m}"), ("GMm", "GMM"), (r"\Delta", r"\delta"),
 ]
 
 

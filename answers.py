@@ -246,7 +246,7 @@ def comparison(given, truth):
     numbers = all(isinstance(tree, Fraction) for tree in trees)
     if trees[0] == trees[1] and not (percent and numbers and 0 < abs(trees[0]) < 1):
         return True
-    # Algebra makes no two numbers equal, except 50% and 0.5, and no numbers in a base or two kinds of brackets.
+    # Algebra makes no two numbers equal, except 50% and 0.5, nor numbers in a base or two kinds of brackets.
     formulas = [tree for tree in trees if isinstance(tree, tuple)]
     in_base = any(tree[0] == "_" and isinstance(tree[1], Fraction) for tree in formulas)
     brackets = {tree[0] + tree[2] for tree in formulas if tree[0] in CLOSING}

@@ -257,9 +257,10 @@ def file_rows(split, train_file, eval_file):
                   "reward_model.ground_truth": judged, "solution": row.get("solution")}
         key = next((key for key, truth in truths.items() if truth is not None), None)
         if key and not is_answer(truths[key]):
-            raise ValueError(f"{where}: {key} must be text or a finite number, not {truths[key]!r:.100}; a "
-                             "column of another name goes to the reward as it is")
-        answer = str(truths[key]) if key else None
+            raise ValueError(f"{where}: {key} must be text or a finite number, not {truths[key]!r:.100}; "
+                             "a list may hold several; a column of another name goes to the reward as it is")
+        truth = truths.get(key)
+        answer = list(map(str, truth)) if isinstance(truth, list) else str(truth) if key else None
         lacking = lacking or (where if answer is None else None)
         added = {"answer": answer, "source": row.get("data_source", row.get("source"))}
         rows.append(row | {key: value for key, value in added.items() if value is not None})
@@ -338,7 +339,9 @@ def check_row(where, row):
 
 
 def is_answer(value):
-    # A text that says something, or a number other than NaN and infinity.
+    # A text that says something, a number other than NaN and infinity, or a list of these.
+    if isinstance(value, list):
+        return value != [] and all(is_answer(one) and not isinstance(one, list) for one in value)
     return bool(value.strip()) if isinstance(value, str) else (
         isinstance(value, numbers.Number) and value - value == 0)
 

@@ -1,18 +1,16 @@
 """Rewards: one score for each completion, from a verifier of final answers or from a function of yours.
 
-    check_answer  whether a completion's final answer is the right one
-    load_reward   the task's own reward, or a function of yours ("file.py:function", in TRL's or verl's form)
+    load_reward   the task's own reward, math_verify, or a function of yours ("file.py:function")
     score         calls a reward on completions inside a time limit and checks what it returns
     Scorer        scores rollouts by the reward and the reward model that a run's settings name
     evaluation    mean@k, pass@k, maj@k of scored rollouts
 """
-import contextlib
 import copy
 import difflib
+import importlib
 import importlib.util
 import inspect
 import math
-import operator
 import os
 import re
 import signal
@@ -20,125 +18,10 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from fractions import Fraction
 from types import SimpleNamespace
 
+from answers import check_answer, extract_answer, plain, value
 from console import one_line
-
-# ------------------------------------------------------------------------------------------------------------
-# answers
-
-
-def extract_answer(text):
-    r"""Returns the last answer in a text: a \boxed{...}, or what follows `Answer:` or #### on its line.
-
-    Returns None if the text has no answer.
-    """
-    text += "\n"
-    opened, spans = [], []
-    for mark in re.finditer(r"\\boxed\s*\{|\\.|[{}]|(?i:answer)\**\s*:|(?<!#)####(?!#)", text):
-        if mark[0] == "}":
-            if opened and (start := opened.pop())[0] != "{":
-                spans.append((start.end(), mark.start()))
-        elif mark[0][-1] == "{" and mark[0] != r"\{":
-            opened.append(mark)
-        elif mark[0][0] != "\\":
-            # None stands for the end of the line.
-            spans.append((mark.end(), None))
-    for start, end in sorted(spans, reverse=True):
-        if answer := text[start:end or text.index("\n", start)].strip(" \t\r\n*`"):
-            return answer
-
-
-LATEX = [(re.compile(pattern), replacement) for pattern, replacement in [
-    (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
-    (r"(\^|_|\\sqrt)\s*\{([^{}]*)\}", r"\1(\2)"),
-    (r"\\[dt]?frac\s*(\d)\s*(\d)", r" \1/\2"),
-    (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" (\1)/(\2)"),
-    (r"\\left|\\right|\\[()\[\]!]|\\?[$£€%]|\^?\(?\\circ\)?|°", ""),
-    (r"\{,\}", ","), (r"\\[,;: ]|~", " "), (r"[−–]", "-"), (r"\*\*", "^"),
-    (r"\\times|\\cdot|[×·]", "*"), (r"\\div|÷", "/"),
-    (r"^\s*\\?[a-z]\w*\s*=", "")]]
-# A unit is up to three words after a number, or a metric symbol right behind it. Some words are not units but
-# part of the value.
-OPERATOR = "or|and|not|plus|minus|times|over|less|more|squared|cubed|pi|dozen|hundred|thousand|[mbtr]+illion"
-WORD = rf"(?!(?:{OPERATOR})\b)(?:[a-z]{{2,}}|[mglsh])(?:\s?\^\(?[23]\)?)?"
-UNIT = re.compile(rf"(?<=[\d)])(?:\s+{WORD}(?:[ /]{WORD}){{0,2}}|(?:[cmk]m|kg|ml)(?:\^\(?[23]\)?)?)$")
-THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
-MIXED = re.compile(r"([-+]?)\s*(\d+)\s+\(?(\d+)\)?/\(?(\d+)\)?")
-
-
-def plain(text):
-    """Returns the text without LaTeX, currencies, %, capitals, a leading `x =` and a trailing period."""
-    # A text of this length is no answer, and some of the patterns take quadratic time.
-    if len(text) > 500:
-        return text
-    text = text.lower()
-    for pattern, replacement in LATEX:
-        text = pattern.sub(replacement, text)
-    return text.strip().rstrip(" .,;")
-
-
-def power(base, exponent):
-    size = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if exponent.denominator != 1 or abs(exponent) * size > 4096:
-        raise ValueError("not a fraction, or one too long")
-    return base ** exponent
-
-
-PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 3}
-OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": power}
-
-
-def number(text):
-    """Returns the exact value of plain text like -3, 1,234, 0.5, 1 1/2, 5 cm or 2*(3+4)^2, or None."""
-    # The limit bounds the recursion as well.
-    if len(text) > 200:
-        return None
-    text = UNIT.sub("", text)
-    text = re.sub("[, ]", "", text) if THOUSANDS.fullmatch(text) else text
-    text = MIXED.sub(r"\1(\2+\3/\4)", text) if MIXED.fullmatch(text) else text
-    tokens = re.findall(r"\d+\.?\d*|\.\d+|\S", text) + ["end"]
-
-    def parse(level):
-        # Reads on as long as the operators bind tighter than the level.
-        token = tokens.pop(0)
-        if token in ("+", "-"):
-            value = OPERATIONS[token](0, parse(2))
-        elif token == "(":
-            value = parse(0)
-            if tokens.pop(0) != ")":
-                raise ValueError("unbalanced parentheses")
-        else:
-            value = Fraction(token)
-        while PRECEDENCE.get(tokens[0], 0) > level:
-            op = tokens.pop(0)
-            value = OPERATIONS[op](value, parse(PRECEDENCE[op] - (op == "^")))
-        return value
-
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        value = parse(0)
-        return value if tokens == ["end"] else None
-
-
-def same_answer(given, truth):
-    """Returns whether two answers are equal as exact numbers, or as text if neither of them is a number.
-
-    Spaces, LaTeX, units, currencies and % do not count: 50% is 50. It never raises, and no input makes it
-    slow.
-    """
-    given, truth = plain(given), plain(truth)
-    values = number(given), number(truth)
-    if values != (None, None):
-        return values[0] == values[1]
-    return "".join(given.split()) == "".join(truth.split()) != ""
-
-
-def check_answer(text, truth):
-    """Returns whether a completion's final answer is the truth, which may itself be a worked solution."""
-    given = extract_answer(text)
-    return given is not None and same_answer(given, extract_answer(truth) or truth)
-
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
@@ -157,6 +40,16 @@ def accuracy(prompts, completions, answer, **columns):
     return [float(check_answer(content(completion), truth)) for completion, truth in zip(completions, answer)]
 
 
+def math_verify(prompts, completions, answer, **columns):
+    """Is accuracy with the package math-verify where exact values do not decide: for algebra and sets."""
+    return [float(check_answer(content(completion), truth, algebra=True))
+            for completion, truth in zip(completions, answer)]
+
+
+# A comparison that hangs costs its own completion alone.
+math_verify.one_by_one = True
+
+
 def countdown(prompts, completions, numbers, target, **columns):
     """Returns 1.0 for each completion that answers with a right expression, otherwise 0.0.
 
@@ -165,22 +58,32 @@ def countdown(prompts, completions, numbers, target, **columns):
     rewards = []
     for completion, given, goal in zip(completions, numbers, target):
         text = "".join(plain(extract_answer(content(completion)) or "").partition("=")[0].split())
-        right = re.fullmatch(r"[-+*/()0-9]+", text) and number(text) == goal
+        right = re.fullmatch(r"(?:[-+*/(){}0-9]|(?<!\d)\\frac)+", text) and value(text) == goal
         rewards.append(float(bool(right) and sorted(map(int, re.findall(r"\d+", text))) == sorted(given)))
     return rewards
 
 
 def load_reward(spec, task):
-    """Returns the reward that the spec "file.py:function" names, or for "" the task's own.
+    """Returns the reward that the spec names, "file.py:function" or "math_verify", or for "" the task's own.
 
     A function with verl's parameters (data_source, solution_str, ground_truth) is adapted; any other must be
-    in TRL's form. Raises ValueError if there is no such function or if its file raises.
+    in TRL's form. Raises ValueError if there is no such function or if its file raises, and for math_verify
+    without its package or without answers to compare.
     """
     if not spec:
         return countdown if task == "countdown" else accuracy
+    if spec == "math_verify":
+        if task == "countdown":
+            raise ValueError("reward=math_verify needs one right answer, but task=countdown has many")
+        try:
+            importlib.import_module(spec)
+        except ImportError as error:
+            raise ValueError("reward=math_verify needs the package math-verify: pip install "
+                             f"'math-verify[antlr4_13_2]' ({error})") from error
+        return math_verify
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"reward must be file.py:function, not {spec!r}")
+        raise ValueError(f"reward must be file.py:function or math_verify, not {spec!r}")
     if not os.path.isfile(path):
         raise ValueError(f"reward: no such file: {path}")
     module_spec = importlib.util.spec_from_file_location("reward_file", path)

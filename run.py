@@ -77,7 +77,7 @@ class Run:
         """Refuse prompts that are not those of the resumed run: their file may have changed."""
         s, before = self.settings, self.state["settings"]
         checksums = {"train_prompts": data.checksum(train_set), "eval_prompts": data.checksum(eval_set)}
-        if s["reward"] not in ("", "none"):
+        if ":" in s["reward"]:
             checksums["reward"] = checkpoint.checksum(s["reward"].rpartition(":")[0])
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
         # Another number of held-out prompts is no other data.

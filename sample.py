@@ -26,7 +26,7 @@ difficulty = 1                  # of generated problems
 train_file = ""                 # JSONL or parquet, for task=file: the share of it that a run holds out
 eval_file = ""                  # the same, all of it
 eval_prompts = 128              # problems; 0: 128 generated, or all that are held out
-reward = ""                     # file.py:function; empty: the task's own verifier
+reward = ""                     # file.py:function; math_verify; empty: the task's own verifier
 reward_timeout = 10.0           # seconds for a batch; if it takes longer, for each completion alone. 0: none
 chat = True                     # apply the chat template to messages; False: join them, for base models
 system_prompt = ""              # put before every message prompt

@@ -45,7 +45,7 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # the same; empty: an eighth of train_file is held out
-reward = ""                     # file.py:function; empty: the task's own verifier; none: a reward model alone
+reward = ""                     # file.py:function; math_verify; empty: the task's; none: a reward model alone
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto: vllm where it is installed
 prompts_per_step = 32           # over all ranks
 num_generations = 8             # completions per prompt (G)

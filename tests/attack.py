@@ -370,6 +370,7 @@ ROW = {  # the third row of a file
     runs(): [
         message("a\0b"), message("x", "tool"), GOOD[0], prompt("x", ground_truth="1"), prompt("What?"),
         answered("answer", 5), answered("answer", True), answered("answer", "9" * 100_000),
+        answered("answer", ["1", 2]),
         prompt("x", self=1), prompt("x", more={"a": [1, None]}), prompt("x", **{"": 1, "a b": 2, "\n": 3}),
         prompt("x", solution_str="5"), message("\U0001f600\u202e"),
         b'{"prompt": "a", "prompt": "b", "answer": "1"}']}
@@ -385,7 +386,7 @@ PARQUETS = {  # bytes, or rows
     r"rows\.parquet": [b"x" * 1000, b"", b"PAR1PAR1", jsonl(*GOOD), [], FOLDER, FIFO],
     r"rows\.parquet: row 1\b": [[row] for row in (
         message(b"x"), prompt(b"x"), prompt(None), *[prompt("x", answer=value) for value in (
-            b"1", [1], float("nan"))])],
+            b"1", [None], float("nan"))])],
     runs(): [[row | {"image": b"\xff"} for row in GOOD]]}
 QUESTION = {"question": "What is 1+1?", "answer": "Two.\n#### 2"}
 GSM8K = {
@@ -406,7 +407,7 @@ def row_cases(add):
     add_all(lambda name, expected, row: of_file(name, expected, jsonl(*GOOD[:2], row, *GOOD[2:])), ROW)
     for key in ("answer", "ground_truth", "solution", "reward_model"):
         rows = [answered(key, "1", row) for row in GOOD]
-        for value in ("", "  ", float("nan"), float("inf"), {"a": 1}, ["1"]):
+        for value in ("", "  ", float("nan"), float("inf"), {"a": 1}, ["1", " "]):
             of_file(f"{key} {value!r}", r"rows\.jsonl:3\b", jsonl(*rows[:2], answered(key, value), *rows))
     add_all(of_file, FILES)
     add_all(of_file, TRAIN_FILES)

@@ -11,6 +11,7 @@ compared, as in every run; the page has the mean gap of the last comparison, or 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -69,7 +70,7 @@ FAMILIES = {
         "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA},
     "Layers with a state (Mamba, linear attention, convolutions)": {
         "qwen3_next": MOE | DELTA | dict(num_experts_per_tok=4), "qwen3_5_text": DELTA, "falcon_h1": MAMBA | dict(mamba_d_ssm=128),
-        "lfm2": dict(layer_types=["conv", "full_attention"]),
+        "lfm2": dict(layer_types=["conv", "full_attention"], conv_dim=64, block_dim=64, block_ff_dim=128),
         "granitemoehybrid": MOE | MAMBA | dict(layer_types=["mamba", "attention"]),
         "bamba": MAMBA | dict(attn_layer_indices=[1]), "nemotron_h": MAMBA, "jamba": MOE, "mamba": MAMBA,
         "mamba2": MAMBA | dict(num_heads=4, n_groups=1), "falcon_mamba": MAMBA, "minimax": MOE,
@@ -79,7 +80,7 @@ FAMILIES = {
         "gemma3": WINDOW, "gemma4": WINDOW | PER_LAYER, "qwen2_5_vl": MROPE, "qwen3_vl": {}, "qwen3_5": DELTA,
         "mistral3": {}, "internvl": {}, "smolvlm": {}, "glm4v": MROPE, "llama4": MOE},
     "No decoders": {"t5": {}, "bert": {}}}
-# torchvision, which vLLM imports before it leaves out what reads images, is not in requirements-cpu.txt.
+# An empty torchvision.
 STAND_IN = '''
 import importlib.abc, importlib.machinery, sys, types
 class Anything(type):
@@ -124,8 +125,9 @@ weight sync; in float32 a run stops at 1e-3, in bfloat16 at 0.05. None of it has
   as many tokens.
 - *In bfloat16*: vLLM's CPU build has no float32 kernel for such layers, so the run needs `--dtype=bfloat16`.
 - A critic is made of any model that can be a policy.
-- Of a model that reads images the text part is trained. The rest is frozen and stays in every checkpoint. vLLM imports
-  torchvision for such models, which `requirements-cpu.txt` leaves out; the script puts an empty module in its place.
+- *Needs torchvision*: vLLM imports it for such models, and `requirements-cpu.txt` leaves it out. No text passes through
+  it, so the script puts an empty module in its place.
+- Of a model that reads images the text part is trained. The rest is frozen and stays in every checkpoint.
 - Refused everywhere: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`), adapters,
   and weights with NaN. Dropout in a config is not refused; it does not act, as in the engine.
 """
@@ -157,23 +159,26 @@ def make(family, folder):
 
 def known(config, values):
     # dir, because some configs answer for every layer alone, and raise.
-    names = {*dir(config), *config.attribute_map}
+    names = {*dir(config), *config.attribute_map, "conv_dim", "block_dim"}   # the last two are for vLLM
     return {key: value for key, value in values.items() if key in names and value is not None}
 
 
-def outcome(family, engine, dtype="auto"):
+def outcome(family, engine, dtype="auto", path=""):
     """Train for two steps: (the gap of the last comparison or None, notes, why it was refused or '')."""
     folder, run = os.path.join(out_dir, family), os.path.join(out_dir, f"{family}-{engine}")
-    subprocess.run(["rm", "-rf", run], check=True)
-    has_images = family in list(FAMILIES.values())[3]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": out_dir} if has_images else {})
+    shutil.rmtree(run, ignore_errors=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     result = subprocess.run(
         [sys.executable, *ENGINES[engine], *COMMON, f"--model={folder}", f"--out_dir={run}",
          f"--dtype={dtype}", f"--reward={out_dir}/reward.py:even"], env=env, capture_output=True, text=True)
     said = result.stdout + result.stderr
     if "requires BF16" in said and dtype == "auto":
-        return outcome(family, engine, "bfloat16")
-    notes = ["in bfloat16"] * (dtype == "bfloat16") + ["a sequence per row"] * ("a row of its own" in said)
+        return outcome(family, engine, "bfloat16", path)
+    if "No module named 'torchvision'" in said and not path:
+        return outcome(family, engine, dtype, out_dir)
+    notes = [note for note, applies in {
+        "in bfloat16": dtype == "bfloat16", "a sequence per row": "a row of its own" in said,
+        "needs torchvision": path}.items() if applies]
     if result.returncode == 0:
         with open(os.path.join(run, "metrics.jsonl")) as file:
             lines = [json.loads(line) for line in file]

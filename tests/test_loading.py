@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from checkpoint import load_optimizer, save_checkpoint
 from loading import check_model, check_trainable, load_critic, load_policy, load_tokenizer, model_class
 from models import text_model, token_logprobs, token_values
 from packing import pack
+from runs import train
 from test_packing import episode, random_parts, sampled_places
 from weights import full_weights
 
@@ -136,6 +138,20 @@ def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(f
     monkeypatch.setattr(Qwen3MLP, "forward", noise)
     with pytest.raises(ValueError, match="differs from what transformers computes by 0"):
         load_policy(folder, mesh, torch.float32)
+
+
+@pytest.mark.parametrize("name, packed", [("smollm3", True), ("lfm2", False)])
+def test_vllm_and_the_trainer_agree_after_a_sync(family, reward_file, tmp_path, name, packed):
+    """On a model that vLLM runs by transformers' own class, and on one whose layers have a state."""
+    pytest.importorskip("vllm")
+    if torch.cuda.is_available():
+        pytest.skip("vLLM's CPU build")
+    settings = {"model": family(name), "engine": "vllm", "max_steps": 2, "warmup_steps": 0,
+                "max_prompt_length": 48, "max_completion_length": 16, "prompts_per_step": 4,
+                "num_generations": 4, "train_prompts": 64, "eval_prompts": 4, "learning_rate": 1e-3}
+    metrics, output = train("train_grpo.py", tmp_path / "run", [reward_file], settings, (sys.executable,))
+    assert 0 < metrics[1]["sampling/sampling_logp_difference/mean"] < 1e-4
+    assert packed == ("a row of its own" not in output)
 
 
 # ---------------------------------------------------------------- what cannot be trained is refused

@@ -140,7 +140,7 @@ def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(f
         load_policy(folder, mesh, torch.float32)
 
 
-@pytest.mark.parametrize("name, packed", [("smollm3", True), ("lfm2", False)])
+@pytest.mark.parametrize("name, packed", [("smollm3", True), ("falcon_h1", False)])
 def test_vllm_and_the_trainer_agree_after_a_sync(family, reward_file, tmp_path, name, packed):
     """On a model that vLLM runs by transformers' own class, and on one whose layers have a state."""
     pytest.importorskip("vllm")

@@ -190,28 +190,34 @@ def read_rows(path):
         raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
 
 
-# The text of a row with its characters as they are. Encoders made once take a third of the time.
+# The text of a row with its characters as they are. An encoder that is made once is faster than json.dumps.
 unescaped = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def check_row(where, row):
-    def need(condition, problem):
-        if not condition:
-            raise ValueError(f"{where}: {problem}")
+    if problem := problem_of(row):
+        raise ValueError(f"{where}: {problem}")
 
+
+def problem_of(row):
     prompt = row.get("prompt")
-    need(prompt is not None, f"no prompt; the columns are {', '.join(row) or 'none'}")
-    need(isinstance(prompt, (str, list)),
-         f"prompt must be a string or a list of messages, not {type(prompt).__name__}")
+    if prompt is None:
+        return f"no prompt; the columns are {', '.join(row) or 'none'}"
+    if not isinstance(prompt, (str, list)):
+        return f"prompt must be a string or a list of messages, not {type(prompt).__name__}"
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
-        need(isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content")),
-             f"a message needs a role and a content, both strings: {str(message)[:100]}")
-    need(any(message["content"].strip() for message in messages), "empty prompt")
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)
+                and isinstance(message.get("content"), str)):
+            return f"a message needs a role and a content, both strings: {str(message)[:100]}"
+    if not any(message["content"].strip() for message in messages):
+        return "empty prompt"
     text = unescaped(row)
-    need(text == text.encode(errors="ignore").decode(), "half a surrogate pair, which cannot be encoded")
+    if text != text.encode(errors="ignore").decode():
+        return "half a surrogate pair, which cannot be encoded"
     for key in ("prompts", "completions"):
-        need(key not in row, f"a column must not be named {key}: a reward gets something else by that name")
+        if key in row:
+            return f"a column must not be named {key}: a reward gets something else by that name"
 
 
 def is_answer(value):

@@ -158,7 +158,7 @@ def test_a_rollout_gets_its_row_and_its_text(folder, prompt):
     rollouts = rollout.generate(engine, tokenizer, prompts, 3, [5, 9], 8, 1.0)
     assert [r.row for r in rollouts] == [row for row in rows for _ in range(3)]
     assert all(r.row is rows[i // 3] for i, r in enumerate(rollouts))
-    bare = engine.generate([ids for _, ids in prompts], 3, [5, 9], 8, 1.0)
+    bare = engine.generate([prompt.ids for prompt in prompts], 3, [5, 9], 8, 1.0)
     assert completions_of(rollouts) == completions_of(bare) and prompts_of(rollouts) == prompts_of(bare)
     for r in rollouts:
         text = tokenizer.decode(r.sampled_ids, skip_special_tokens=True)

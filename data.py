@@ -3,10 +3,10 @@
 A row is a dict. Its `prompt` is a string or a list of chat messages, and the reward gets every other column.
 
     load_rows      the rows of a task: algebra and countdown are generated, gsm8k is fetched, file is your own
-    load_prompts   a run's training and held-out rows, encoded, without those that are too long
-    encode_prompt  a row's prompt as token ids
-    epoch_rows     which rows a step uses, from its position in the endless sequence of epochs
-    next_rows      the same for a run in which prompts rest, as record_visits notes
+    encode_rows    rows with their prompts as token ids
+    load_prompts   a run's training rows, of which Prompts.draw encodes what a step uses, and held-out prompts
+    next_rows      which rows come next in the endless sequence of epochs
+    record_visits  which of them rest, in train_dapo.py
 """
 import functools
 import json
@@ -16,153 +16,10 @@ import os
 import random
 import urllib.request
 import zlib
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
 
-# ------------------------------------------------------------------------------------------------------------
-# algebra. A template draws (problem, steps of the worked solution, answer). At difficulty 1 the numbers are
-# small and each step is one small operation on the text before it, so that a model of a million parameters
-# learns it in minutes. Difficulty d scales the numbers and brings signs, coefficients, layers and fractions.
-
-
-def term(k, name=""):
-    """Returns a signed term of a sum: +2x, -x, +3, and nothing for 0."""
-    digits = "" if name and abs(k) == 1 else abs(k)
-    return f"{'-' if k < 0 else '+'}{digits}{name}" if k else ""
-
-
-def polynomial(coefficients, name="x"):
-    """Returns the text of a polynomial, the highest power first: [1, -5, 6] is x^2-5x+6."""
-    powers = range(len(coefficients) - 1, -1, -1)
-    names = [f"{name}^{power}" if power > 1 else name * power for power in powers]
-    return "".join(map(term, coefficients, names)).removeprefix("+")
-
-
-def nonzero(rng, low, high):
-    """Draws a whole number from low to high, never 0; low = n * (1 - d) keeps it positive at difficulty 1."""
-    return rng.choice([value for value in range(low, high + 1) if value])
-
-
-def absolute_value(rng, d):
-    k, m, a = rng.randint(1, d), rng.randint(1, d), nonzero(rng, -9 * d, 4 * d)
-    size, c = rng.randint(1, 9 * d), rng.randint(1, 9 * d)
-    inside = polynomial([m, a])
-    left = polynomial([k, c], f"|{inside}|")
-    steps = [f"|{inside}|={size}", f"{polynomial([m, 0])}={size}{term(-a)}"]
-    return f"Larger solution of {left}={k * size + c}", steps, Fraction(size - a, m)
-
-
-def arithmetic_sequence(rng, d):
-    first, n = nonzero(rng, 9 * (1 - d), 9 * d), rng.randint(4, 10 * d)
-    gap = Fraction(nonzero(rng, 9 * (1 - d), 9 * d), rng.randint(1, d))
-    rise = (n - 1) * gap
-    steps = [f"d={gap}", f"{n - 1}*{gap}={rise}", f"{first}{term(rise)}"]
-    return f"Term {n} of {first}, {first + gap}, {first + 2 * gap}, ...", steps, first + rise
-
-
-def exponents(rng, d):
-    base, power = rng.choice([(b, p) for b in range(2, 11) for p in range(1, 9) if b ** p <= 1000 * d])
-    factors = [(i, rng.randint(1, d), nonzero(rng, -9 * d, 4 * d)) for i in range(1, d + 1)]
-    k, c = sum(i * m for i, m, a in factors), sum(i * a for i, m, a in factors)
-    left = "*".join(f"{base ** i}^({polynomial([m, a])})" for i, m, a in factors)
-    steps = [f"{base}^({polynomial([k, c])})={base}^{power}", f"{polynomial([k, 0])}={power}{term(-c)}"]
-    return f"Solve {left}={base ** power}", steps, Fraction(power - c, k)
-
-
-def fractions(rng, d):
-    bottoms = [rng.randint(2, 5 + 2 * d) for _ in range(d + 1)]
-    value, *others = [Fraction(rng.randint(1, bottom - 1), bottom) for bottom in bottoms]
-    text, steps = str(value), []
-    for other in others:
-        # A larger number is never subtracted, so that no value goes below zero.
-        op = rng.choice("+*" if other > value else "+*-")
-        text = f"({text}){op}{other}" if steps else f"{text}{op}{other}"
-        top, bottom = value.numerator * other.numerator, value.denominator * other.denominator
-        if op != "*":
-            bottom = math.lcm(value.denominator, other.denominator)
-            a, b = int(value * bottom), int(other * bottom)
-            steps.append(f"{a}/{bottom}{op}{b}/{bottom}")
-            top = a + b if op == "+" else a - b
-        steps.append(f"{top}/{bottom}")
-        value = Fraction(top, bottom)
-    return f"Compute {text}", steps, value
-
-
-def nested_linear(rng, d):
-    x, shift = rng.randint(0, 6 * d), nonzero(rng, -5 * d, 5 * d)
-    text, value = f"x{term(shift)}", x + shift
-    states = [f"x={value}{term(-shift)}"]
-    for layer in range(d):
-        factor, shift = rng.randint(2, 2 + d), nonzero(rng, -5 * d, 5 * d)
-        states.append(f"{factor}({text})={factor * value}")
-        text, value = f"{factor}({text}){term(shift)}", factor * value + shift
-        states.append(f"{text}={value}")
-    factor = rng.randint(2, 2 + d)
-    return f"Solve {factor}({text})={factor * value}", states[::-1], x
-
-
-def polynomial_remainder(rng, d):
-    x, lead, last = nonzero(rng, 5 * (1 - d), 5 * d), rng.randint(1, d), nonzero(rng, -9 * d, 9 * d)
-    coefficients = [lead, *(nonzero(rng, 9 * (1 - d), 9 * d) for power in range(d)), last]
-    value, steps = lead, [f"x={x}"]
-    # Horner's rule
-    for k in coefficients[1:]:
-        steps += [f"{value}*{x}{term(k)}", f"{value * x}{term(k)}"]
-        value = value * x + k
-    return f"Remainder of ({polynomial(coefficients)})/({polynomial([1, -x])})", steps, value
-
-
-def quadratics(rng, d):
-    m, p, c = rng.randint(1, d), nonzero(rng, 6 * (1 - d), 6 * d), rng.randint(0, 9 * d)
-    # The roots are p/m < q/m.
-    q = p + m * rng.randint(1, 7 * d)
-    a, b = m * m, -m * (p + q)
-    steps = [f"{polynomial([a, b, p * q])}=0", f"({polynomial([m, -p])})({polynomial([m, -q])})=0"]
-    return f"Larger root of {polynomial([a, b, p * q + c])}={c}", steps, Fraction(q, m)
-
-
-def systems(rng, d):
-    x, y = (nonzero(rng, 9 * (1 - d), 9 * d) for name in "xy")
-    a, b, k, m = rng.randint(1, 2 * d), rng.randint(1, 2 * d), rng.randint(1, d), rng.randint(1, d)
-    first, second, wanted = a * x + k * y, b * x - m * k * y, rng.choice("xy")
-    ax, bx, total = (term(coefficient, "x")[1:] for coefficient in (a, b, m * a + b))
-    steps = [f"{total}={m * first}{term(second)}", f"{total}={m * first + second}"]
-    if wanted == "y":
-        steps += [f"x={x}", f"{term(k, 'y')[1:]}={first}{term(-a * x)}"]
-    text = f"{ax}{term(k, 'y')}={first}, {bx}{term(-m * k, 'y')}={second}. Find {wanted}"
-    return text, steps, x if wanted == "x" else y
-
-
-TEMPLATES = (absolute_value, arithmetic_sequence, exponents, fractions, nested_linear, polynomial_remainder,
-             quadratics, systems)
-
-
-def algebra_problem(rng, difficulty):
-    template = rng.choice(TEMPLATES)
-    text, steps, answer = template(rng, difficulty)
-    solution = "\n".join([*steps, f"Answer: {answer}"])
-    return text, {"answer": str(answer), "source": template.__name__, "solution": solution}
-
-
-def countdown_problem(rng, difficulty):
-    numbers = sorted(rng.randint(1, 10 * difficulty) for _ in range(difficulty + 2))
-    values = [(number, str(number)) for number in numbers]
-    # Two values at a time are joined until only the target is left.
-    while len(values) > 1:
-        rng.shuffle(values)
-        (b, right), (a, left) = sorted([values.pop(), values.pop()])
-        results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}
-        barred = {"-": a == b, "*": a * b > 100 * difficulty, "/": a % b > 0}
-        op = rng.choice([op for op in results if not barred.get(op)])
-        values.append((results[op], f"({left}{op}{right})"))
-    target, answer = values[0][0], values[0][1][1:-1]
-    text = f"Use {', '.join(map(str, numbers))} once each to make {target}"
-    return text, {"answer": answer, "source": "countdown", "solution": f"Answer: {answer}",
-                  "numbers": numbers, "target": target}
-
-
-GENERATORS = {"algebra": algebra_problem, "countdown": countdown_problem}
+from problems import GENERATORS
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
@@ -177,12 +34,25 @@ def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file
     "eval", the others "train". Raises ValueError if there are no such rows, or fewer distinct problems than
     `count`; a message about a row of a file begins with file:line.
     """
+    return [row for _, row in named_rows(task, split, count, seed, difficulty, train_file, eval_file)]
+
+
+def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read=None):
+    """Returns load_rows' rows as pairs (name, row); a message about a row begins with its name.
+
+    The name is file:line, or the text of a generated problem. read: what reads a file; None: file_rows.
+    """
     if count < 0:
         raise ValueError(f"{split}_prompts must not be negative, but is {count}")
     if task == "gsm8k":
         return gsm8k_rows(split)[:count or None]
     if task == "file":
-        return file_rows(split, train_file, eval_file)[:count or None]
+        path = eval_file if split == "eval" and eval_file else train_file
+        if not path:
+            raise ValueError("task file needs train_file" if split == "train" else
+                             "task file needs eval_file, or train_file to hold rows out of")
+        named = (read or file_rows)(path)
+        return (named if eval_file else one_side(path, named, split))[:count or None]
     if task not in GENERATORS:
         raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k or file, not {task!r}")
     if not isinstance(difficulty, int) or not 1 <= difficulty <= 100:
@@ -200,7 +70,7 @@ def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file
                 break
             raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
                              f"problems, not {count}: lower {split}_prompts or raise difficulty")
-    return list(rows.values())
+    return list(rows.items())
 
 
 def held_out(text):
@@ -234,27 +104,25 @@ def gsm8k_rows(split):
             raise ValueError(f"{where}: not a row of GSM8K; remove the file, and it is fetched again")
         text = question + ' Let\'s think step by step and output the final answer after "####".'
         answer = solution.rpartition("####")[2].strip().replace(",", "")
-        rows.append({"prompt": [{"role": "user", "content": text}], "answer": answer, "source": "gsm8k",
-                     "solution": solution})
+        rows.append((where, {"prompt": [{"role": "user", "content": text}], "answer": answer,
+                             "source": "gsm8k", "solution": solution}))
     if not rows:
         raise ValueError(f"{path}: no rows; remove the file, and it is fetched again")
     return rows
 
 
-def file_rows(split, train_file, eval_file):
-    # Takes TRL's rows (with answer, ground_truth or solution) and verl's (with reward_model and data_source).
-    path = eval_file if split == "eval" and eval_file else train_file
-    if not path:
-        raise ValueError("task file needs train_file" if split == "train" else
-                         "task file needs eval_file, or train_file to hold rows out of")
-    rows, lacking = [], None
+def file_rows(path):
+    # All of a file, as pairs (file:line, row). Takes TRL's rows (with answer, ground_truth, solution or
+    # reference) and verl's (with reward_model and data_source).
+    names, rows, lacking = [], [], None
     for where, row in read_rows(path):
         check_row(where, row)
         model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
         # verl's ground truth may be anything that a reward understands. Only text and numbers are answers.
         judged = model.get("ground_truth") if is_answer(model.get("ground_truth")) else None
         truths = {"answer": row.get("answer"), "ground_truth": row.get("ground_truth"),
-                  "reward_model.ground_truth": judged, "solution": row.get("solution")}
+                  "reward_model.ground_truth": judged, "solution": row.get("solution"),
+                  "reference": row.get("reference")}
         key = next((key for key, truth in truths.items() if truth is not None), None)
         if key and not is_answer(truths[key]):
             raise ValueError(f"{where}: {key} must be text or a finite number, not {truths[key]!r:.100}; "
@@ -264,24 +132,26 @@ def file_rows(split, train_file, eval_file):
         lacking = lacking or (where if answer is None else None)
         added = {"answer": answer, "source": row.get("data_source", row.get("source"))}
         rows.append(row | {key: value for key, value in added.items() if value is not None})
+        names.append(where)
     if not rows:
         raise ValueError(f"{path}: no rows")
     if lacking and any(row.get("answer") is not None for row in rows):
-        raise ValueError(f"{lacking}: no answer, ground_truth, reward_model.ground_truth or solution, "
-                         "which other rows have")
+        raise ValueError(f"{lacking}: no answer, ground_truth, reward_model.ground_truth, solution or "
+                         "reference, which other rows have")
     # Every row gets every column, so that a reward gets the same columns at every step.
     columns = dict.fromkeys(key for row in rows for key in row)
-    rows = [dict.fromkeys(columns) | row for row in rows]
-    if eval_file:
-        return rows
-    sides = {"train": [], "eval": []}
-    for row in rows:
-        sides["eval" if held_out(whole_text(row["prompt"])) else "train"].append(row)
-    if not all(sides.values()):
+    return [(name, dict.fromkeys(columns) | row) for name, row in zip(names, rows)]
+
+
+def one_side(path, named, split):
+    # What a file without an eval_file gives to a split.
+    side = [(name, row) for name, row in named
+            if held_out(whole_text(row["prompt"])) == (split == "eval")]
+    if not 0 < len(side) < len(named):
+        count = len(side) if split == "eval" else len(named) - len(side)
         raise ValueError(f"{path}: without an eval_file a hash of the prompt sets one in eight rows aside "
-                         f"for evaluation, here {len(sides['eval'])} of {len(rows)}, which leaves one side "
-                         "empty")
-    return sides[split]
+                         f"for evaluation, here {count} of {len(named)}, which leaves one side empty")
+    return side
 
 
 def read_rows(path):
@@ -295,47 +165,60 @@ def read_rows(path):
         # pyarrow has errors of its own.
         except Exception as error:
             raise ValueError(f"{path}: not a parquet file that can be read ({error})") from error
-        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
+        for number, row in enumerate(rows, 1):
+            try:
+                json.dumps(row.get("prompt"))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}: row {number}: the prompt cannot be written as JSON: "
+                                 f"{error}") from error
+            yield f"{path}: row {number}", row
     elif path.endswith(".jsonl"):
         try:
             with open(path, "rb") as file:
-                lines = file.read().splitlines()
+                for number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        row = json.loads(line.decode().removeprefix("\ufeff"))
+                    except (ValueError, RecursionError) as error:
+                        raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{path}:{number}: not an object")
+                    yield f"{path}:{number}", row
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line.decode("utf-8-sig"))
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path}:{number}: not JSON ({error})") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}:{number}: not an object")
-                yield f"{path}:{number}", row
     else:
         raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
 
 
-def check_row(where, row):
-    def need(condition, problem):
-        if not condition:
-            raise ValueError(f"{where}: {problem}")
+# The text of a row with its characters as they are. An encoder that is made once is faster than json.dumps.
+unescaped = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
+
+def check_row(where, row):
+    if problem := problem_of(row):
+        raise ValueError(f"{where}: {problem}")
+
+
+def problem_of(row):
     prompt = row.get("prompt")
-    need(prompt is not None, f"no prompt; the columns are {', '.join(row) or 'none'}")
-    need(isinstance(prompt, (str, list)),
-         f"prompt must be a string or a list of messages, not {type(prompt).__name__}")
+    if prompt is None:
+        return f"no prompt; the columns are {', '.join(row) or 'none'}"
+    if not isinstance(prompt, (str, list)):
+        return f"prompt must be a string or a list of messages, not {type(prompt).__name__}"
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
-        need(isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content")),
-             f"a message needs a role and a content, both strings: {str(message)[:100]}")
-    need(any(message["content"].strip() for message in messages), "empty prompt")
-    try:
-        text = json.dumps(prompt, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        need(False, f"the prompt cannot be written as JSON: {error}")
-    need(text == text.encode(errors="ignore").decode(), "the prompt has half a surrogate pair")
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)
+                and isinstance(message.get("content"), str)):
+            return f"a message needs a role and a content, both strings: {str(message)[:100]}"
+    if not any(message["content"].strip() for message in messages):
+        return "empty prompt"
+    text = unescaped(row)
+    if text != text.encode(errors="ignore").decode():
+        return "half a surrogate pair, which cannot be encoded"
     for key in ("prompts", "completions"):
-        need(key not in row, f"a column must not be named {key}: a reward gets something else by that name")
+        if key in row:
+            return f"a column must not be named {key}: a reward gets something else by that name"
 
 
 def is_answer(value):
@@ -353,85 +236,160 @@ def is_answer(value):
 class Prompt(NamedTuple):
     row: dict
     ids: list               # token ids, those of the chat template included
+    number: int = 0         # the row's, of its split
 
 
-def load_prompts(tokenizer, settings, world_size=1):
-    """Returns a run's training prompts, its held-out prompts (lists of Prompt) and a sentence about both.
-
-    settings: what configure returns. Prompts of more than max_prompt_length tokens are left out. The held-out
-    prompts are the same for every seed. Raises ValueError where load_rows or encode_prompt does, and if too
-    few prompts are left for a step, or too few held-out ones for the ranks.
-    """
-    s = SimpleNamespace(**settings)
-    train_set, train_origin = fitting_prompts(tokenizer, s, "train", s.train_prompts, s.seed)
-    eval_set, eval_origin = fitting_prompts(tokenizer, s, "eval", s.eval_prompts, 0)
-    batches = settings.get("max_num_gen_batches", 1)
-    if len(train_set) < s.prompts_per_step * batches:
-        raise ValueError(f"prompts_per_step={s.prompts_per_step}" + f" times max_num_gen_batches={batches}"
-                         * (batches > 1) + f" is more than the {len(train_set)} training prompts")
-    if len(eval_set) < world_size:
-        raise ValueError(f"eval_prompts: {len(eval_set)} held-out prompts are fewer than {world_size} ranks")
-    return train_set, eval_set, (f"The run trains on {len(train_set):,} prompts ({train_origin}) and is "
-                                 f"evaluated on {len(eval_set):,} held-out prompts ({eval_origin}).")
-
-
-def fitting_prompts(tokenizer, s, split, count, seed):
-    # Returns the prompts of a split and where they come from. All rows of a file are loaded, even where only
-    # the first `count` are used, because the text says how many there are.
-    asked = count if s.task in GENERATORS else min(count, 0)
-    rows = load_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file)
-    prompts = [Prompt(row, encode_prompt(tokenizer, row["prompt"], s.chat, s.system_prompt))
-               for row in rows[:count or None]]
-    first = prompts[:32]
-    if len({tuple(ids) for _, ids in first}) == 1 < len({repr(row["prompt"]) for row, _ in first}):
-        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
-                         f"{tokenizer.decode(prompts[0].ids)!r:.200}")
-    fitting = [prompt for prompt in prompts if len(prompt.ids) <= s.max_prompt_length]
-    if not fitting:
-        shortest = min(len(prompt.ids) for prompt in prompts)
-        raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {len(prompts)} {split} "
-                         f"prompts fits; the shortest has {shortest} tokens")
-    origin = f"{len(prompts):,} generated problems"
-    if s.task not in GENERATORS:
-        part = "all" if len(prompts) == len(rows) else f"the first {len(prompts):,} of"
-        file = s.eval_file if split == "eval" and s.eval_file else s.train_file
-        origin = f"{part} {len(rows):,} rows of {file if s.task == 'file' else s.task}"
-    if s.task == "file" and not s.eval_file:
-        origin += f" that are {'' if split == 'eval' else 'not '}held out"
-    left_out = len(prompts) - len(fitting)
-    return fitting, origin + (f", without {left_out:,} that are longer than max_prompt_length="
-                              f"{s.max_prompt_length} tokens" if left_out else "")
-
-
-def checksum(prompts):
-    """Returns the CRC-32 of the rows of prompts, by which a resumed run knows its data again."""
-    value = 0
-    for prompt in prompts:
-        value = zlib.crc32(json.dumps(prompt.row, default=str).encode(), value)
-    return value
-
-
-def encode_prompt(tokenizer, prompt, chat=True, system_prompt=""):
-    """Returns the token ids of a row's prompt.
+def encode_rows(tokenizer, named, chat=True, system_prompt=""):
+    """Returns a Prompt for each of the pairs (name, row), which are as named_rows gives them.
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
-    is taken as it is. Raises ValueError for messages without a template, and for a system prompt with a
-    string.
+    is taken as it is. Where the last message is the assistant's, the completion will continue it. Raises
+    ValueError for messages without a template or with one that fails, and for a string with a system prompt.
     """
+    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt) for name, row in named]
+    templated = [chat and not isinstance(row["prompt"], str) for _, row in named]
+    ids, two_bos = [None] * len(texts), [tokenizer.bos_token_id] * 2
+    for by_template in set(templated):
+        places = [i for i, other in enumerate(templated) if other == by_template]
+        # All at once, which is faster. A template has written the special tokens itself.
+        encoded = tokenizer([texts[i] for i in places], add_special_tokens=not by_template).input_ids
+        for i, one in zip(places, encoded):
+            # A string may begin with the very token that the tokenizer puts in front of it.
+            ids[i] = one[1:] if one[:2] == two_bos else one
+    return [Prompt(row, one) for (_, row), one in zip(named, ids)]
+
+
+def as_text(tokenizer, name, prompt, chat, system_prompt):
+    # What is encoded of a prompt.
     if isinstance(prompt, str):
         if system_prompt:
-            raise ValueError("system_prompt needs prompts that are lists of messages; these are strings")
-        return tokenizer(prompt).input_ids
+            raise ValueError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")
+        return prompt
     messages = ([{"role": "system", "content": system_prompt}] if system_prompt else []) + prompt
+    continued = messages[-1]["role"] == "assistant"
     if not chat:
-        return tokenizer("".join(message["content"] + "\n" for message in messages)).input_ids
+        return "\n".join(message["content"] for message in messages) + "\n" * (not continued)
     if tokenizer.chat_template is None:
         raise ValueError("chat=True, but the tokenizer has no chat template; --chat=false joins the messages")
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
+                                             continue_final_message=continued)
     # Templates raise all kinds of errors, about the order of roles, for example.
     except Exception as error:
-        raise ValueError(f"the chat template fails: {error}; the messages are {messages!r:.300}") from error
+        raise ValueError(f"{name}: the chat template fails: {error}; the messages are "
+                         f"{messages!r:.300}") from error
+
+
+class Prompts:
+    """The rows of a split. A prompt is encoded when it is drawn: 200,000 of them take a minute and 2 GB.
+
+    named: pairs (name, row). s: a run's settings.
+    """
+
+    def __init__(self, tokenizer, named, s):
+        self.tokenizer, self.named, self.s = tokenizer, named, s
+
+    def __len__(self):
+        return len(self.named)
+
+    @property
+    def rows(self):
+        return [row for _, row in self.named]
+
+    def encoded(self, numbers):
+        """Returns a Prompt for each of the rows with these numbers."""
+        prompts = encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
+                              self.s.system_prompt)
+        return [prompt._replace(number=i) for i, prompt in zip(numbers, prompts)]
+
+    def fitting(self, prompts):
+        """Returns the prompts that have at most max_prompt_length tokens."""
+        return [prompt for prompt in prompts if len(prompt.ids) <= self.s.max_prompt_length]
+
+    def draw(self, position, count, seed, rests=()):
+        """Returns the next `count` prompts that fit, the same on every rank, and the new position.
+
+        position, rests: as in next_rows; the position is 0 at the start of a run.
+        """
+        drawn = []
+        while len(drawn) < count:
+            rows, position = next_rows(len(self), position, count - len(drawn), seed, rests)
+            drawn += self.fitting(self.encoded(rows))
+        return drawn, position
+
+
+def load_prompts(tokenizer, settings, world_size=1):
+    """Returns a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
+
+    settings: what configure returns. Prompts of more than max_prompt_length tokens are left out. The held-out
+    prompts are the same for every seed. Raises ValueError where load_rows or encode_rows does, and if too
+    few prompts are left for a step, or too few held-out ones for the ranks.
+    """
+    s = SimpleNamespace(**settings)
+    batches = settings.get("max_num_gen_batches", 1)
+    wanted = s.prompts_per_step * batches
+    # Both splits may be in one file, which is read once.
+    read = functools.cache(file_rows)
+    train_set, fitting, train_note = open_split(tokenizer, s, "train", s.train_prompts, s.seed, wanted, read)
+    _, eval_set, eval_note = open_split(tokenizer, s, "eval", s.eval_prompts, 0, math.inf, read)
+    if len(fitting) < wanted:
+        raise ValueError(f"prompts_per_step={s.prompts_per_step}" + f" times max_num_gen_batches={batches}"
+                         * (batches > 1) + f" is more than the {len(fitting)} training prompts")
+    if len(eval_set) < world_size:
+        raise ValueError(f"eval_prompts: {len(eval_set)} held-out prompts are fewer than {world_size} ranks")
+    return train_set, eval_set, f"The run trains on {train_note} and is evaluated on {eval_note}."
+
+
+def open_split(tokenizer, s, split, count, seed, wanted, read):
+    # Returns the Prompts of a split, those of them that fit, as far as was looked, and a note. The held-out
+    # ones are all looked at, the training prompts in the order of the first epoch: 4,096 of them, or as many
+    # as it takes to find as many as wanted. All rows of a file are loaded, even where only the first `count`
+    # are used, because the note says how many there are.
+    asked = count if s.task in GENERATORS else min(count, 0)
+    named = named_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file, read)
+    prompts = Prompts(tokenizer, named[:count or None], s)
+    total, long = len(prompts), f"longer than max_prompt_length={s.max_prompt_length} tokens"
+    first = prompts.encoded(range(min(32, total)))
+    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
+        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
+                         f"{tokenizer.decode(first[0].ids)!r:.200}")
+    # A template refuses roles, or their order: one prompt of each kind shows that now and not after hours.
+    kinds = {}
+    for number, row in enumerate(prompts.rows):
+        prompt = row["prompt"]
+        kinds.setdefault(None if isinstance(prompt, str) else tuple(m["role"] for m in prompt), number)
+    prompts.encoded(kinds.values())
+    order = epoch_order(total, 0, seed) if split == "train" else range(total)
+    looked, fitting, shortest = 0, [], math.inf
+    while looked < total and len(fitting) < wanted:
+        batch = prompts.encoded(order[looked:looked + 4096])
+        looked, fitting = looked + len(batch), fitting + prompts.fitting(batch)
+        shortest = min(shortest, *(len(prompt.ids) for prompt in batch))
+    if not fitting:
+        raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
+                         f"fits; the shortest has {shortest} tokens")
+    origin = f"{total:,} generated problems"
+    if s.task not in GENERATORS:
+        part = "all" if total == len(named) else f"the first {total:,} of"
+        file = s.eval_file if split == "eval" and s.eval_file else s.train_file
+        origin = f"{part} {len(named):,} rows of {file if s.task == 'file' else s.task}"
+    if s.task == "file" and not s.eval_file:
+        origin += f" that are {'' if split == 'eval' else 'not '}held out"
+    left_out = looked - len(fitting)
+    if looked < total:
+        origin += f", without those {long}: {left_out:,} of the first {looked:,}"
+    elif left_out:
+        origin += f", without {left_out:,} that are {long}"
+    number = f"{len(fitting):,}" if looked == total else f"at most {total:,}"
+    return prompts, fitting, f"{number} {'held-out ' * (split == 'eval')}prompts ({origin})"
+
+
+def checksum(rows):
+    """Returns the CRC-32 of rows, by which a resumed run knows its data again."""
+    value, encode = 0, json.JSONEncoder(default=str).encode
+    for row in rows:
+        value = zlib.crc32(encode(row).encode(), value)
+    return value
 
 
 def prompt_text(prompt):
@@ -445,7 +403,7 @@ def whole_text(prompt):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# the sequence of epochs
+# the sequence of epochs, and prompts that rest in it (train_dapo.py)
 
 
 @functools.lru_cache(maxsize=4)
@@ -453,28 +411,13 @@ def epoch_order(num_rows, epoch, seed):
     return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows)
 
 
-def epoch_rows(num_rows, position, count, seed):
-    """Returns `count` row numbers from `position` on in an endless sequence of epochs.
-
-    Each epoch is its own permutation of the rows, so a row may come twice where an epoch ends. Raises
-    ValueError for count > num_rows.
-    """
-    if count > num_rows:
-        raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
-    places = [divmod(position + i, num_rows) for i in range(count)]
-    return [epoch_order(num_rows, epoch, seed)[place] for epoch, place in places]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# prompts that rest (train_dapo.py)
-
-
 def next_rows(num_rows, position, count, seed, rests):
     """Returns the next `count` row numbers from `position` on that do not rest, and the new position.
 
-    The sequence is that of epoch_rows. Rows that rest (see record_visits; [] for none) are passed over, which
-    shortens their rest in `rests` itself. A row may come twice where an epoch ends or where many others rest.
-    Position and rests are all that resuming needs. Raises ValueError for count > num_rows.
+    The sequence of epochs is endless, and each epoch is its own permutation of the rows. Rows that rest (see
+    record_visits; [] for none) are passed over, which shortens their rest in `rests` itself. A row may come
+    twice where an epoch ends or where many others rest. Position and rests are all that resuming needs.
+    Raises ValueError for count > num_rows.
     """
     if count > num_rows:
         raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")

@@ -95,8 +95,12 @@ class RewardModel:
         if self.tokenizer.chat_template is None:
             raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
                              "chat template")
-        messages = [message | {"content": self._harmless(message.get("content") or "")}
-                    for message in [*prompt, *completion]]
+        turns = [*prompt, *completion]
+        # A completion continues the assistant's message that its prompt ends in: the two are one turn.
+        if prompt[-1]["role"] == "assistant":
+            whole = prompt[-1]["content"] + (completion[0].get("content") or "")
+            turns[len(prompt) - 1:len(prompt) + 1] = [completion[0] | {"content": whole}]
+        messages = [turn | {"content": self._harmless(turn.get("content") or "")} for turn in turns]
         with reading(f"reward_model={self.path}: a conversation, by its chat template,"):
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
 

@@ -48,7 +48,7 @@ class Run:
                 located = locate_run(settings["out_dir"], settings["resume"],
                                      f"out/{kind}-{settings['task']}-{clock}")
         self.out_dir, self.resumed = ranks.from_master(located)
-        self.state = {"step": 0, "num_tokens": 0, "skipped_updates": {}, "settings": settings,
+        self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "settings": settings,
                       "world_size": self.world_size, "checksums": {}} | state
         if self.resumed:
             is_ppo, wants_ppo = os.path.isdir(f"{self.resumed}/critic"), "critic_model" in settings
@@ -56,6 +56,9 @@ class Run:
             check(is_ppo or not wants_ppo, f"{self.resumed} has no critic: not a run of PPO")
             with input_errors():
                 loaded = checkpoint.load_state(self.resumed)
+            # In the sequence of prompts. A run that saved none has passed over no prompt.
+            position = loaded.setdefault("position", loaded["step"] * settings["prompts_per_step"])
+            check(type(position) is int, f"{self.resumed}: position={position!r:.100} in its state.json")
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: go on with the script, in the version, that wrote it")
@@ -76,7 +79,8 @@ class Run:
     def check_data(self, train_set, eval_set):
         """Refuse prompts that are not those of the resumed run: their file may have changed."""
         s, before = self.settings, self.state["settings"]
-        checksums = {"train_prompts": data.checksum(train_set), "eval_prompts": data.checksum(eval_set)}
+        checksums = {"train_prompts": data.checksum(train_set.rows),
+                     "eval_prompts": data.checksum(prompt.row for prompt in eval_set)}
         if ":" in s["reward"]:
             checksums["reward"] = checkpoint.checksum(s["reward"].rpartition(":")[0])
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}

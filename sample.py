@@ -57,15 +57,14 @@ with input_errors():
             os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
         except (OSError, ValueError) as error:
             raise ValueError(f"output={output}: {error}") from error
-    rows = ([{"prompt": [{"role": "user", "content": prompt}]}] if prompt else
-            data.load_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
-    data.check_row("prompt", rows[0])
+    named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
+             data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
+    data.check_row(*named[0])
     base = tiny.ensure() if model == "tiny" else model
     check_model(base)
     tokenizer = load_tokenizer(base)
-    prompts = [data.Prompt(row, data.encode_prompt(tokenizer, row["prompt"], chat, system_prompt))
-               for row in rows]
-    longest = max(len(ids) for _, ids in prompts) + max_completion_length
+    prompts = data.encode_rows(tokenizer, named, chat, system_prompt)
+    longest = max(len(prompt.ids) for prompt in prompts) + max_completion_length
     # With the length, now that it is known.
     check_model(base, length=longest)
     compute_dtype, _ = precision(dtype, 0, device)
@@ -89,7 +88,7 @@ if prompt:
     ranks.leave()
 
 scorer(rollouts)
-for first in range(0, min(show, len(rows)) * samples, samples):
+for first in range(0, min(show, len(named)) * samples, samples):
     row = rollouts[first].row
     print(printable(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})"))
     # Samples that are the same are shown once, with their count.

@@ -114,9 +114,8 @@ moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov
 # With one update per step the policy has not changed since it sampled, so its own forward gives the old
 # logprobs. For several updates they have to be computed before the first one.
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
-run = Run(settings, __file__, position=0, alike=[], rests=[])   # DAPO: the place in the prompts, their visits
+run = Run(settings, __file__, alike=[], rests=[])               # DAPO: each prompt's visits
 state = run.state
-state["position"] = state["position"] or run.first_step * prompts_per_step      # if train_grpo.py began it
 with input_errors():
     base = tiny.ensure() if model == "tiny" else model
     check_trainable(base, length=max_prompt_length + max_completion_length)
@@ -126,7 +125,7 @@ with input_errors():
         state[name] = state[name] or [0] * len(train_set)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     run.check_data(train_set, eval_set)
-    scorer.try_on([prompt.row for prompt in train_set])
+    scorer.try_on([prompt.row for prompt in train_set.draw(0, prompts_per_step, seed)[0]])
     eos_ids = rollout.end_tokens(base, tokenizer)
 
     start = run.resumed or base
@@ -221,16 +220,16 @@ for step in range(run.first_step, max_steps + 1):
     drawn, sampled, timeouts = [], [], 0                        # row numbers, and all ranks' rollouts
     for gen_batch in range(max_num_gen_batches):
         with log.timed("gen"):
-            picked, state["position"] = data.next_rows(len(train_set), state["position"], prompts_per_step,
-                                                       seed, state["rests"])
+            picked, state["position"] = train_set.draw(state["position"], prompts_per_step, seed,
+                                                       state["rests"])
             own = range(rank * B, (rank + 1) * B)               # each rank samples for prompts of its own
-            prompts = [train_set[picked[i]] for i in own]
+            prompts = [picked[i] for i in own]
             names = [f"{step} {gen_batch * prompts_per_step + i}" for i in own]
             own_rollouts = sample(prompts, G, names)            # B * G
         with log.timed("reward"):
             timeouts += scorer(own_rollouts)                    # sets the score of each
             greedy = greedy_scores(prompts, names) if advantage == "remax" else None
-        drawn += picked
+        drawn += [prompt.number for prompt in picked]
         sampled += ranks.gathered(own_rollouts)                 # from here on every rank has all of them
         stds = losses.group_std(torch.tensor([r.score for r in sampled]), G)            # [prompts so far]
         different = stds.nonzero()[:, 0].tolist()

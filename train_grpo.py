@@ -117,7 +117,7 @@ with input_errors():
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     run.check_data(train_set, eval_set)
-    scorer.try_on([prompt.row for prompt in train_set])
+    scorer.try_on([prompt.row for prompt in train_set.draw(0, prompts_per_step, seed)[0]])
     eos_ids = rollout.end_tokens(base, tokenizer)
 
     start = run.resumed or base
@@ -209,9 +209,9 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
-        picked = data.epoch_rows(len(train_set), step * prompts_per_step, prompts_per_step, seed)
+        picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
         own = range(rank * B, (rank + 1) * B)                   # each rank samples for prompts of its own
-        prompts, names = [train_set[picked[i]] for i in own], [f"{step} {i}" for i in own]
+        prompts, names = [picked[i] for i in own], [f"{step} {i}" for i in own]
         own_rollouts = sample(prompts, G, names)                # B * G
 
     # ------------------------------------------------------------ 2 reward

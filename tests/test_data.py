@@ -1,163 +1,24 @@
-"""Every problem is solved again by other means, and every error is provoked."""
+"""Rows from everywhere, their prompts as tokens, and which of them a step uses; every error is provoked."""
 import copy
 import datetime
 import json
-import math
 import re
 import urllib.error
 import urllib.request
-from fractions import Fraction
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import data
-import tiny
 import rewards
+import tiny
 
 
-# ------------------------------------------------------------------------------------------------ algebra
-
-
-def function_of(text, names="x"):
-    """A Python function of the variables in a problem's notation: 2|3x-5|, 4(x+1), x^2."""
-    text = re.sub(r"\|(.*)\|", r"abs(\1)", text)
-    text = re.sub(r"([\d)])(?=[a-z(])", r"\1*", text).replace("^", "**")
-    text = re.sub(r"\d+", lambda number: f"F({number[0]})", text)
-    return eval(f"lambda {', '.join(names)}: {text}", {"F": Fraction})
-
-
-def solve_absolute_value(text):
-    left, right = text.removeprefix("Larger solution of ").split("=")
-    # The function is convex and a line on its far right, where the larger solution lies.
-    f, far = function_of(left), Fraction(10 ** 6)
-    x = far - (f(far) - int(right)) / (f(far + 1) - f(far))
-    assert f(x) == int(right) and f(x + 1) > f(x)
-    return x
-
-
-def solve_arithmetic_sequence(text):
-    n, terms = re.fullmatch(r"Term (\d+) of (.*), \.\.\.", text).groups()
-    terms = [Fraction(t) for t in terms.split(", ")]
-    assert terms[2] - terms[1] == terms[1] - terms[0]
-    while len(terms) < int(n):
-        terms.append(terms[-1] + terms[1] - terms[0])
-    return terms[-1]
-
-
-def solve_exponents(text):
-    left, right = text.removeprefix("Solve ").split("=")
-
-    def log_left(x):
-        factors = re.findall(r"(\d+)\^\((.*?)\)", left)
-        assert left == "*".join(f"{base}^({exponent})" for base, exponent in factors)
-        return sum(float(function_of(exponent)(x)) * math.log(int(base)) for base, exponent in factors)
-    x = (math.log(int(right)) - log_left(0)) / (log_left(1) - log_left(0))
-    return Fraction(x).limit_denominator(100)
-
-
-def solve_fractions(text):
-    return function_of(text.removeprefix("Compute "), "")()
-
-
-def solve_nested_linear(text):
-    left, right = text.removeprefix("Solve ").split("=")
-    f = function_of(left)
-    return (int(right) - f(0)) / (f(1) - f(0))
-
-
-def solve_polynomial_remainder(text):
-    polynomial, root = re.fullmatch(r"Remainder of \((.*)\)/\(x([+-]\d+)\)", text).groups()
-    remainder = {int(power or bool(x)): int(sign + (k or "1")) for sign, k, x, power in
-                 re.findall(r"([+-]?)(\d*)(x?)\^?((?<=\^)\d+)?(?=[+-]|$)", polynomial) if k or x}
-    # Long division: subtract lead * x^(degree-1) * divisor until a constant is left.
-    while (degree := max(remainder)) > 0:
-        lead = remainder.pop(degree)
-        remainder[degree - 1] = remainder.get(degree - 1, 0) - lead * int(root)
-    return remainder[0]
-
-
-def solve_quadratics(text):
-    left, right = text.removeprefix("Larger root of ").split("=")
-    f = function_of(left)
-    a, b, c = (f(1) + f(-1)) / 2 - f(0), (f(1) - f(-1)) / 2, f(0) - int(right)
-    discriminant = b * b - 4 * a * c
-    assert discriminant > 0 and math.isqrt(int(discriminant)) ** 2 == discriminant
-    return max((-b + sign * math.isqrt(int(discriminant))) / (2 * a) for sign in (1, -1))
-
-
-def solve_systems(text, wanted=""):
-    first, second, wanted = re.fullmatch(r"(.*), (.*)\. Find ([xy])", text).groups()
-    rows = []
-    for equation in (first, second):
-        left, right = equation.split("=")
-        f = function_of(left, "xy")
-        rows.append((f(1, 0), f(0, 1), int(right)))
-    (a, b, e), (c, d, f) = rows
-    # Cramer's rule
-    return {"x": (e * d - b * f), "y": (a * f - e * c)}[wanted] / (a * d - b * c)
+# ------------------------------------------------------------------------------------------ generated rows
 
 
 def text_of(row):
     return row["prompt"][0]["content"]
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def problems(request):
-    return request.param, data.load_rows("algebra", "train", 1600, seed=3, difficulty=request.param)
-
-
-def test_every_answer_is_right(problems):
-    for row in problems[1]:
-        assert Fraction(row["answer"]) == globals()[f"solve_{row['source']}"](text_of(row)), row
-
-
-def test_every_step_holds(problems):
-    """A step is an equation that holds at the solution, or an expression; the last of those is the answer."""
-    for row in problems[1]:
-        *steps, last = row["solution"].split("\n")
-        assert last == f"Answer: {row['answer']}"
-        answer, text = Fraction(row["answer"]), text_of(row)
-        known = {"x": answer, "y": 0, "d": 0}
-        if row["source"] == "arithmetic_sequence":
-            known["d"] = (lambda a, b: b - a)(*map(Fraction, re.findall(r"(?<= )-?[\d/]+(?=,)", text)[:2]))
-        if row["source"] == "polynomial_remainder":
-            known["x"] = -int(re.search(r"x([+-]\d+)\)$", text)[1])
-        if row["source"] == "systems":
-            known |= {name: solve_systems(text[:-1] + name) for name in "xy"}
-        value = None
-        for step in steps:
-            sides = [function_of(side, "xyd")(**known) for side in step.split("=")]
-            assert len(sides) == 1 or math.isclose(*sides, abs_tol=1e-9), (step, row)
-            value = sides[0] if len(sides) == 1 else value
-        assert value in (None, answer), row
-
-
-def test_problems_are_distinct_and_of_every_template(problems):
-    difficulty, rows = problems
-    assert len({text_of(row) for row in rows}) == len(rows) == 1600
-    for template in data.TEMPLATES:
-        assert sum(row["source"] == template.__name__ for row in rows) > 100
-    if difficulty == 1:
-        assert max(len(text_of(row)) for row in rows) <= 30
-        assert max(len(row["solution"]) for row in rows) <= 40
-        assert sum(Fraction(row["answer"]) < 0 for row in rows) < 0.05 * len(rows)
-    assert min(Fraction(row["answer"]) for row in rows if row["source"] == "fractions") >= 0
-
-
-def test_difficulty_enlarges_numbers():
-    sizes = []
-    for difficulty in (1, 2, 3, 4):
-        rows = data.load_rows("algebra", "train", 800, difficulty=difficulty)
-        sizes.append(sum(max(map(int, re.findall(r"\d+", text_of(row)))) for row in rows))
-    assert sizes == sorted(sizes) and sizes[2] > 3 * sizes[0]
-
-
-@pytest.mark.parametrize("template", data.TEMPLATES, ids=lambda template: template.__name__)
-def test_templates_have_many_problems(template):
-    rng = data.random.Random(0)
-    texts = {template(rng, 1)[0] for _ in range(8000)}
-    assert len(texts) >= 400
-    assert sum(map(data.held_out, texts)) >= 40
 
 
 @pytest.mark.parametrize("task", ["algebra", "countdown"])
@@ -190,56 +51,6 @@ def test_generation(task):
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):
         data.load_rows(*args)
-
-
-@pytest.mark.parametrize("k, name, text", [(2, "x", "+2x"), (-1, "x", "-x"), (1, "", "+1"), (-3, "", "-3"),
-                                           (0, "x", ""), (11, "x", "+11x")])
-def test_term(k, name, text):
-    assert data.term(k, name) == text
-
-
-# ---------------------------------------------------------------------------------------------- countdown
-
-
-@pytest.mark.parametrize("difficulty", [1, 2, 3])
-def test_countdown_is_solvable(difficulty):
-    rows = data.load_rows("countdown", "train", 300, difficulty=difficulty)
-    for row in rows:
-        assert row["solution"] == f"Answer: {row['answer']}" and len(row["numbers"]) == difficulty + 2
-        assert text_of(row) == f"Use {', '.join(map(str, row['numbers']))} once each to make {row['target']}"
-        assert row["target"] >= 0 and eval(row["answer"]) == row["target"]
-        assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == row["numbers"]
-    completions = [[{"role": "assistant", "content": row["solution"]}] for row in rows]
-    assert rewards.score(rewards.countdown, rows, completions, 5)[0] == [1.0] * 300
-    assert set("+-*/") <= set("".join(row["answer"] for row in rows))
-
-
-@pytest.mark.parametrize("text, numbers, target, reward", [
-    ("Answer: 3+5+8", [3, 5, 8], 16, 1.0),
-    ("Answer: 8 + (5 + 3) = 16", [3, 5, 8], 16, 1.0),
-    ("so \\boxed{(8-5)\\times 3}", [3, 5, 8], 9, 1.0),
-    ("#### 8/(3-8/3)", [3, 3, 8, 8], 24, 1.0),                      # 24 in exact fractions only
-    ("Answer: 3*5+8.", [3, 5, 8], 23, 1.0),
-    ("Answer: 5÷5+8−8", [5, 5, 8, 8], 1, 1.0),
-    ("Answer: 3+5+8", [3, 5, 8], 17, 0.0),
-    ("Answer: 8+8", [3, 5, 8], 16, 0.0),                             # not every number
-    ("Answer: 3+5+8+0", [3, 5, 8], 16, 0.0),                         # another number
-    ("Answer: 3+5+8+5-5", [3, 5, 8], 16, 0.0),                       # one twice
-    ("Answer: 35-8", [3, 5, 8], 27, 0.0),                            # digits joined
-    ("Answer: 2^3+5", [2, 3, 5], 13, 0.0),
-    ("Answer: 2**3+5", [2, 3, 5], 13, 0.0),
-    ("Answer: 1 4/2", [1, 2, 4], 3, 0.0),                            # not a mixed number
-    ("Answer: 16", [3, 5, 8], 16, 0.0),
-    ("Answer: 5/(3-3)", [3, 3, 5], 0, 0.0),
-    ("Answer: (3+5+8", [3, 5, 8], 16, 0.0),
-    ("Answer: 3(5+8)", [3, 5, 8], 39, 0.0),
-    ("3+5+8", [3, 5, 8], 16, 0.0),                                   # no answer marked
-    ("Answer: __import__('os').system('false') or 3+5+8", [3, 5, 8], 16, 0.0),
-    ("Answer: (lambda: 3+5+8)()", [3, 5, 8], 16, 0.0),
-    ("Answer: " + "(" * 9999 + "3+5+8" + ")" * 9999, [3, 5, 8], 16, 0.0),
-])
-def test_countdown_reward(text, numbers, target, reward):
-    assert rewards.countdown(["p"], [text], [numbers], [target]) == [reward]
 
 
 # --------------------------------------------------------------------------------------- gsm8k and files
@@ -299,6 +110,8 @@ VERL = {"data_source": "math", "prompt": MESSAGES, "reward_model": {"style": "ru
     ({"prompt": "1+1?", "ground_truth": "3", "reward_model": {"ground_truth": "5"}}, "3", None),
     ({"prompt": "1+1?", "answer": None, "ground_truth": "3", "source": "mine"}, "3", "mine"),
     ({"prompt": "1+1?", "solution": "4", "reward_model": {"ground_truth": "5"}}, "5", None),
+    ({"prompt": "1+1? \U0001f600", "solution": "4", "reference": "5"}, "4", None),
+    ({"prompt": "1+1?", "reference": "5"}, "5", None),
     ({"prompt": "1+1?", "reward_model": "a model", "level": 3}, None, None),
     (VERL, "2", "math"),
 ])
@@ -342,8 +155,11 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": ["1+1?"]}, "a message needs a role and a content"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not int"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not dict"),
-    ({"prompt": "1+1?"}, "no answer, ground_truth, reward_model.ground_truth or solution"),
-    (r'{"prompt": "1+1? \ud83d"}', "the prompt has half a surrogate pair"),
+    ({"prompt": "1+1?"}, "no answer, ground_truth, reward_model.ground_truth, solution or reference"),
+    (r'{"prompt": "1+1? \ud83d"}', "half a surrogate pair"),
+    (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "half a surrogate pair"),
+    (r'{"prompt": "1+1?", "answer": "\ud800"}', "half a surrogate pair"),
+    (r'{"prompt": "1+1?", "answer": "2", "extra": [{"\ud800": 1}]}', "half a surrogate pair"),
     ({"prompt": "1+1?", "answer": ""}, "answer must be text or a finite number, not ''"),
     ({"prompt": "1+1?", "answer": " "}, "answer must be text or a finite number, not ' '"),
     ('{"prompt": "1+1?", "answer": NaN}', "answer must be text or a finite number, not nan"),
@@ -417,11 +233,10 @@ def test_a_ground_truth_that_only_a_reward_understands_is_left_to_it(tmp_path):
 
 def test_a_checksum_knows_every_value_of_every_row():
     rows = [{"prompt": "1+1?", "answer": "2", "extra": [1, {"a": None}]}, {"prompt": "2+2?", "answer": "4"}]
-    checksum = lambda rows: data.checksum([data.Prompt(row, [1]) for row in rows])
     others = [rows[::-1], rows[:1], [rows[0] | {"answer": "3"}, rows[1]],
               [rows[0] | {"extra": [1, {"a": 0}]}, rows[1]]]
-    assert len({checksum(rows), *map(checksum, others)}) == 5
-    assert checksum(copy.deepcopy(rows)) == checksum(rows)
+    assert len({data.checksum(rows), *map(data.checksum, others)}) == 5
+    assert data.checksum(copy.deepcopy(rows)) == data.checksum(rows)
 
 
 def sides(path):
@@ -480,20 +295,9 @@ def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
 # ------------------------------------------------------------------------------------------ prompt stream
 
 
-@pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
-def test_epoch_rows_are_those_of_the_stream_in_which_none_rests(num_rows, count):
-    position = 0
-    for step in range(3 * num_rows):
-        rows, after = data.next_rows(num_rows, position, count, 5, [])
-        assert data.epoch_rows(num_rows, step * count, count, 5) == rows and after == position + count
-        position = after
-    with pytest.raises(ValueError, match=f"prompts_per_step={num_rows + 1} is more than the {num_rows} "):
-        data.epoch_rows(num_rows, 0, num_rows + 1, 5)
-
-
 def test_the_order_of_rows_stays_what_it_was():
     """A run that is resumed with a later version of this file goes on with the prompts that are due."""
-    assert data.epoch_rows(10, 7, 6, 3) == [0, 5, 3, 7, 4, 3]
+    assert data.next_rows(10, 7, 6, 3, []) == ([0, 5, 3, 7, 4, 3], 13)
 
 
 def stream(num_rows, count, steps, rests):
@@ -549,31 +353,90 @@ def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    import tiny
     return tiny.make_tokenizer()
 
 
-def test_encode_prompt(tokenizer):
-    user = [{"role": "user", "content": "1+1?"}]
-    decoded = lambda *args, **kwargs: tokenizer.decode(data.encode_prompt(tokenizer, *args, **kwargs))
-    assert decoded("1+1?") == "1+1?"
-    assert decoded(user) == "<|user|>1+1?<|end|><|assistant|>"
-    assert (decoded(user, system_prompt="Be brief.")
-            == "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>")
-    assert decoded(user, chat=False) == "1+1?\n"
-    assert data.prompt_text(user) == data.prompt_text("1+1?") == "1+1?"
+def named(*prompts):
+    return [(f"rows:{i}", {"prompt": prompt}) for i, prompt in enumerate(prompts, 1)]
 
 
-def test_encode_prompt_errors(tokenizer):
-    with pytest.raises(ValueError, match="system_prompt"):
-        data.encode_prompt(tokenizer, "1+1?", system_prompt="Be brief.")
+USER = [{"role": "user", "content": "1+1?"}]
+BEGUN = [*USER, {"role": "assistant", "content": "It is "}]
+
+
+@pytest.mark.parametrize("prompt, settings, text", [
+    ("1+1?", {}, "1+1?"),
+    (USER, {}, "<|user|>1+1?<|end|><|assistant|>"),
+    (USER, {"system_prompt": "Be brief."}, "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>"),
+    (USER, {"chat": False}, "1+1?\n"),
+    # An assistant's message is continued.
+    (BEGUN, {}, "<|user|>1+1?<|end|><|assistant|>It is "),
+    (BEGUN, {"chat": False}, "1+1?\nIt is "),
+    (BEGUN + USER, {}, "<|user|>1+1?<|end|><|assistant|>It is <|end|><|user|>1+1?<|end|><|assistant|>"),
+    (BEGUN, {"system_prompt": "Be brief."},
+     "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>It is ")])
+def test_encode_rows(tokenizer, prompt, settings, text):
+    (one,) = data.encode_rows(tokenizer, named(prompt), **settings)
+    assert tokenizer.decode(one.ids) == text and one.row == {"prompt": prompt}
+
+
+def test_rows_are_encoded_at_once_as_they_are_alone(tokenizer):
+    """By a tokenizer that begins every text with a token, which templates write themselves."""
+    adding = copy.deepcopy(tokenizer)
+    adding.add_special_tokens({"bos_token": "<s>"})
+    start = adding.bos_token_id
+    adding.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", start)])
+    for template in (tiny.CHAT_TEMPLATE, "{{ bos_token }}" + tiny.CHAT_TEMPLATE):
+        adding.chat_template = template
+        prompts = ["1+1?", USER, "<s>1+1?", BEGUN, "a longer one\u00e9", USER * 3]
+        expected = []
+        for prompt in prompts:
+            last = prompt[-1]["role"] if isinstance(prompt, list) else ""
+            expected.append(adding(prompt).input_ids if not last else adding.apply_chat_template(
+                prompt, return_dict=False, add_generation_prompt=last == "user",
+                continue_final_message=last == "assistant"))
+        assert expected[0][0] == start != expected[0][1] and expected[2][:2] == [start, start]
+        expected[2] = expected[2][1:]
+        assert [one.ids for one in data.encode_rows(adding, named(*prompts))] == expected
+        assert [ids[0] == start for ids in expected[1::2]] == [template != tiny.CHAT_TEMPLATE] * 3
+    assert data.encode_rows(adding, named(USER), chat=False)[0].ids == adding("1+1?\n").input_ids
+    assert data.encode_rows(adding, []) == []
+
+
+def test_prompt_text():
+    assert data.prompt_text(USER) == data.prompt_text("1+1?") == "1+1?"
+
+
+def test_encode_rows_errors(tokenizer):
+    with pytest.raises(ValueError, match="^rows:2: system_prompt needs prompts that are lists of messages"):
+        data.encode_rows(tokenizer, named(USER, "1+1?"), system_prompt="Be brief.")
     without = copy.deepcopy(tokenizer)
     without.chat_template = None
     with pytest.raises(ValueError, match="no chat template; --chat=false"):
-        data.encode_prompt(without, [{"role": "user", "content": "1+1?"}])
+        data.encode_rows(without, named(USER))
     without.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(ValueError, match=r"the chat template fails: no such role; .*1\+1\?"):
-        data.encode_prompt(without, [{"role": "user", "content": "1+1?"}])
+    with pytest.raises(ValueError, match=r"^rows:1: the chat template fails: no such role; .*1\+1\?"):
+        data.encode_rows(without, named(USER))
+
+
+def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_path):
+    """Wherever it stands: prompts are encoded when they are used, but one of each kind is at the start."""
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = tiny.CHAT_TEMPLATE + (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}")
+    prompts = [[{"role": "user", "content": f"{i}+1?"}] for i in range(9000)]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    path, other = write(tmp_path / "rows.jsonl", *rows), tmp_path / "other.jsonl"
+    settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "train_prompts": 0}
+    data.load_prompts(strict, settings)
+    write(other, *rows, "", {"prompt": [{"role": "system", "content": "Be brief."}, *prompts[0]]})
+    message = "the chat template fails: System role not supported; the messages are .*Be brief"
+    with pytest.raises(ValueError, match=f"^{other}:9002: {message}"):
+        data.load_prompts(strict, settings | {"train_file": str(other)})
+    text = text_of(data.load_rows("algebra", "train", 1)[0])
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template fails: System role not"):
+        data.load_prompts(strict, SETTINGS | {"system_prompt": "Be brief."})
 
 
 def test_a_template_that_leaves_out_the_prompt_is_refused():
@@ -589,40 +452,48 @@ SETTINGS = {"task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eva
 
 
 class Counting:
-    """Counts how often a tokenizer encodes."""
+    """Counts the texts that a tokenizer encodes."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.chat_template, self.calls = tokenizer, tokenizer.chat_template, 0
+        self.tokenizer, self.count = tokenizer, 0
 
-    def __call__(self, text):
-        self.calls += 1
-        return self.tokenizer(text)
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
 
-    def apply_chat_template(self, *args, **kwargs):
-        self.calls += 1
-        return self.tokenizer.apply_chat_template(*args, **kwargs)
+    def __call__(self, texts, **kwargs):
+        self.count += len(texts)
+        return self.tokenizer(texts, **kwargs)
 
 
 @pytest.fixture
 def load_prompts():
-    import tiny
     counting = Counting(tiny.make_tokenizer())
 
     def load_prompts(**settings):
-        counting.calls = 0
-        return *data.load_prompts(counting, SETTINGS | settings), counting.calls
+        train_set, eval_set, note = data.load_prompts(counting, SETTINGS | settings)
+        return train_set, eval_set, note, counting
     return load_prompts
 
 
+def epoch_of(train_set, seed):
+    """Returns the prompts of the first epoch, one by one."""
+    position, prompts = 0, []
+    while position < len(train_set):
+        (prompt,), position = train_set.draw(position, 1, seed)
+        prompts += [prompt] * (position <= len(train_set))
+    return prompts
+
+
 def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
-    train_set, eval_set, note, calls = load_prompts(seed=3)
-    for prompts, split, count, seed in (train_set, "train", 300, 3), (eval_set, "eval", 40, 0):
+    train_set, eval_set, note, _ = load_prompts(seed=3)
+    drawn = sorted(epoch_of(train_set, 3), key=lambda prompt: prompt.number)
+    for prompts, split, count, seed in (drawn, "train", 300, 3), (eval_set, "eval", 40, 0):
         rows = data.load_rows("algebra", split, count, seed)
-        pairs = [(row, data.encode_prompt(tokenizer, row["prompt"])) for row in rows]
-        assert prompts == [data.Prompt(row, ids) for row, ids in pairs if len(ids) <= 24]
+        ids = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+               for row in rows]
+        assert prompts == [data.Prompt(rows[i], ids[i], i) for i in range(count) if len(ids[i]) <= 24]
         assert 0 < len(prompts) < count and max(len(prompt.ids) for prompt in prompts) == 24
-    assert calls == 340
-    n, m = len(train_set), len(eval_set)
+    n, m = len(drawn), len(eval_set)
     assert note == (
         f"The run trains on {n} prompts (300 generated problems, without {300 - n} that are longer than "
         f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, "
@@ -632,33 +503,81 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
     assert "on 128 held-out prompts (128 generated problems)." in note
 
 
+def test_prompts_are_drawn_as_if_the_long_ones_were_not_there(load_prompts):
+    """Three epochs in batches, with prompts that rest: position and rests are all that going on needs."""
+    train_set, _, _, _ = load_prompts()
+    fits = [len(prompt.ids) <= 24 for prompt in train_set.encoded(range(300))]
+    assert 30 < sum(fits) < 270
+    for skip in (0, 1):
+        rests, expected, drawn = [2 * skip * (i % 7 == 0) for i in range(300)], [], []
+        state = 0, list(rests)
+        for epoch in range(3):
+            expected += [i for i in data.epoch_order(300, epoch, 0) if fits[i] and rests[i] <= epoch]
+        while state[0] < 900:
+            # As a checkpoint keeps it.
+            position, left = json.loads(json.dumps(state))
+            prompts, position = train_set.draw(position, 8, 0, left)
+            assert len(prompts) == 8
+            drawn, state = drawn + prompts, (position, left)
+        assert [prompt.number for prompt in drawn][:len(expected)] == expected and len(expected) > 90
+        assert all(prompt.row == train_set.rows[prompt.number] for prompt in drawn)
+
+
+def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
+    """4,096 training prompts at the start, whatever there is, and those that are drawn."""
+    rows = [{"prompt": f"{i}?" + " " * (30 * (i % 4 == 0))} for i in range(12_000)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
+    # On each side 32 are compared with each other, and one is tried with the template.
+    assert counting.count == 4096 + 40 + 2 * 33 and len(eval_set) < 40
+    first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(4096)]
+    long = sum(len(train_set.rows[i]["prompt"]) > 24 for i in first)
+    assert (f"trains on at most {len(train_set):,} prompts (all {len(train_set):,} rows of {path} that are "
+            f"not held out, without those longer than max_prompt_length=24 tokens: {long:,} of the first "
+            "4,096) and") in note
+    counting.count = 0
+    prompts, position = train_set.draw(0, 100, 0)
+    assert len(prompts) == 100 < counting.count == position < 200
+    # More are looked at where a step needs more; the message says how many there are.
+    with pytest.raises(ValueError, match=r"prompts_per_step=9999 is more than the 7\d\d\d training prompts"):
+        load_prompts(task="file", train_file=path, train_prompts=0, prompts_per_step=9999)
+
+
 def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_prompts, tokenizer):
-    prompt = load_prompts(system_prompt="Be brief.", max_prompt_length=99)[0][0]
+    prompt = load_prompts(system_prompt="Be brief.", max_prompt_length=99)[1][0]
     assert tokenizer.decode(prompt.ids) == (
         f"<|system|>Be brief.<|end|><|user|>{text_of(prompt.row)}<|end|><|assistant|>")
-    prompt = load_prompts(chat=False, difficulty=2, max_prompt_length=99)[0][0]
+    prompt = load_prompts(chat=False, difficulty=2, max_prompt_length=99)[0].draw(0, 1, 0)[0][0]
     assert tokenizer.decode(prompt.ids) == text_of(prompt.row) + "\n"
-    assert prompt.row == data.load_rows("algebra", "train", 1, 0, 2)[0]
+    assert prompt.row == data.load_rows("algebra", "train", 300, 0, 2)[prompt.number]
 
 
 def test_load_prompts_from_files(load_prompts, tmp_path):
     rows = [{"prompt": f"{i}+1?" + " " * (i % 2 * 30)} for i in range(200)]
     path, other = write(tmp_path / "rows.jsonl", *rows), write(tmp_path / "other.jsonl", *rows[:50])
     train, held_out = sides(path)
-    train_set, eval_set, note, calls = load_prompts(
+    train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, train_prompts=100, eval_prompts=0)
-    assert [prompt.row["prompt"] for prompt in train_set] == [t for t in train[:100] if len(t) <= 24]
+    short = [text for text in train[:100] if len(text) <= 24]
+    assert [row["prompt"] for row in train_set.rows] == train[:100]
+    assert sorted(prompt.row["prompt"] for prompt in epoch_of(train_set, 0)) == sorted(short)
     assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
-    assert calls == 100 + len(held_out)
-    assert (f"(the first 100 of {len(train)} rows of {path} that are not held out, "
-            f"without {100 - len(train_set)} that are longer") in note
+    assert (f"trains on {len(short)} prompts (the first 100 of {len(train)} rows of {path} that are not held "
+            f"out, without {100 - len(short)} that are longer") in note
     assert (f"(all {len(held_out)} rows of {path} that are held out, without "
             f"{len(held_out) - len(eval_set)} that are longer") in note
-    train_set, eval_set, note, calls = load_prompts(
+    train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
-    assert (len(train_set), len(eval_set), calls) == (100, 20, 240)
+    assert (len(train_set), len(eval_set)) == (200, 20)
     assert f"on 100 prompts (all 200 rows of {path}, without 100 that" in note
     assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}, without 20 that" in note
+
+
+def test_a_file_is_read_once(load_prompts, tmp_path, monkeypatch):
+    path, read = write(tmp_path / "rows.jsonl", *({"prompt": f"{i}?"} for i in range(99))), []
+    monkeypatch.setattr(data, "read_rows", lambda path, real=data.read_rows: read.append(path) or real(path))
+    load_prompts(task="file", train_file=path, train_prompts=0)
+    assert read == [path]
 
 
 @pytest.mark.parametrize("split, files", [("train", ("long", "short")), ("eval", ("short", "long"))])

@@ -48,8 +48,8 @@ def test_a_diff_applies_and_runs(copy, number):
     (copy / "a.diff").write_text(diff)
     run(copy, "patch", "-p1", "--fuzz=0", "-i", "a.diff")
     name = added_name(diff)
-    kinds = "{'advantage': losses.ADVANTAGES, 'loss_type': losses.LOSSES, 'task': data.GENERATORS}"
-    kind = run(copy, sys.executable, "-c", "import data, losses\n"
+    kinds = "{'advantage': losses.ADVANTAGES, 'loss_type': losses.LOSSES, 'task': problems.GENERATORS}"
+    kind = run(copy, sys.executable, "-c", "import losses, problems\n"
                f"print(*[kind for kind, names in {kinds}.items() if {name!r} in names])").strip()
     assert f"--{kind}={name}" in TEXTS[page]
     run(copy, sys.executable, "train_grpo.py", *TINY, f"--{kind}={name}", "--out_dir=run")
@@ -58,7 +58,7 @@ def test_a_diff_applies_and_runs(copy, number):
 
 
 def test_there_are_diffs_for_an_advantage_a_loss_and_a_task():
-    assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {"losses.py", "data.py"}
+    assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {"losses.py", "problems.py"}
     assert len(DIFFS) >= 3 and any(page == "README.md" for page, _ in DIFFS)
 
 

@@ -131,6 +131,18 @@ def test_a_string_prompt_is_continued(judge):
     assert ours.score(["12+34"], ["=46"]) == pytest.approx([expected], abs=1e-5)
 
 
+def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
+    ours, begun = load(judge), [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+    text = "<|user|>1+1?<|end|><|assistant|>It is 12<|end|>"
+    assert ours.tokenizer.decode(ours._encode(begun, answer(" 12"))) == text
+    further = [{"role": "user", "content": "Sure?"}, *answer("Yes")]
+    assert (ours.tokenizer.decode(ours._encode(begun, answer(" 12") + further))
+            == text + "<|user|>Sure?<|end|><|assistant|>Yes<|end|>")
+    # A control token that begins in the one and ends in the other is broken up.
+    begun[1]["content"] = "It is <|en"
+    assert ours.tokenizer.decode(ours._encode(begun, answer("d|>"))).count("<|end|>") == 2
+
+
 def scorer_of(path):
     settings = {"reward": "none", "task": "algebra", "reward_timeout": 1.0, "reward_step_timeout": 0.0,
                 "reward_weight": 1.0,

@@ -153,12 +153,12 @@ def test_a_rollout_gets_its_row_and_its_text(folder, prompt):
     """The text has no special tokens, and is a message where the prompt is a list of messages."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [{"prompt": prompt, "answer": str(i)} for i in range(2)]
-    prompts = [data.Prompt(row, data.encode_prompt(tokenizer, row["prompt"])) for row in rows]
+    prompts = data.encode_rows(tokenizer, list(enumerate(rows)))
     engine = rollout.HFEngine(folder, torch.float32, 64, [tokenizer.eos_token_id], 0.4)
     rollouts = rollout.generate(engine, tokenizer, prompts, 3, [5, 9], 8, 1.0)
     assert [r.row for r in rollouts] == [row for row in rows for _ in range(3)]
     assert all(r.row is rows[i // 3] for i, r in enumerate(rollouts))
-    bare = engine.generate([ids for _, ids in prompts], 3, [5, 9], 8, 1.0)
+    bare = engine.generate([prompt.ids for prompt in prompts], 3, [5, 9], 8, 1.0)
     assert completions_of(rollouts) == completions_of(bare) and prompts_of(rollouts) == prompts_of(bare)
     for r in rollouts:
         text = tokenizer.decode(r.sampled_ids, skip_special_tokens=True)
@@ -178,7 +178,8 @@ def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh
     # This model is surer of its tokens than `folder`.
     base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}
     tokenizer = AutoTokenizer.from_pretrained(base)
-    prompts = [data.encode_prompt(tokenizer, row["prompt"]) for row in data.load_rows("algebra", "eval", 8)]
+    rows = enumerate(data.load_rows("algebra", "eval", 8))
+    prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(rows))]
     policy = load_policy(base, mesh, torch.bfloat16, float32_head=True)
     for float32_head in (True, False):
         engine = rollout.engine_class(name)(base, torch.bfloat16, 128, [tokenizer.eos_token_id], 0.4,

@@ -63,8 +63,8 @@ def test_the_shipped_base_is_as_documented(base):
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = data.load_rows("algebra", "eval", 128)
     engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
-    samples = engine.generate([data.encode_prompt(tokenizer, row["prompt"]) for row in rows], 4,
-                              [8 * i for i in range(128)], 64, 1.0)
+    prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
+    samples = engine.generate(prompts, 4, [8 * i for i in range(128)], 64, 1.0)
     texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in samples]
     scores, _, _ = rewards.score(rewards.accuracy, [row for row in rows for _ in range(4)], texts, 10)
     worked = [score for score, text in zip(scores, texts) if "\n" in text]

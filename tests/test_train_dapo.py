@@ -95,7 +95,7 @@ def test_train_grpo_does_not_lose_what_a_run_remembers(dapo_run, tmp_path):
     path, _, _ = dapo_run
     shutil.copytree(path / "run", tmp_path / "run")
     refused([*REAL, f"--out_dir={tmp_path}/run", "--resume=auto"],
-            "checkpoint-4 holds alike, position, rests, which train_grpo.py would lose", tmp_path)
+            "checkpoint-4 holds alike, rests, which train_grpo.py would lose", tmp_path)
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -186,11 +186,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, trained=True, f
     """
     what = f"model={path}"
     config = AutoConfig.from_pretrained(path)
-    hf = loaded(what, model_class(config), path, config)
-    if hf.generation_config:
-        # Without this, a generation config that names a temperature cannot be saved.
-        hf.generation_config.do_sample = True
-    policy = Policy(hf, float32_head).requires_grad_(trained)
+    policy = Policy(loaded(what, model_class(config), path, config), float32_head).requires_grad_(trained)
     return shard(policy, what, mesh, dtype, gradient_checkpointing)
 
 
@@ -226,6 +222,9 @@ def loaded(what, kind, path, config, may_lack=()):
     check_loaded(what, loading, may_lack)
     for name in loading["missing_keys"]:
         nn.init.zeros_(hf.get_parameter(name))
+    if hf.generation_config:
+        # Without this, a generation config that names a temperature cannot be saved.
+        hf.generation_config.do_sample = True
     return hf
 
 
@@ -239,18 +238,18 @@ def shard(network, what, mesh, dtype, gradient_checkpointing):
     for name, parameter in hf.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
-    network.packed = can_be_packed(network, what)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
         # It works in training mode only.
         for part in hf.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
+    network.packed = can_be_packed(network, what)
     if not next(network.parameters()).requires_grad:
         for parameter in network.parameters():
             parameter.data = parameter.data.to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     decoder, body = text_model(hf), hf.base_model
-    layers = next(part for part in decoder.children() if isinstance(part, nn.ModuleList))
+    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
     images = [part for part in body.children() if part is not decoder] if decoder is not body else []
     for part in images:
         part.requires_grad_(False)

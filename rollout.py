@@ -210,6 +210,11 @@ def give_float32_head(model):
     model.lm_head.quant_method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
 
 
+def has_head(model):
+    """Whether a model of vLLM has an output head of its own."""
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
+
+
 def forget_packed_experts(model):
     """Let vLLM's CPU build pack the experts of a mixture of experts again when it reloads weights.
 
@@ -307,6 +312,8 @@ class VLLMEngine:
                 for _ in range(copies)]
 
     def load_weights(self, named_tensors):
+        if not any(self.llm.apply_model(has_head)):            # where it is tied, Gemma 2 in vLLM has none
+            named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         if self.cuda:
             self._wake(["weights"])                            # the KV cache sleeps on until generate
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))

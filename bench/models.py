@@ -60,7 +60,7 @@ FAMILIES = {
         "gemma4_text": MIXED | PER_LAYER, "phi": dict(num_key_value_heads=2), "phi3": WINDOW, "olmo": {},
         "olmo2": {}, "olmo3": WINDOW, "smollm3": {}, "granite": dict(logits_scaling=4.0), "cohere": {},
         "cohere2": WINDOW, "starcoder2": {}, "stablelm": {}, "gpt2": {}, "gpt_neox": {},
-        "gptj": dict(rotary_dim=16), "opt": dict(ffn_dim=128, word_embed_proj_dim=64), "bloom": {},
+        "gptj": dict(rotary_dim=16), "opt": dict(ffn_dim=128, word_embed_proj_dim=64),
         "falcon": dict(head_dim=None), "glm": {}, "glm4": {}, "ernie4_5": {},
         "exaone4": dict(sliding_window_pattern=2), "hunyuan_v1_dense": {}, "seed_oss": {}, "nemotron": {},
         "helium": dict(num_key_value_heads=2), "apertus": {}, "arcee": {}, "minicpm3": MLA, "nanochat": {}},
@@ -188,7 +188,7 @@ def outcome(family, engine, dtype="auto", path=""):
         return None, notes, f"stopped: {gap[1]}"
     last = [line for line in said.splitlines() if line.strip()][-1]
     said = re.sub(r"^train_\w+\.py: ", "" if result.returncode == 2 else "FAILS: ", last)
-    return None, notes, said.replace(f"{folder}", family)
+    return None, notes, said.replace(folder, family)[:400]
 
 
 def row(family):

@@ -69,7 +69,8 @@ FAMILIES = {
         "ernie4_5_moe", "dots1", "minimax_m2", "hunyuan_v1_moe"), MOE) | {
         "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA},
     "Layers with a state (Mamba, linear attention, convolutions)": {
-        "qwen3_next": MOE | DELTA | dict(num_experts_per_tok=4), "qwen3_5_text": DELTA, "falcon_h1": MAMBA | dict(mamba_d_ssm=128),
+        "qwen3_next": MOE | DELTA | dict(num_experts_per_tok=4), "qwen3_5_text": DELTA,
+        "falcon_h1": MAMBA | dict(mamba_d_ssm=128),
         "lfm2": dict(layer_types=["conv", "full_attention"], conv_dim=64, block_dim=64, block_ff_dim=128),
         "granitemoehybrid": MOE | MAMBA | dict(layer_types=["mamba", "attention"]),
         "bamba": MAMBA | dict(attn_layer_indices=[1]), "nemotron_h": MAMBA,

@@ -31,8 +31,9 @@ def distance(x, expected):
     return ((x.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("heads, kv_heads, size", [(16, 8, 128), (5, 5, 32), (8, 2, 64)])
-def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_heads, size):
+def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_heads, size, window):
     """Values and gradients of both in bfloat16 against a float64 softmax, sequence by sequence."""
     lengths = [1, 700, 3, 64, 65, 1300]
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -46,7 +47,8 @@ def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_hea
     for start, end in zip(bounds, bounds[1:]):
         q, k, v = (x[0, :, start:end] for x in slow)
         k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
-        hidden = torch.ones(end - start, end - start, dtype=torch.bool, device="cuda").triu(1)
+        ones = torch.ones(end - start, end - start, dtype=torch.bool, device="cuda")
+        hidden = ones.triu(1) | (ones.tril(-window) if window else ~ones)
         rows.append((q @ k.transpose(1, 2) / 8).masked_fill(hidden, -torch.inf).softmax(-1) @ v)
     expected = torch.cat(rows, dim=1).transpose(0, 1)[None]
     expected.backward(upstream.double())
@@ -55,7 +57,8 @@ def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_hea
     for kernel in (True, False):
         monkeypatch.setattr(packing, "kernel_takes", lambda query, value: kernel)
         fast = [x.clone().requires_grad_() for x in inputs]
-        output, _ = packed_attention(None, *fast, None, 1 / 8, bounds=bounds, offsets=offsets)
+        output, _ = packed_attention(None, *fast, None, 1 / 8, bounds=bounds, offsets=offsets,
+                                     sliding_window=window)
         output.backward(upstream)
         distances.append([distance(output, expected),
                           *(distance(x.grad, y.grad) for x, y in zip(fast, slow))])

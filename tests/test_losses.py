@@ -1,4 +1,5 @@
 """Every formula of losses.py against slow, obvious references in float64 loops, and by hand."""
+import decimal
 import itertools
 import math
 import statistics
@@ -542,27 +543,34 @@ def test_kl_of_distant_policies(d):
         assert (kl.item(), logp.grad.item()) == pytest.approx((value, gradient), rel=1e-12)
 
 
-@pytest.mark.parametrize("logp", [-1.0, -6.0, -20.9, -22.0, -50.0, -300.0])
-def test_k3_is_of_a_policy_that_has_left_its_samples(logp):
-    """However far the policy falls: the value nears ratio * exp(d) = exp(ref - old), and the gradient 0."""
-    old, ref = -1.0, -2.0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("moved", [-60.0, -40.5, -20.25, -19.75, -1.0, 0.0, 1.0, 19.75])
+def test_k3_is_of_a_policy_that_has_left_its_samples(moved, dtype):
+    """ratio * k3 in 50 digits: exact also where the ratio is e^-60 and exp(d) is e^60."""
+    for d in (-60.0, -30.0, -20.5, -1.0, -0.25, 0.0, 0.25, 1.0, 20.5, 30.0, 40.0, 60.0):
+        logp = torch.tensor([moved - 70], dtype=dtype, requires_grad=True)
+        kl = losses.kl_penalty(logp, logp.detach() + d, "k3_is", torch.tensor([-70.0], dtype=dtype))
+        kl.backward()
+        with decimal.localcontext(prec=50):
+            ratio, gap = decimal.Decimal(moved).exp(), decimal.Decimal(d)
+            value, slope = ratio * (gap.exp() - 1 - gap), -ratio * gap
+            largest = ratio * max(gap.exp(), 1 + abs(gap))        # of what is added up
+        if moved + d < 60:
+            tolerance = 4 * torch.finfo(dtype).eps * float(largest)
+            assert abs(kl.item() - float(value)) <= tolerance
+            assert abs(logp.grad.item() - float(slope)) <= tolerance
+
+
+@pytest.mark.parametrize("logp, ref, old, value, slope", [
+    (-1.0, -2.0, -26.0, math.exp(24), math.exp(20)),                 # the ratio is held at e^20: k3 moves alone
+    (-1.0, -4.0, -26.0, math.exp(22) + 2 * math.exp(20), math.exp(20)),
+    (-100.0, -1.0, -90.0, math.exp(60) - 100 * math.exp(-10), -99 * math.exp(-10)),     # e^89 is held at e^60
+    (-400.0, -1.0, -1.0, 1.0, 0.0)])                                 # a ratio of 0
+def test_k3_is_at_its_bounds(logp, ref, old, value, slope):
     logps = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
     kl = losses.kl_penalty(logps, torch.tensor([ref]).double(), "k3_is", torch.tensor([old]).double())
     kl.backward()
-    d, ratio = ref - logp, math.exp(logp - old)
-    assert kl.item() == pytest.approx(ratio * (math.exp(d) - 1 - d), rel=1e-4, abs=1e-6)
-    assert logps.grad.item() == pytest.approx(-ratio * d, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize("logp, ref, old, value", [
-    (-85.0, -100.0, -60.0, math.exp(-40) + 14 * math.exp(-20)),      # the ratio is held at e^-20
-    (-1.0, -2.0, -26.0, math.exp(24)),                               # and at e^20, times 1 + d = 0
-    (-1.0, -4.0, -26.0, math.exp(22) + 2 * math.exp(20)),
-    (-100.0, -1.0, -90.0, math.exp(60) - 100 * math.exp(-10))])      # exp(ref - old) is held at e^60
-def test_k3_is_at_its_bounds(logp, ref, old, value):
-    kl = losses.kl_penalty(*(torch.tensor([x], dtype=torch.float64) for x in (logp, ref)), "k3_is",
-                           torch.tensor([old], dtype=torch.float64))
-    assert kl.item() == pytest.approx(value, rel=1e-12)
+    assert (kl.item(), logps.grad.item()) == pytest.approx((value, slope), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", losses.KL_ESTIMATORS)

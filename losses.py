@@ -102,7 +102,7 @@ def pass_at_k(scores, num_generations, *, pass_k=4, **_):
 
 
 def whitened_by_length(groups, tokens):
-    """(value - mean) / (std + 1e-8) over the batch's tokens, with std's divisor n (verl: n - 1); [P, G]."""
+    """(value - mean) / (std + 1e-8) over the batch's tokens, with std's divisor n; [P, G]."""
     total = tokens.sum().clamp(min=1)
     centre = (tokens * groups).sum() / total
     return (groups - centre) / (((tokens * (groups - centre).square()).sum() / total).sqrt() + 1e-8)
@@ -250,7 +250,7 @@ def covariance_marks(logps, adv, kind, share, generator):
     * (adv - mean adv) is large. "kl_cov" marks the `share` of all tokens where it is largest; "clip_cov"
     draws as many from the tokens where it is between 1 and 5. Cui et al. 2025, section 4, with shares of
     2e-4, and 2e-3 for kl_cov at 7 B parameters. There each update's policy gives the logprobs, here the
-    policy that sampled; verl's clip_cov marks no token that is clipped already, this one may.
+    policy that sampled.
     """
     lengths = [len(logp) for logp in logps]
     logp = torch.cat([*logps, adv.new_empty(0)])                                        # [C]

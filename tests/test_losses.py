@@ -562,7 +562,7 @@ def test_k3_is_of_a_policy_that_has_left_its_samples(moved, dtype):
 
 
 @pytest.mark.parametrize("logp, ref, old, value, slope", [
-    (-1.0, -2.0, -26.0, math.exp(24), math.exp(20)),                 # the ratio is held at e^20: k3 moves alone
+    (-1.0, -2.0, -26.0, math.exp(24), math.exp(20)),                 # the ratio is held at e^20
     (-1.0, -4.0, -26.0, math.exp(22) + 2 * math.exp(20), math.exp(20)),
     (-100.0, -1.0, -90.0, math.exp(60) - 100 * math.exp(-10), -99 * math.exp(-10)),     # e^89 is held at e^60
     (-400.0, -1.0, -1.0, 1.0, 0.0)])                                 # a ratio of 0

@@ -28,8 +28,7 @@ def grouped(scores, num_generations):
     In float64 the sum of equal float32 scores is exact, so that they centre to exactly 0."""
     groups = scores.double().view(-1, num_generations)            # [P, G]
     scored = ~groups.isnan()                                      # [P, G]
-    mean = groups.nansum(1, keepdim=True) / scored.sum(1, keepdim=True).clamp(min=1)        # [P, 1]
-    return groups, scored, torch.where(scored, groups - mean, 0.0)
+    return groups, scored, torch.where(scored, groups - groups.nanmean(1, keepdim=True), 0.0)
 
 
 def flattened(adv, scores):
@@ -92,10 +91,11 @@ def pass_at_k(scores, num_generations, *, pass_k=4, **_):
     draws fail, or none, both are 0. Chen et al. 2025, https://arxiv.org/abs/2508.10751.
     """
     groups, scored, _ = grouped(scores, num_generations)
-    count, wrong = (x.sum(1, keepdim=True).double() for x in (scored, (groups <= 0) & scored))      # [P, 1]
+    count, wrong = (x.sum(1, keepdim=True).double() for x in (scored, groups <= 0))     # [P, 1]
     failing = failing_with = torch.ones_like(wrong)               # F and W, factor by factor
+    # At i = wrong F becomes 0 and stays so; where fewer than pass_k are scored it may become 0 / 0 as well.
     for i in range(pass_k):
-        factor = (wrong - i).clamp(min=0) / (count - i).clamp(min=1)
+        factor = (wrong - i) / (count - i)
         failing, failing_with = failing * factor, failing_with * (factor if i else 1)
     adv = torch.where(groups > 0, failing, failing - failing_with) / (failing * (1 - failing)).sqrt()
     return flattened(torch.where((failing > 0) & (failing < 1), adv, 0.0), scores)

@@ -110,7 +110,7 @@ def test_pass_at_k_advantages(pass_k):
 @pytest.mark.parametrize("pass_k", [1, 2, 3, 4])
 def test_pass_at_k_draws_from_scored_completions(pass_k):
     nan = math.nan
-    groups = [1.0, 0, nan, 0], [nan, 0, 0, nan], [1, 1, nan, nan], [0, nan, 1, nan]
+    groups = [1.0, 0, nan, 0], [nan, 0, 0, nan], [1, 1, nan, nan], [0, nan, 1, nan], [nan, nan, 0, nan]
     rewards = torch.tensor(groups, dtype=torch.float64).flatten()
     adv = advantages("pass_at_k", rewards, 4, pass_k=pass_k)
     assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), 4, "pass_at_k", pass_k=pass_k))
@@ -181,10 +181,19 @@ def test_completions_without_tokens_have_finite_advantages(kind):
             assert advantages(kind, rewards, 2, tokens, torch.ones(2), pass_k).isfinite().all()
 
 
-def test_the_epsilon_of_grpo_damps_a_small_spread():
-    adv = advantages("grpo", torch.tensor([0.0, 2e-4, 0.0, 2e-4], dtype=torch.float64), 4)
-    std = 2e-4 / math.sqrt(3)
-    assert adv.tolist() == pytest.approx([-1e-4 / (std + 1e-4), 1e-4 / (std + 1e-4)] * 2)
+@pytest.mark.parametrize("kind, epsilon, divisor", [
+    ("grpo", 1e-4, 3), ("grpo_batch", 1e-4, 3), ("reinforce++", 1e-8, 4), ("reinforce++_baseline", 1e-8, 4)])
+def test_an_epsilon_damps_a_small_spread(kind, epsilon, divisor):
+    scores = torch.tensor([0, 2 * epsilon, 0, 2 * epsilon], dtype=torch.float64)
+    damped = epsilon / (math.sqrt(4 / divisor) * epsilon + epsilon)
+    assert advantages(kind, scores, 4, torch.ones(4)).tolist() == pytest.approx([-damped, damped] * 2)
+
+
+def test_a_single_token_in_the_batch():
+    scores, lengths = torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([1, 0])
+    assert advantages("opo", scores, 2, lengths).tolist() == [0, -2]
+    for kind in ("reinforce++", "reinforce++_baseline"):
+        assert advantages(kind, scores, 2, lengths)[0] == 0
 
 
 @pytest.mark.parametrize("kind", OF_THE_GROUP)
@@ -296,7 +305,7 @@ def test_policy_loss(kind):
     old = -torch.rand(200, dtype=torch.float64) * 3
     drift = torch.cat([torch.full((n,), d).double() for n, d in zip(LENGTHS, (0.0, 0.0, 0.0, 0.3, -0.1))])
     logp = (old + drift + torch.randn(200, dtype=torch.float64) * 0.3).requires_grad_()
-    adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 2.0, -1.0))])
+    adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 0.6, -1.0))])
     weight, marked = torch.rand(200, dtype=torch.float64), torch.rand(200) < 0.1
     if kind in ("gspo", "gmpo"):                                  # of tokens: below
         weight = mean(weight)
@@ -308,6 +317,7 @@ def test_policy_loss(kind):
     expected, expected_down, expected_up = (sum(column, []) for column in zip(*slow(logp.detach())))
     assert loss.tolist() == pytest.approx(expected, abs=1e-12)
     assert down.tolist() == expected_down and up.tolist() == expected_up
+    assert down.dtype == up.dtype == torch.bool
     assert any(expected_down) == (kind in CLIPPED) and any(expected_up) == (kind in [*CLIPPED, "cispo"])
     total = lambda values: sum(w * x for w, x in zip(weight.tolist(), sum((s[0] for s in slow(values)), [])))
     held = total
@@ -366,6 +376,24 @@ def test_clip_by_hand(ratio, adv, loss, gradient):
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient))
 
 
+def test_a_ratio_at_a_bound_is_not_beyond_it():
+    """The bounds are made of ratios, exactly, and each token is a sequence of its own."""
+    log_ratio, adv = torch.tensor([[-0.25, 0.25, 1.0], [-1.0, 1, -1]], dtype=torch.float64)
+    low, high, dual = log_ratio.exp().tolist()
+    for kind in ("clip", "gspo", "gmpo", "cispo", "clip_cov"):
+        logp = log_ratio.clone().requires_grad_()
+        loss, *clipped = policy_loss(kind, logp, 0 * log_ratio, adv, lambda x: x, 1 - low, high - 1, dual,
+                                     marked=adv > 2)
+        loss[:2].sum().backward()
+        assert 1 - (1 - low) == low and 1 + (high - 1) == high
+        assert not clipped[0].any() and clipped[1].tolist() == [False, False, kind == "cispo"]
+        assert logp.grad[:2].tolist() == pytest.approx([low, -high])
+    for correction in ("token_mask", "sequence_mask", "geometric_mask"):
+        weight = losses.correction_weights(log_ratio, 0 * log_ratio, correction, mean=lambda x: x, lengths=1,
+                                           low=low, high=high)
+        assert weight.bool().tolist() == [True, True, False] and weight.dtype == log_ratio.dtype
+
+
 @pytest.mark.parametrize("ratio, adv, loss, gradient, high", [
     (2.9, -1.0, 2.9, 2.9, False),     # pushed down, within the second bound
     (3.1, -1.0, 3.0, 0.0, True),      # beyond it: bounded, and without gradient
@@ -403,9 +431,9 @@ def test_all_losses_are_the_policy_gradient_at_ratio_one():
 
 @pytest.mark.parametrize("kind", KINDS_OF_LOSS)
 def test_bounds_of_0_2_and_no_dual_clip_where_nothing_is_said(kind):
-    old = -torch.rand(200, dtype=torch.float64)
-    logp, adv = old + 0.5 * torch.randn(200), torch.randn(200, dtype=torch.float64)
-    marked = torch.rand(200) < 0.1
+    old, adv = -torch.rand(200, dtype=torch.float64), torch.randn(200, dtype=torch.float64)
+    drift = torch.tensor([0.25, -0.4, 0.4, 0.25, -0.3]).repeat_interleave(torch.tensor(LENGTHS))
+    logp, marked = old + drift + 0.1 * torch.randn(200), torch.rand(200) < 0.1
     for got, expected in zip(losses.LOSSES[kind](logp, old, adv, mean=mean, marked=marked),
                              policy_loss(kind, logp, old, adv, mean, 0.2, 0.2, 0.0, marked)):
         assert got.tolist() == expected.tolist()
@@ -435,7 +463,7 @@ def test_covariance_marks():
 
     def marks(kind, seed=0, share=0.0104):
         found = losses.covariance_marks(logps, adv, kind, share, torch.Generator().manual_seed(seed))
-        assert [len(part) for part in found] == 10 * LENGTHS
+        assert [len(part) for part in found] == 10 * LENGTHS and found[0].dtype == torch.bool
         return torch.cat(found).nonzero()[:, 0].tolist()
 
     tokens = [(p, a) for part, a in zip(logps, adv.tolist()) for p in part.tolist()]
@@ -651,6 +679,9 @@ def test_whitening():
     got = losses.whiten(torch.tensor(values), mean).tolist()
     assert got == pytest.approx([(v - centre) / std for v in values], abs=1e-5, nan_ok=True)
     assert not losses.whiten(torch.full((1000,), 0.1), mean).any()         # equal ones whiten to exactly 0
+    assert losses.whiten(torch.tensor([7.0]), mean).tolist() == [0]
+    small = losses.whiten(torch.tensor([0, 2e-8], dtype=torch.float64), mean)
+    assert small.tolist() == pytest.approx([-0.5, 0.5])                    # 1e-8 / (std 1e-8 + 1e-8)
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95), (0.99, 0.5), (0.0, 1.0)])
@@ -668,6 +699,7 @@ def test_gae_by_hand():
     rewards, values = torch.tensor([0.0, 0, 1, 2]), torch.tensor([0.0, 0, 0, 0.5])
     adv, ret = losses.gae(rewards, values, [3, 1], 1.0, 0.5)
     assert adv.tolist() == [0.25, 0.5, 1.0, 1.5] and ret.tolist() == [0.25, 0.5, 1.0, 2.0]
+    assert losses.gae(rewards[2:], values[2:], [1, 1], 1.0, 0.5)[0].tolist() == [1.0, 1.5]
 
 
 def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_nothing():
@@ -678,6 +710,13 @@ def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_noth
     torch.testing.assert_close(adv, to_go - values)
     perfect, _ = losses.gae(rewards, to_go, [5, 4], 1.0, 0.3)
     torch.testing.assert_close(perfect, torch.zeros(9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_a_rank_without_tokens(lengths):
+    nothing, scores = torch.empty(0), torch.ones(len(lengths))
+    assert [len(x) for x in losses.gae(nothing, nothing, lengths, 1.0, 1.0)] == [0, 0]
+    assert len(losses.token_rewards(scores, nothing, 1.0, lengths)) == 0
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.2])
@@ -692,7 +731,7 @@ def test_value_loss(value_clip):
         worse = (near - r) ** 2 / 2
         assert x == pytest.approx(max(plain, worse)) and c == (worse > plain)
         assert g == pytest.approx(0.0 if worse > plain else v - r)
-    assert clipped.any() == bool(value_clip)
+    assert clipped.any() == bool(value_clip) and clipped.dtype == torch.bool
 
 
 def test_values_are_clipped_around_the_old_ones():

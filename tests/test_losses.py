@@ -479,6 +479,10 @@ def test_covariance_marks():
     assert len(marks("kl_cov", share=0.0)) == 1 and len(marks("kl_cov", share=1.0)) == 2000
     adv = torch.zeros(50, dtype=torch.float64)
     assert marks("clip_cov") == []                                # no covariance, nothing to clip
+    for size, count in ((1.0, 0), (2.0, 2), (5.0, 0)):            # covariances of exactly 1, 2 and 5
+        adv = torch.tensor([size, -size])
+        found = losses.covariance_marks(torch.tensor([[-1.0], [-3]]), adv, "clip_cov", 1.0, torch.Generator())
+        assert torch.cat(found).sum() == count
     for kind in ("clip_cov", "kl_cov"):                           # no sequence, no marks
         assert list(losses.covariance_marks([], adv[:0], kind, 0.1, torch.Generator())) == []
 
@@ -680,6 +684,9 @@ def test_whitening():
     assert got == pytest.approx([(v - centre) / std for v in values], abs=1e-5, nan_ok=True)
     assert not losses.whiten(torch.full((1000,), 0.1), mean).any()         # equal ones whiten to exactly 0
     assert losses.whiten(torch.tensor([7.0]), mean).tolist() == [0]
+    for middle, size in ((0.0, 1e25), (1e8, 8.0)):                         # squares that float32 cannot hold
+        got = losses.whiten(torch.tensor([middle - size, middle, middle + size]), mean)
+        assert got.tolist() == pytest.approx([-math.sqrt(1.5), 0, math.sqrt(1.5)])
     small = losses.whiten(torch.tensor([0, 2e-8], dtype=torch.float64), mean)
     assert small.tolist() == pytest.approx([-0.5, 0.5])                    # 1e-8 / (std 1e-8 + 1e-8)
 

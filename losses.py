@@ -93,7 +93,7 @@ def pass_at_k(scores, num_generations, *, pass_k=4, **_):
     groups, scored, _ = grouped(scores, num_generations)
     count, wrong = (x.sum(1, keepdim=True).double() for x in (scored, groups <= 0))     # [P, 1]
     failing = failing_with = torch.ones_like(wrong)               # F and W, factor by factor
-    # At i = wrong F becomes 0 and stays so; where fewer than pass_k are scored it may become 0 / 0 as well.
+    # F is 0 from i = wrong on. Where fewer than pass_k are scored it may also be 0 / 0, and teaches nothing.
     for i in range(pass_k):
         factor = (wrong - i) / (count - i)
         failing, failing_with = failing * factor, failing_with * (factor if i else 1)
@@ -332,8 +332,8 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     k3+    the value of k3 with the gradient of k2; the name is verl's
     k3_is  k3 * ratio, with ratio = exp(logp - old_logp), for tokens that the policy of old_logp sampled:
            DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556, eq. 7
-    Any other estimator raises ValueError. Beyond exp(d) = e^60, ratio * exp(d) = e^60 and ratio = e^20 these
-    factors are constant, so that nothing overflows.
+    So that nothing overflows, exp(d) and ratio * exp(d) are at most e^60 and ratio at most e^20, and without
+    gradient there. Any other estimator raises ValueError.
     In the loss the gradient counts. In expectation it is that of KL(policy || reference) with k2, k3+ and
     k3_is (with k3_is also after the policy has left old_logp), that of KL(reference || policy) with k3, and 0
     with k1. In the reward the value counts, and what the policy gradient makes of it: with k1 that is the

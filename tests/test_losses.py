@@ -123,9 +123,11 @@ def test_pass_at_k_draws_four_where_nothing_is_said():
     assert losses.ADVANTAGES["pass_at_k"](rewards, 6).tolist() == pytest.approx(expected) and any(expected)
 
 
-def test_one_scored_completion_in_the_batch_has_no_spread():
+def test_one_scored_completion_in_the_batch_has_no_spread_and_two_have_one():
     rewards = torch.tensor([math.nan, 3, math.nan, math.nan])
     assert advantages("grpo_batch", rewards, 2).tolist() == [0, 0, 0, 0]
+    expected = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert advantages("grpo_batch", torch.tensor([1.0, 0]), 2).tolist() == pytest.approx([expected, -expected])
 
 
 @pytest.mark.parametrize("kind", KINDS)

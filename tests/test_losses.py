@@ -127,7 +127,8 @@ def test_one_scored_completion_in_the_batch_has_no_spread_and_two_have_one():
     rewards = torch.tensor([math.nan, 3, math.nan, math.nan])
     assert advantages("grpo_batch", rewards, 2).tolist() == [0, 0, 0, 0]
     expected = 0.5 / (math.sqrt(0.5) + 1e-4)
-    assert advantages("grpo_batch", torch.tensor([1.0, 0]), 2).tolist() == pytest.approx([expected, -expected])
+    adv = advantages("grpo_batch", torch.tensor([1.0, 0]), 2)
+    assert adv.tolist() == pytest.approx([expected, -expected])
 
 
 @pytest.mark.parametrize("kind", KINDS)

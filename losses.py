@@ -28,8 +28,7 @@ def grouped(scores, num_generations):
     In float64 the sum of equal float32 scores is exact, so that they centre to exactly 0."""
     groups = scores.double().view(-1, num_generations)            # [P, G]
     scored = ~groups.isnan()                                      # [P, G]
-    mean = groups.nansum(1, keepdim=True) / scored.sum(1, keepdim=True).clamp(min=1)        # [P, 1]
-    return groups, scored, torch.where(scored, groups - mean, 0.0)
+    return groups, scored, torch.where(scored, groups - groups.nanmean(1, keepdim=True), 0.0)
 
 
 def flattened(adv, scores):
@@ -92,18 +91,18 @@ def pass_at_k(scores, num_generations, *, pass_k=4, **_):
     draws fail, or none, both are 0. Chen et al. 2025, https://arxiv.org/abs/2508.10751.
     """
     groups, scored, _ = grouped(scores, num_generations)
-    count, wrong = (x.sum(1, keepdim=True).double() for x in (scored, (groups <= 0) & scored))      # [P, 1]
+    count, wrong = (x.sum(1, keepdim=True).double() for x in (scored, groups <= 0))     # [P, 1]
     failing = failing_with = torch.ones_like(wrong)               # F and W, factor by factor
+    # F is 0 from i = wrong on. Where fewer than pass_k are scored it may also be 0 / 0, and teaches nothing.
     for i in range(pass_k):
-        factor = (wrong - i).clamp(min=0) / (count - i).clamp(min=1)
+        factor = (wrong - i) / (count - i)
         failing, failing_with = failing * factor, failing_with * (factor if i else 1)
-    std = (failing * (1 - failing)).sqrt().clamp(min=1e-12)
-    adv = torch.where(groups > 0, failing, failing - failing_with) / std
+    adv = torch.where(groups > 0, failing, failing - failing_with) / (failing * (1 - failing)).sqrt()
     return flattened(torch.where((failing > 0) & (failing < 1), adv, 0.0), scores)
 
 
 def whitened_by_length(groups, tokens):
-    """(value - mean) / (std + 1e-8) over the batch's tokens, with std's divisor n (verl: n - 1); [P, G]."""
+    """(value - mean) / (std + 1e-8) over the batch's tokens, with std's divisor n; [P, G]."""
     total = tokens.sum().clamp(min=1)
     centre = (tokens * groups).sum() / total
     return (groups - centre) / (((tokens * (groups - centre).square()).sum() / total).sqrt() + 1e-8)
@@ -251,7 +250,7 @@ def covariance_marks(logps, adv, kind, share, generator):
     * (adv - mean adv) is large. "kl_cov" marks the `share` of all tokens where it is largest; "clip_cov"
     draws as many from the tokens where it is between 1 and 5. Cui et al. 2025, section 4, with shares of
     2e-4, and 2e-3 for kl_cov at 7 B parameters. There each update's policy gives the logprobs, here the
-    policy that sampled; verl's clip_cov marks no token that is clipped already, this one may.
+    policy that sampled.
     """
     lengths = [len(logp) for logp in logps]
     logp = torch.cat([*logps, adv.new_empty(0)])                                        # [C]
@@ -307,18 +306,15 @@ def correction_weights(old_logp, engine_logp, correction, *, mean, lengths, low,
         raise ValueError(f"engine_correction={correction!r}: choose {', '.join(CORRECTIONS)}")
     if correction == "none":
         return torch.ones_like(old_logp)
-    gap = old_logp - engine_logp
-    if correction.startswith("token"):
-        log_ratio = gap
-    elif correction.startswith("sequence"):
-        log_ratio = mean(gap) * lengths
-    else:
-        log_ratio = mean(gap)
+    level, bound = correction.split("_")
+    log_ratio = old_logp - engine_logp
+    if level != "token":
+        log_ratio = mean(log_ratio) * (lengths if level == "sequence" else 1)
     ratio = log_ratio.clamp(-20, 20).exp()
-    if correction.endswith("truncate"):
+    if bound == "truncate":
         return ratio.clamp(max=high)
     inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-    return inside if correction == "geometric_mask" else ratio * inside
+    return inside if level == "geometric" else ratio * inside
 
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
@@ -334,8 +330,10 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     k2     d^2 / 2          biased
     k3     exp(d) - 1 - d   unbiased, never negative; what GRPO uses
     k3+    the value of k3 with the gradient of k2; the name is verl's
-    k3_is  k3 * exp(logp - old_logp), for tokens that the policy of old_logp sampled; DeepSeek-V3.2, 2025
-    Any other estimator raises ValueError.
+    k3_is  k3 * ratio, with ratio = exp(logp - old_logp), for tokens that the policy of old_logp sampled:
+           DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556, eq. 7
+    So that nothing overflows, exp(d) and ratio * exp(d) are at most e^60 and ratio at most e^20, and without
+    gradient there. Any other estimator raises ValueError.
     In the loss the gradient counts. In expectation it is that of KL(policy || reference) with k2, k3+ and
     k3_is (with k3_is also after the policy has left old_logp), that of KL(reference || policy) with k3, and 0
     with k1. In the reward the value counts, and what the policy gradient makes of it: with k1 that is the
@@ -345,7 +343,6 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     """
     d = ref_logp - logp
     k2 = d.square() / 2
-    # In float32 exp overflows above 88.
     k3 = d.clamp(max=60).exp() - 1 - d
     if estimator == "k1":
         return -d
@@ -356,8 +353,8 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     if estimator == "k3+":
         return k3.detach() + k2 - k2.detach()
     if estimator == "k3_is":
-        # Multiplied out, because a huge exp(d) and a tiny ratio, each clamped, have a wrong product.
-        return (ref_logp - old_logp).clamp(max=60).exp() - (1 + d) * (logp - old_logp).clamp(-20, 20).exp()
+        # Multiplied out: where exp(d) is huge and the ratio tiny, their product need be neither.
+        return (ref_logp - old_logp).clamp(max=60).exp() - (1 + d) * (logp - old_logp).clamp(max=20).exp()
     raise ValueError(f"kl_estimator={estimator!r}: choose {', '.join(KL_ESTIMATORS)}")
 
 

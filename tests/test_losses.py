@@ -1,4 +1,5 @@
 """Every formula of losses.py against slow, obvious references in float64 loops, and by hand."""
+import decimal
 import itertools
 import math
 import statistics
@@ -109,7 +110,7 @@ def test_pass_at_k_advantages(pass_k):
 @pytest.mark.parametrize("pass_k", [1, 2, 3, 4])
 def test_pass_at_k_draws_from_scored_completions(pass_k):
     nan = math.nan
-    groups = [1.0, 0, nan, 0], [nan, 0, 0, nan], [1, 1, nan, nan], [0, nan, 1, nan]
+    groups = [1.0, 0, nan, 0], [nan, 0, 0, nan], [1, 1, nan, nan], [0, nan, 1, nan], [nan, nan, 0, nan]
     rewards = torch.tensor(groups, dtype=torch.float64).flatten()
     adv = advantages("pass_at_k", rewards, 4, pass_k=pass_k)
     assert adv.tolist() == pytest.approx(slow_advantages(rewards.tolist(), 4, "pass_at_k", pass_k=pass_k))
@@ -122,9 +123,12 @@ def test_pass_at_k_draws_four_where_nothing_is_said():
     assert losses.ADVANTAGES["pass_at_k"](rewards, 6).tolist() == pytest.approx(expected) and any(expected)
 
 
-def test_one_scored_completion_in_the_batch_has_no_spread():
+def test_one_scored_completion_in_the_batch_has_no_spread_and_two_have_one():
     rewards = torch.tensor([math.nan, 3, math.nan, math.nan])
     assert advantages("grpo_batch", rewards, 2).tolist() == [0, 0, 0, 0]
+    expected = 0.5 / (math.sqrt(0.5) + 1e-4)
+    adv = advantages("grpo_batch", torch.tensor([1.0, 0]), 2)
+    assert adv.tolist() == pytest.approx([expected, -expected])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,10 +184,19 @@ def test_completions_without_tokens_have_finite_advantages(kind):
             assert advantages(kind, rewards, 2, tokens, torch.ones(2), pass_k).isfinite().all()
 
 
-def test_the_epsilon_of_grpo_damps_a_small_spread():
-    adv = advantages("grpo", torch.tensor([0.0, 2e-4, 0.0, 2e-4], dtype=torch.float64), 4)
-    std = 2e-4 / math.sqrt(3)
-    assert adv.tolist() == pytest.approx([-1e-4 / (std + 1e-4), 1e-4 / (std + 1e-4)] * 2)
+@pytest.mark.parametrize("kind, epsilon, divisor", [
+    ("grpo", 1e-4, 3), ("grpo_batch", 1e-4, 3), ("reinforce++", 1e-8, 4), ("reinforce++_baseline", 1e-8, 4)])
+def test_an_epsilon_damps_a_small_spread(kind, epsilon, divisor):
+    scores = torch.tensor([0, 2 * epsilon, 0, 2 * epsilon], dtype=torch.float64)
+    damped = epsilon / (math.sqrt(4 / divisor) * epsilon + epsilon)
+    assert advantages(kind, scores, 4, torch.ones(4)).tolist() == pytest.approx([-damped, damped] * 2)
+
+
+def test_a_single_token_in_the_batch():
+    scores, lengths = torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([1, 0])
+    assert advantages("opo", scores, 2, lengths).tolist() == [0, -2]
+    for kind in ("reinforce++", "reinforce++_baseline"):
+        assert advantages(kind, scores, 2, lengths)[0] == 0
 
 
 @pytest.mark.parametrize("kind", OF_THE_GROUP)
@@ -295,7 +308,7 @@ def test_policy_loss(kind):
     old = -torch.rand(200, dtype=torch.float64) * 3
     drift = torch.cat([torch.full((n,), d).double() for n, d in zip(LENGTHS, (0.0, 0.0, 0.0, 0.3, -0.1))])
     logp = (old + drift + torch.randn(200, dtype=torch.float64) * 0.3).requires_grad_()
-    adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 2.0, -1.0))])
+    adv = torch.cat([torch.full((n,), a).double() for n, a in zip(LENGTHS, (1.3, -0.7, 0.0, 0.6, -1.0))])
     weight, marked = torch.rand(200, dtype=torch.float64), torch.rand(200) < 0.1
     if kind in ("gspo", "gmpo"):                                  # of tokens: below
         weight = mean(weight)
@@ -307,6 +320,7 @@ def test_policy_loss(kind):
     expected, expected_down, expected_up = (sum(column, []) for column in zip(*slow(logp.detach())))
     assert loss.tolist() == pytest.approx(expected, abs=1e-12)
     assert down.tolist() == expected_down and up.tolist() == expected_up
+    assert down.dtype == up.dtype == torch.bool
     assert any(expected_down) == (kind in CLIPPED) and any(expected_up) == (kind in [*CLIPPED, "cispo"])
     total = lambda values: sum(w * x for w, x in zip(weight.tolist(), sum((s[0] for s in slow(values)), [])))
     held = total
@@ -365,6 +379,24 @@ def test_clip_by_hand(ratio, adv, loss, gradient):
     assert (value.item(), logp.grad.item()) == pytest.approx((loss, gradient))
 
 
+def test_a_ratio_at_a_bound_is_not_beyond_it():
+    """The bounds are made of ratios, exactly, and each token is a sequence of its own."""
+    log_ratio, adv = torch.tensor([[-0.25, 0.25, 1.0], [-1.0, 1, -1]], dtype=torch.float64)
+    low, high, dual = log_ratio.exp().tolist()
+    for kind in ("clip", "gspo", "gmpo", "cispo", "clip_cov"):
+        logp = log_ratio.clone().requires_grad_()
+        loss, *clipped = policy_loss(kind, logp, 0 * log_ratio, adv, lambda x: x, 1 - low, high - 1, dual,
+                                     marked=adv > 2)
+        loss[:2].sum().backward()
+        assert 1 - (1 - low) == low and 1 + (high - 1) == high
+        assert not clipped[0].any() and clipped[1].tolist() == [False, False, kind == "cispo"]
+        assert logp.grad[:2].tolist() == pytest.approx([low, -high])
+    for correction in ("token_mask", "sequence_mask", "geometric_mask"):
+        weight = losses.correction_weights(log_ratio, 0 * log_ratio, correction, mean=lambda x: x, lengths=1,
+                                           low=low, high=high)
+        assert weight.bool().tolist() == [True, True, False] and weight.dtype == log_ratio.dtype
+
+
 @pytest.mark.parametrize("ratio, adv, loss, gradient, high", [
     (2.9, -1.0, 2.9, 2.9, False),     # pushed down, within the second bound
     (3.1, -1.0, 3.0, 0.0, True),      # beyond it: bounded, and without gradient
@@ -402,9 +434,9 @@ def test_all_losses_are_the_policy_gradient_at_ratio_one():
 
 @pytest.mark.parametrize("kind", KINDS_OF_LOSS)
 def test_bounds_of_0_2_and_no_dual_clip_where_nothing_is_said(kind):
-    old = -torch.rand(200, dtype=torch.float64)
-    logp, adv = old + 0.5 * torch.randn(200), torch.randn(200, dtype=torch.float64)
-    marked = torch.rand(200) < 0.1
+    old, adv = -torch.rand(200, dtype=torch.float64), torch.randn(200, dtype=torch.float64)
+    drift = torch.tensor([0.25, -0.4, 0.4, 0.25, -0.3]).repeat_interleave(torch.tensor(LENGTHS))
+    logp, marked = old + drift + 0.1 * torch.randn(200), torch.rand(200) < 0.1
     for got, expected in zip(losses.LOSSES[kind](logp, old, adv, mean=mean, marked=marked),
                              policy_loss(kind, logp, old, adv, mean, 0.2, 0.2, 0.0, marked)):
         assert got.tolist() == expected.tolist()
@@ -434,7 +466,7 @@ def test_covariance_marks():
 
     def marks(kind, seed=0, share=0.0104):
         found = losses.covariance_marks(logps, adv, kind, share, torch.Generator().manual_seed(seed))
-        assert [len(part) for part in found] == 10 * LENGTHS
+        assert [len(part) for part in found] == 10 * LENGTHS and found[0].dtype == torch.bool
         return torch.cat(found).nonzero()[:, 0].tolist()
 
     tokens = [(p, a) for part, a in zip(logps, adv.tolist()) for p in part.tolist()]
@@ -450,6 +482,10 @@ def test_covariance_marks():
     assert len(marks("kl_cov", share=0.0)) == 1 and len(marks("kl_cov", share=1.0)) == 2000
     adv = torch.zeros(50, dtype=torch.float64)
     assert marks("clip_cov") == []                                # no covariance, nothing to clip
+    for size, count in ((1.0, 0), (2.0, 2), (5.0, 0)):            # covariances of exactly 1, 2 and 5
+        adv = torch.tensor([size, -size])
+        found = losses.covariance_marks(torch.tensor([[-1.0], [-3]]), adv, "clip_cov", 1.0, torch.Generator())
+        assert torch.cat(found).sum() == count
     for kind in ("clip_cov", "kl_cov"):                           # no sequence, no marks
         assert list(losses.covariance_marks([], adv[:0], kind, 0.1, torch.Generator())) == []
 
@@ -542,27 +578,34 @@ def test_kl_of_distant_policies(d):
         assert (kl.item(), logp.grad.item()) == pytest.approx((value, gradient), rel=1e-12)
 
 
-@pytest.mark.parametrize("logp", [-1.0, -6.0, -20.9, -22.0, -50.0, -300.0])
-def test_k3_is_of_a_policy_that_has_left_its_samples(logp):
-    """However far the policy falls: the value nears ratio * exp(d) = exp(ref - old), and the gradient 0."""
-    old, ref = -1.0, -2.0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("moved", [-60.0, -40.5, -20.25, -19.75, -1.0, 0.0, 1.0, 19.75])
+def test_k3_is_of_a_policy_that_has_left_its_samples(moved, dtype):
+    """ratio * k3 in 50 digits: exact also where the ratio is e^-60 and exp(d) is e^60."""
+    for d in (-60.0, -30.0, -20.5, -1.0, -0.25, 0.0, 0.25, 1.0, 20.5, 30.0, 40.0, 60.0):
+        logp = torch.tensor([moved - 70], dtype=dtype, requires_grad=True)
+        kl = losses.kl_penalty(logp, logp.detach() + d, "k3_is", torch.tensor([-70.0], dtype=dtype))
+        kl.backward()
+        with decimal.localcontext(prec=50):
+            ratio, gap = decimal.Decimal(moved).exp(), decimal.Decimal(d)
+            value, slope = ratio * (gap.exp() - 1 - gap), -ratio * gap
+            largest = ratio * max(gap.exp(), 1 + abs(gap))        # of what is added up
+        if moved + d < 60:
+            tolerance = 4 * torch.finfo(dtype).eps * float(largest)
+            assert abs(kl.item() - float(value)) <= tolerance
+            assert abs(logp.grad.item() - float(slope)) <= tolerance
+
+
+@pytest.mark.parametrize("logp, ref, old, value, slope", [
+    (-1.0, -2.0, -26.0, math.exp(24), math.exp(20)),                 # the ratio is held at e^20
+    (-1.0, -4.0, -26.0, math.exp(22) + 2 * math.exp(20), math.exp(20)),
+    (-100.0, -1.0, -90.0, math.exp(60) - 100 * math.exp(-10), -99 * math.exp(-10)),     # e^89 is held at e^60
+    (-400.0, -1.0, -1.0, 1.0, 0.0)])                                 # a ratio of 0
+def test_k3_is_at_its_bounds(logp, ref, old, value, slope):
     logps = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
     kl = losses.kl_penalty(logps, torch.tensor([ref]).double(), "k3_is", torch.tensor([old]).double())
     kl.backward()
-    d, ratio = ref - logp, math.exp(logp - old)
-    assert kl.item() == pytest.approx(ratio * (math.exp(d) - 1 - d), rel=1e-4, abs=1e-6)
-    assert logps.grad.item() == pytest.approx(-ratio * d, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize("logp, ref, old, value", [
-    (-85.0, -100.0, -60.0, math.exp(-40) + 14 * math.exp(-20)),      # the ratio is held at e^-20
-    (-1.0, -2.0, -26.0, math.exp(24)),                               # and at e^20, times 1 + d = 0
-    (-1.0, -4.0, -26.0, math.exp(22) + 2 * math.exp(20)),
-    (-100.0, -1.0, -90.0, math.exp(60) - 100 * math.exp(-10))])      # exp(ref - old) is held at e^60
-def test_k3_is_at_its_bounds(logp, ref, old, value):
-    kl = losses.kl_penalty(*(torch.tensor([x], dtype=torch.float64) for x in (logp, ref)), "k3_is",
-                           torch.tensor([old], dtype=torch.float64))
-    assert kl.item() == pytest.approx(value, rel=1e-12)
+    assert (kl.item(), logps.grad.item()) == pytest.approx((value, slope), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", losses.KL_ESTIMATORS)
@@ -643,6 +686,12 @@ def test_whitening():
     got = losses.whiten(torch.tensor(values), mean).tolist()
     assert got == pytest.approx([(v - centre) / std for v in values], abs=1e-5, nan_ok=True)
     assert not losses.whiten(torch.full((1000,), 0.1), mean).any()         # equal ones whiten to exactly 0
+    assert losses.whiten(torch.tensor([7.0]), mean).tolist() == [0]
+    for middle, size in ((0.0, 1e25), (1e8, 8.0)):                         # squares that float32 cannot hold
+        got = losses.whiten(torch.tensor([middle - size, middle, middle + size]), mean)
+        assert got.tolist() == pytest.approx([-math.sqrt(1.5), 0, math.sqrt(1.5)])
+    small = losses.whiten(torch.tensor([0, 2e-8], dtype=torch.float64), mean)
+    assert small.tolist() == pytest.approx([-0.5, 0.5])                    # 1e-8 / (std 1e-8 + 1e-8)
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95), (0.99, 0.5), (0.0, 1.0)])
@@ -660,6 +709,7 @@ def test_gae_by_hand():
     rewards, values = torch.tensor([0.0, 0, 1, 2]), torch.tensor([0.0, 0, 0, 0.5])
     adv, ret = losses.gae(rewards, values, [3, 1], 1.0, 0.5)
     assert adv.tolist() == [0.25, 0.5, 1.0, 1.5] and ret.tolist() == [0.25, 0.5, 1.0, 2.0]
+    assert losses.gae(rewards[2:], values[2:], [1, 1], 1.0, 0.5)[0].tolist() == [1.0, 1.5]
 
 
 def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_nothing():
@@ -670,6 +720,13 @@ def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_noth
     torch.testing.assert_close(adv, to_go - values)
     perfect, _ = losses.gae(rewards, to_go, [5, 4], 1.0, 0.3)
     torch.testing.assert_close(perfect, torch.zeros(9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_a_rank_without_tokens(lengths):
+    nothing, scores = torch.empty(0), torch.ones(len(lengths))
+    assert [len(x) for x in losses.gae(nothing, nothing, lengths, 1.0, 1.0)] == [0, 0]
+    assert len(losses.token_rewards(scores, nothing, 1.0, lengths)) == 0
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.2])
@@ -684,7 +741,7 @@ def test_value_loss(value_clip):
         worse = (near - r) ** 2 / 2
         assert x == pytest.approx(max(plain, worse)) and c == (worse > plain)
         assert g == pytest.approx(0.0 if worse > plain else v - r)
-    assert clipped.any() == bool(value_clip)
+    assert clipped.any() == bool(value_clip) and clipped.dtype == torch.bool
 
 
 def test_values_are_clipped_around_the_old_ones():

@@ -215,14 +215,18 @@ def has_head(model):
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
 
 
-def forget_packed_experts(model):
-    """Let vLLM's CPU build pack the experts of a mixture of experts again when it reloads weights.
+def take_kernels(model):
+    """Take their kernels from the layers of a vLLM model that are mixtures of experts; returns {owner: kernel}.
 
-    vLLM 0.32 packs them once only, and computes wrongly with new ones. To be removed once it packs them again.
+    The CPU build of vLLM 0.32 packs experts only where there is no kernel yet, and so computes wrongly with
+    new ones. To be removed once it packs them whenever they are loaded.
     """
-    for layer in model.modules():
-        if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-            layer.quant_method.moe_kernel = None
+    owners = [layer.quant_method for layer in model.modules()
+              if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None]
+    kernels = {owner: owner.moe_kernel for owner in owners}
+    for owner in owners:
+        owner.moe_kernel = None
+    return kernels
 
 
 class VLLMEngine:
@@ -320,8 +324,10 @@ class VLLMEngine:
         else:
             # The CPU build repacks linear weights and drops the originals: only a reload can replace them. On
             # a GPU falling asleep empties the prefix cache, here it has to be emptied explicitly.
-            self.llm.apply_model(forget_packed_experts)
+            (kernels,) = self.llm.apply_model(take_kernels)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+            for owner, kernel in kernels.items():
+                owner.moe_kernel = owner.moe_kernel or kernel
             self.llm.reset_prefix_cache()
 
     def close(self):

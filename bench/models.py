@@ -2,7 +2,7 @@
 Which families of models can be trained: writes docs/models.md, from small models with random weights.
 
     python -m bench.models                                   # all families: half an hour on two cores
-    python -m bench.models --only=qwen3,gemma3 --page=       # some, and no page
+    python -m bench.models --only=qwen3,gemma3               # these anew, the others as before
 
 Each family's model is made from its config and trained for two steps twice: by train_ppo.py with vLLM and a
 critic of the same family, and by train_grpo.py with plain PyTorch. After each step engine and trainer are
@@ -39,7 +39,7 @@ MIXED = WINDOW | dict(layer_types=["sliding_attention", "full_attention"])
 MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
            moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=1, topk_group=1,
            shared_expert_intermediate_size=32, decoder_sparse_step=1)
-MLA = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+MLA = dict(q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
            num_key_value_heads=2)
 MAMBA = dict(mamba_d_state=16, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_expand=2,
              mamba_chunk_size=16, state_size=16, ssm_state_size=16)
@@ -52,26 +52,28 @@ PER_LAYER = dict(global_head_dim=32, hidden_size_per_layer_input=16, vocab_size_
 # Of the part that reads images.
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, depth=1,
               num_heads=2, out_hidden_size=64, image_size=28, patch_size=14)
-# By model_type: what a config has apart from SMALL, in its text part if it has several.
+# By model_type: what a config has apart from SMALL, in its text part if it has several. Only vLLM reads what has
+# a plus.
 FAMILIES = {
     "Dense": {
         "llama": {}, "mistral": WINDOW, "ministral3": {}, "qwen2": {}, "qwen3": {}, "gemma": {},
         "gemma2": WINDOW, "gemma3_text": MIXED, "gemma3n_text": MIXED | PER_LAYER,
         "gemma4_text": MIXED | PER_LAYER, "phi": dict(num_key_value_heads=2), "phi3": WINDOW, "olmo": {},
         "olmo2": {}, "olmo3": WINDOW, "smollm3": {}, "granite": dict(logits_scaling=4.0), "cohere": {},
-        "cohere2": WINDOW, "starcoder2": {}, "stablelm": {}, "gpt2": {}, "gpt_neox": {},
+        "cohere2": MIXED, "starcoder2": {}, "stablelm": {}, "gpt2": {}, "gpt_neox": {},
         "gptj": dict(rotary_dim=16), "opt": dict(ffn_dim=128, word_embed_proj_dim=64),
         "falcon": dict(head_dim=None), "glm": {}, "glm4": {}, "ernie4_5": {},
         "exaone4": dict(sliding_window_pattern=2), "hunyuan_v1_dense": {}, "seed_oss": {}, "nemotron": {},
         "helium": dict(num_key_value_heads=2), "apertus": {}, "arcee": {}, "minicpm3": MLA, "nanochat": {}},
     "Mixtures of experts": dict.fromkeys((
-        "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "phimoe", "granitemoe", "gpt_oss", "glm4_moe",
-        "ernie4_5_moe", "dots1", "minimax_m2", "hunyuan_v1_moe"), MOE) | {
-        "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA},
+        "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "phimoe", "granitemoe", "gpt_oss", "ernie4_5_moe",
+        "dots1", "hunyuan_v1_moe"), MOE) | {
+        "glm4_moe": MOE | {"+head_dim": 32}, "minimax_m2": MOE | {"+rotary_dim": 32},
+        "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA | {"+topk_method": "noaux_tc"}},
     "Layers with a state (Mamba, linear attention, convolutions)": {
         "qwen3_next": MOE | DELTA | dict(num_experts_per_tok=4), "qwen3_5_text": DELTA,
         "falcon_h1": MAMBA | dict(mamba_d_ssm=128),
-        "lfm2": dict(layer_types=["conv", "full_attention"], conv_dim=64, block_dim=64, block_ff_dim=128),
+        "lfm2": {"layer_types": ["conv", "full_attention"], "+conv_dim": 64, "+block_dim": 64},
         "granitemoehybrid": MOE | MAMBA | dict(layer_types=["mamba", "attention"]),
         "bamba": MAMBA | dict(attn_layer_indices=[1]), "nemotron_h": MAMBA,
         "jamba": MOE | dict(attn_layer_period=2, attn_layer_offset=1), "mamba": MAMBA,
@@ -135,7 +137,8 @@ weight sync; in float32 a run stops at 1e-3, in bfloat16 at 0.05. None of it has
 """
 ENGINES = {
     "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_epoch=1".split(),
-    "hf": ["train_grpo.py", "--engine=hf"]}
+    # With an entropy bonus it computes completions without an advantage as well.
+    "hf": ["train_grpo.py", "--engine=hf", "--entropy_coef=1e-6"]}
 
 
 def make(family, folder):
@@ -161,8 +164,9 @@ def make(family, folder):
 
 def known(config, values):
     # dir, because some configs answer for every layer alone, and raise.
-    names = {*dir(config), *config.attribute_map, "conv_dim", "block_dim"}   # the last two are for vLLM
-    return {key: value for key, value in values.items() if key in names and value is not None}
+    names = {*dir(config), *config.attribute_map}
+    return {key.removeprefix("+"): value for key, value in values.items()
+            if (key in names or key[0] == "+") and value is not None}
 
 
 def outcome(family, engine, dtype="auto", path=""):
@@ -231,9 +235,14 @@ if __name__ == "__main__":
     for name, text in {"reward.py": REWARD, "sitecustomize.py": STAND_IN}.items():
         with open(os.path.join(out_dir, name), "w") as file:
             file.write(text)
-    names = only.split(",") if only else every
+    names, kept, rows = only.split(",") if only else every, os.path.join(out_dir, "rows.json"), {}
+    if only and os.path.exists(kept):
+        with open(kept) as file:
+            rows = json.load(file)
     with ThreadPoolExecutor(jobs) as pool:
-        rows = dict(zip(names, pool.map(row, names)))
-    if page and not only:
+        rows |= zip(names, pool.map(row, names))
+    with open(kept, "w") as file:
+        json.dump(rows, file)
+    if page and rows.keys() >= set(every):
         with open(page, "w") as file:
             file.write(page_text(rows))

@@ -280,6 +280,7 @@ class VLLMEngine:
                              f"{' '.join(reason).partition(' [type=')[0][:300]}") from error
         if shared:
             self._unlink_shared_memory()
+        self.has_head = all(self.llm.apply_model(has_head))
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
         if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with 0.26
@@ -316,7 +317,7 @@ class VLLMEngine:
                 for _ in range(copies)]
 
     def load_weights(self, named_tensors):
-        if not any(self.llm.apply_model(has_head)):            # where it is tied, Gemma 2 in vLLM has none
+        if not self.has_head:                                  # such as Gemma 2, where it is tied
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         if self.cuda:
             self._wake(["weights"])                            # the KV cache sleeps on until generate
@@ -386,6 +387,12 @@ class HFEngine:
         # A tied head is in it twice.
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.eos_ids = torch.tensor(eos_ids, device=self.device)
+        try:
+            # A cache that is not what this engine expects shows here.
+            self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
+        except Exception as error:
+            raise ValueError(f"engine=hf cannot run {model}: {type(error).__name__}: "
+                             f"{str(error)[:300]}") from error
 
     @torch.no_grad()
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):

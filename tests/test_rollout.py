@@ -287,8 +287,9 @@ def test_hf_engine_keeps_the_logits_of_one_step_only(folder, monkeypatch):
         seen.append(weakref.ref(logits.untyped_storage()))
         most_alive.append(sum(ref() is not None for ref in seen))
         return original(logits, *args)
+    engine = rollout.HFEngine(folder, torch.float32, 64, [10], 0.4)
     monkeypatch.setattr(rollout, "sample_tokens", spy)
-    generate(rollout.HFEngine(folder, torch.float32, 64, [10], 0.4), max_tokens=16)
+    generate(engine, max_tokens=16)
     assert len(seen) == 16 and max(most_alive) <= 2
 
 

@@ -277,7 +277,7 @@ class VLLMEngine:
             # Of a pydantic error the first line says nothing, and what follows the second is noise.
             reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
             raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
-                             f"{' '.join(reason).partition(' [type=')[0][:300]}") from error
+                             f"{' '.join(reason).partition(' [type=')[0][:300] or repr(error)}") from error
         if shared:
             self._unlink_shared_memory()
         self.has_head = all(self.llm.apply_model(has_head))

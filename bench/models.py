@@ -40,7 +40,7 @@ MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_p
            moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=1, topk_group=1,
            shared_expert_intermediate_size=32, decoder_sparse_step=1)
 MLA = dict(q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
-           num_key_value_heads=2)
+           head_dim=64, num_key_value_heads=2)
 MAMBA = dict(mamba_d_state=16, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_expand=2,
              mamba_chunk_size=16, state_size=16, ssm_state_size=16)
 DELTA = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128,
@@ -52,8 +52,8 @@ PER_LAYER = dict(global_head_dim=32, hidden_size_per_layer_input=16, vocab_size_
 # Of the part that reads images.
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, depth=1,
               num_heads=2, out_hidden_size=64, image_size=28, patch_size=14)
-# By model_type: what a config has apart from SMALL, in its text part if it has several. Only vLLM reads what has
-# a plus.
+# By model_type: what a config has apart from SMALL, in its text part if it has several; only vLLM reads what
+# has a plus.
 FAMILIES = {
     "Dense": {
         "llama": {}, "mistral": WINDOW, "ministral3": {}, "qwen2": {}, "qwen3": {}, "gemma": {},
@@ -68,7 +68,8 @@ FAMILIES = {
     "Mixtures of experts": dict.fromkeys((
         "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "phimoe", "granitemoe", "gpt_oss", "ernie4_5_moe",
         "dots1", "hunyuan_v1_moe"), MOE) | {
-        "glm4_moe": MOE | {"+head_dim": 32}, "minimax_m2": MOE | {"+rotary_dim": 32},
+        "glm4_moe": MOE | {"+head_dim": 32},
+        "minimax_m2": MOE | {"+rotary_dim": 32, "+scoring_func": "sigmoid"},
         "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA | {"+topk_method": "noaux_tc"}},
     "Layers with a state (Mamba, linear attention, convolutions)": {
         "qwen3_next": MOE | DELTA | dict(num_experts_per_tok=4), "qwen3_5_text": DELTA,
@@ -113,24 +114,25 @@ COMMON = """--max_prompt_length=48 --max_completion_length=24 --prompts_per_step
 INTRODUCTION = """\
 # Models
 
-Whether a family of models can be trained, by the `model_type` in its `config.json`. The table is made by
+This page says which families of models can be trained, by the `model_type` in their `config.json`. It is made by
 
 ```sh
 python -m bench.models
 ```
 
-which gives each of {count} families a small model with random weights and trains it for two steps with either engine,
-on a CPU, with transformers {transformers}. A number is the mean gap between the logprobs of engine and trainer after a
-weight sync; in float32 a run stops at 1e-3, in bfloat16 at 0.05. None of it has been run on a GPU.
+The script gives each of {count} families a small model with random weights and trains it for two steps with either
+engine, on a CPU, with transformers {transformers}. A number is the mean gap between the logprobs of engine and trainer
+after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. None of it has been run on a GPU. What a run said
+where it was refused or stopped is below the tables. Most of these sentences are about vLLM's CPU build.
 
 - *A sequence per row*: in a packed row the sequences of such a model would see each other. The run finds this out when
   it loads the model, says so, and gives each sequence a row of its own, padded to the longest. How much longer an
   update takes depends on the lengths: with completions of 1 to 64 tokens behind prompts of 40 the rows have 1.4 times
   as many tokens.
 - *In bfloat16*: vLLM's CPU build has no float32 kernel for such layers, so the run needs `--dtype=bfloat16`.
-- A critic is made of any model that can be a policy.
 - *Needs torchvision*: vLLM imports it for such models, and `requirements-cpu.txt` leaves it out. No text passes through
   it, so the script puts an empty module in its place.
+- A critic can be made of any model that can be a policy.
 - Of a model that reads images the text part is trained. The rest is frozen and stays in every checkpoint.
 - Refused everywhere: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`), adapters,
   and weights with NaN. Dropout in a config is not refused; it does not act, as in the engine.
@@ -207,7 +209,8 @@ def row(family):
         gap, notes, refused = outcome(family, engine)
         if refused:
             sentences.setdefault(refused, []).append({"vllm": "vLLM", "hf": "plain PyTorch"}[engine])
-        cells.append("refused" if refused else ", ".join([f"{gap:.0e}", *notes]))
+        cells.append(("stopped" if refused.startswith("stopped") else "refused") if refused else
+                     ", ".join([f"{gap:.0e}", *notes]))
     print(family, *cells, *sentences, sep=" | ", flush=True)
     return f"| `{family}` | {' | '.join(cells)} |", sentences
 

@@ -232,7 +232,9 @@ def load_optimizer(folder, model, optimizer):
                  for group in optimizer.param_groups]
     state = get_optimizer_state_dict(model, optimizer)
     try:
-        dcp.load(state, storage_reader=CheckedReader(os.path.join(folder, "trainer")), planner=PlainBytes())
+        # Partly: parameters that no text reaches never get a gradient, and so have no state.
+        dcp.load(state, storage_reader=CheckedReader(os.path.join(folder, "trainer")),
+                 planner=PlainBytes(allow_partial_load=True))
     # PyTorch's own error is no Exception.
     except (Exception, CheckpointException) as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error

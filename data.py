@@ -236,7 +236,7 @@ def is_answer(value):
 class Prompt(NamedTuple):
     row: dict
     ids: list               # token ids, those of the chat template included
-    number: int = 0         # the row's, of its split
+    number: int = 0         # the row's place in its split
 
 
 def encode_rows(tokenizer, named, chat=True, system_prompt=""):
@@ -281,7 +281,7 @@ def as_text(tokenizer, name, prompt, chat, system_prompt):
 
 
 class Prompts:
-    """The rows of a split. A prompt is encoded when it is drawn: 200,000 of them take a minute and 2 GB.
+    """The rows of a split. A prompt is encoded when it is drawn: 200,000 would take a minute and 2 GB.
 
     named: pairs (name, row). s: a run's settings.
     """
@@ -341,9 +341,9 @@ def load_prompts(tokenizer, settings, world_size=1):
 
 
 def open_split(tokenizer, s, split, count, seed, wanted, read):
-    # Returns the Prompts of a split, those of them that fit, as far as was looked, and a note. The held-out
-    # ones are all looked at, the training prompts in the order of the first epoch: 4,096 of them, or as many
-    # as it takes to find as many as wanted. All rows of a file are loaded, even where only the first `count`
+    # Returns the Prompts of a split, those that fit among the encoded ones, and a note. The held-out prompts
+    # are all encoded; of the training prompts, in the order of the first epoch, 4,096 are, or as many as it
+    # takes to find as many as wanted. All rows of a file are loaded, even where only the first `count`
     # are used, because the note says how many there are.
     asked = count if s.task in GENERATORS else min(count, 0)
     named = named_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file, read)
@@ -353,7 +353,7 @@ def open_split(tokenizer, s, split, count, seed, wanted, read):
     if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
         raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
                          f"{tokenizer.decode(first[0].ids)!r:.200}")
-    # A template refuses roles, or their order: one prompt of each kind shows that now and not after hours.
+    # Templates refuse roles, or their order. One prompt of each kind shows most of that now, not after hours.
     kinds = {}
     for number, row in enumerate(prompts.rows):
         prompt = row["prompt"]
@@ -415,8 +415,8 @@ def next_rows(num_rows, position, count, seed, rests):
     """Returns the next `count` row numbers from `position` on that do not rest, and the new position.
 
     The sequence of epochs is endless, and each epoch is its own permutation of the rows. Rows that rest (see
-    record_visits; [] for none) are passed over, which shortens their rest in `rests` itself. A row may come
-    twice where an epoch ends or where many others rest. Position and rests are all that resuming needs.
+    record_visits; empty for none) are passed over, which shortens their rest in `rests` itself. A row may
+    come twice where an epoch ends or where many others rest. Position and rests are all that resuming needs.
     Raises ValueError for count > num_rows.
     """
     if count > num_rows:
@@ -438,7 +438,7 @@ def record_visits(alike, rests, rows, stds, skip_after):
     alike: the number of visits in a row, up to the last one, in which all completions had the same score (std
     0); a prompt that is always right or always wrong teaches nothing. Once there are skip_after of them (0:
     never) the row rests after each visit, each time for one epoch more than the last time: rests has the
-    epochs that are left. No row is lost, but it costs less and less.
+    epochs that are left. No row is lost, but a resting row costs less and less.
     """
     for row, std in zip(rows, stds):
         alike[row] = 0 if std > 0 else alike[row] + 1

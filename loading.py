@@ -5,8 +5,8 @@ Models on their way from a folder to a sharded Policy or Critic (models.py), and
     check_trainable  the same, and by its config a model that cannot be trained
     load_policy      a Policy under FSDP2
     load_critic      a Critic under FSDP2, from any model
-Before it is sharded, a network's logprobs of two short sequences are compared with those of transformers.
-This finds every model that would be trained on something else than it is.
+Before it is sharded, a network's logprobs of two short sequences are compared with those of transformers,
+and a model that comes out differently is refused.
 """
 import contextlib
 import json
@@ -22,17 +22,18 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
-                          AutoTokenizer)
+from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+                          AttentionInterface, AutoConfig, AutoTokenizer)
 from transformers.utils import logging
 
+import ranks
 from models import Critic, Policy, hidden_states, text_model
-from packing import pack
+from packing import pack, packed_attention
 
 # Its bars for every load and save would break up the run's own progress bar.
 logging.disable_progress_bar()
-# Where a model has no implementation in vLLM, vLLM 0.32 puts compilation around transformers' own class, in
-# this process, and from then on the trainer's model asks itself whether it is to be compiled.
+# Where vLLM 0.32 has no implementation of a model, it wraps transformers' own class in compilation. The
+# trainer's model is of the same class, and then asks for this attribute. To be removed once that is mended.
 transformers.PreTrainedModel.do_not_compile = True
 
 
@@ -46,7 +47,7 @@ def precision(dtype, logprob_gap, device):
 
 @contextlib.contextmanager
 def reading(what):
-    """Make a ValueError that says `what` cannot be read of whatever a library raises over a damaged file."""
+    """Turn whatever a library raises over a damaged file into a ValueError: `what` cannot be read."""
     try:
         yield
     except Exception as error:
@@ -107,9 +108,15 @@ def check_length(key, path, config, length):
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     # Older configs call it rope_scaling.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn"):
-        original = rope.get("original_max_position_embeddings") or longest
+    kind = rope.get("rope_type", rope.get("type"))
+    original = (rope.get("original_max_position_embeddings")
+                or getattr(config, "original_max_position_embeddings", None) or longest)
+    if kind in ("linear", "yarn"):
         longest = max(longest, original * (rope.get("factor") or 1))
+    if kind in ("dynamic", "longrope") and length > original:
+        raise ValueError(f"{key}={path}: beyond {original} tokens its positions depend on the longest "
+                         f"sequence of a batch (rope_type={kind}), which is not supported; a prompt and its "
+                         f"completion (max_completion_length) may have {length}")
     if length > longest:
         raise ValueError(f"{key}={path} reads at most {longest:g} tokens (max_position_embeddings), but a "
                          f"prompt and its completion (max_completion_length) may have {length}")
@@ -126,7 +133,7 @@ def check_trainable(path, key="model", tokenizer=True, length=0):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
         raise ValueError(f"{key}={path}: its weights are quantised ({method}); training needs plain ones")
     if getattr(config, "is_encoder_decoder", False) or not model_class(config):
-        raise ValueError(f"{key}={path}: a {config.model_type} model is no decoder that generates text")
+        raise ValueError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
     return config
 
 
@@ -155,11 +162,11 @@ def load_tokenizer(path, key="model"):
     return tokenizer
 
 
-def check_loaded(what, loading, may_lack=()):
+def check_loaded(what, info, may_lack=()):
     """Raise ValueError if weights lack a tensor, except those in may_lack, or have one of another shape."""
-    if missing := sorted(set(loading["missing_keys"]) - set(may_lack)):
+    if missing := sorted(set(info["missing_keys"]) - set(may_lack)):
         raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
-    for name, found, wanted in loading["mismatched_keys"]:
+    for name, found, wanted in info["mismatched_keys"]:
         raise ValueError(f"{what}: {name} has the shape {list(found)} in its weights, but by its config "
                          f"{list(wanted)}")
 
@@ -167,9 +174,9 @@ def check_loaded(what, loading, may_lack=()):
 # ---------------------------------------------------------------- loading and sharding
 
 def model_class(config):
-    """The class in transformers that generates text with such a config, of several the one that sees images.
+    """The class in transformers that generates text with such a config, or None.
 
-    Its parts for images are then kept in every checkpoint. None if there is no such class.
+    If there are several it is the one that sees images, so that every checkpoint keeps what reads them.
     """
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
@@ -203,9 +210,10 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
             delattr(self, next(name for name, part in self.named_modules() if part is head))
             self.score = nn.Linear(head.in_features, 1)
 
-    # A checkpoint's config names its class. transformers fills in the buffers of its own classes alone.
+    # A checkpoint's config names its class; that for token classification, if there is one, can read it.
+    WithScore.__name__ = f"{kind.__name__.partition('For')[0]}ForTokenClassification"
+    # transformers fills in the buffers of its own classes alone.
     WithScore.__module__ = kind.__module__
-    WithScore.__name__ = kind.__name__.replace("ForCausalLM", "ForTokenClassification")
     hf = loaded(f"critic_model={path}", WithScore, path, config, may_lack=["score.weight", "score.bias"])
     return shard(Critic(hf), f"critic_model={path}", mesh, dtype, gradient_checkpointing)
 
@@ -214,13 +222,15 @@ def loaded(what, kind, path, config, may_lack=()):
     # A model of the class `kind` in float32. What it lacks and may lack is zero.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()                       # what is missing is reported here, if at all
-    with reading(f"{what}: its weights"):
-        hf, loading = kind.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False)
-    logging.set_verbosity(verbosity)
-    check_loaded(what, loading, may_lack)
-    for name in loading["missing_keys"]:
+    try:
+        with reading(f"{what}: its weights"):
+            hf, info = kind.from_pretrained(
+                path, config=config, dtype=torch.float32, attn_implementation="eager",
+                output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
+    finally:
+        logging.set_verbosity(verbosity)
+    check_loaded(what, info, may_lack)
+    for name in info["missing_keys"]:
         nn.init.zeros_(hf.get_parameter(name))
     if hf.generation_config:
         # Without this, a generation config that names a temperature cannot be saved.
@@ -238,6 +248,10 @@ def shard(network, what, mesh, dtype, gradient_checkpointing):
     for name, parameter in hf.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    for part in hf.modules():
+        for name, number in vars(part).items():
+            if "drop" in name and isinstance(number, float):
+                setattr(part, name, 0.0)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
         # It works in training mode only.
@@ -247,15 +261,18 @@ def shard(network, what, mesh, dtype, gradient_checkpointing):
     if not next(network.parameters()).requires_grad:
         for parameter in network.parameters():
             parameter.data = parameter.data.to(dtype)
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     decoder, body = text_model(hf), hf.base_model
+    head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
+    text = {*decoder.parameters(), *head.parameters()}
+    for parameter in hf.parameters():
+        if parameter not in text:
+            parameter.requires_grad_(False)
     layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
-    images = [part for part in body.children() if part is not decoder] if decoder is not body else []
-    for part in images:
-        part.requires_grad_(False)
+    images = [part for part in body.children() if body is not decoder and not text & {*part.parameters()}]
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for part in [*layers, *images]:
-        fully_shard(part, mesh=mesh, mp_policy=precision)
-    fully_shard(network, mesh=mesh, mp_policy=precision)
+        fully_shard(part, mesh=mesh, mp_policy=mixed)
+    fully_shard(network, mesh=mesh, mp_policy=mixed)
     return network
 
 
@@ -265,10 +282,16 @@ def can_be_packed(network, what):
 
     Raises ValueError if the network differs from transformers even where each has a row of its own.
     """
-    hf, size = network.hf, network.hf.config.get_text_config().vocab_size
-    device = next(hf.parameters()).device
-    two = [SimpleNamespace(ids=ids, spans=np.array([[1, len(ids)]]), logprobs=ids[1:]) for ids in
-           np.split(np.random.default_rng(0).integers(size, size=24).astype(np.int32), [14])]
+    hf, config, device = network.hf, network.hf.config.get_text_config(), next(network.parameters()).device
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=24).astype(np.int32)
+    two = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
+           for one in np.split(ids, [14])]
+    windows = set()
+
+    def attention(*arguments, sliding_window=None, **named):
+        # Two short sequences do not reach a window; its size has to be handed over.
+        windows.add(sliding_window)
+        return packed_attention(*arguments, sliding_window=sliding_window, **named)
 
     def ours(packed):
         (batch,) = pack(two, range(2), 64, device, packed)
@@ -283,17 +306,26 @@ def can_be_packed(network, what):
 
     try:
         expected = torch.cat([theirs(one.ids) for one in two])
+        AttentionInterface.register("packed", attention)
         hf.set_attn_implementation("packed")
-        gaps = [((ours(packed) - expected).abs().max() / expected.abs().max()).item()
-                for packed in (True, False)]
+        # The same on every rank.
+        gaps = ranks.largest([(ours(packed) - expected).abs().max() / expected.abs().max()
+                              for packed in (True, False)])
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise ValueError(f"{what}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
-    packed, alone = (gap < 1e-4 for gap in gaps)
-    if not packed and not alone:
+    finally:
+        AttentionInterface.register("packed", packed_attention)
+    can, can_alone = (gap < 1e-4 for gap in gaps)
+    if not can and not can_alone:
         raise ValueError(f"{what}: computed here it differs from what transformers computes by {gaps[1]:.2g} "
-                         "of the largest value, so it would be trained on something else than it is")
-    if not packed and dist.get_rank() == 0:
+                         "of the largest value, so another model would be trained")
+    window = getattr(config, "sliding_window", None) or math.inf
+    if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
+        raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
+    if not can and dist.get_rank() == 0:
         print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
               "padded to the longest, which takes longer", file=sys.stderr)
-    return packed
+    return can

@@ -27,8 +27,8 @@ def product(a, b):
 def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0):
     """Logits of a linear head, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or None.
 
-    scale: a factor of the logits (Granite, Cohere). softcap: they then become softcap * tanh(logits /
-    softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118); 0: not.
+    scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
+    softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
     float32_head=False rounds them to the weight's dtype first, as models in bfloat16 do: to three digits,
     which is a sixteenth at a logit of 20. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found most of the gap
     between engine and trainer there; in the default run it is a quarter to two fifths of the gap
@@ -154,7 +154,7 @@ class Policy(nn.Module):
 
 class Critic(nn.Module):
     """A transformer with a scalar head whose forward returns the value of the state before each token."""
-    packed = True       # as a Policy's
+    packed = True       # see Policy
 
     def __init__(self, hf):
         super().__init__()

@@ -29,8 +29,8 @@ class MicroBatch:
     input_ids: torch.Tensor      # [1, T]; or [S, longest], a row for each sequence
     position_ids: torch.Tensor   # the same shape, restarting at 0 in each sequence
     bounds: list                 # S + 1 offsets: sequence s is input_ids[0, bounds[s]:bounds[s + 1]]; or None
-    offsets: torch.Tensor        # [S + 1] the same, for kernels
-    index: torch.Tensor          # [C] where each sampled token is predicted: one place before it, rows joined
+    offsets: torch.Tensor        # [S + 1] the same as a tensor
+    index: torch.Tensor          # [C] where each sampled token is predicted: one place before it
     targets: torch.Tensor        # [C] the sampled tokens
     owner: torch.Tensor          # [C] which of this micro-batch's sequences each of them belongs to
     rows: torch.Tensor           # [S] `sequences` as a tensor
@@ -166,7 +166,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, bounds=
 
     Without bounds each of several rows is one sequence. The work grows with sum(len^2), not with T^2, and no
     T x T mask exists. It is done by PyTorch's kernel for sequences of several lengths where kernel_takes says
-    so, otherwise by a loop over the sequences. sliding_window: a token sees only so many, itself among them.
+    so, otherwise by a loop over the sequences. sliding_window: how many tokens a token sees, counting itself.
     softcap and s_aux ([heads], sinks): see explicit_attention.
     """
     sizes = [end - start for start, end in zip(bounds, bounds[1:])] if bounds else [query.shape[2]]

@@ -216,7 +216,7 @@ def has_head(model):
 
 
 def take_kernels(model):
-    """Take their kernels from the layers of a vLLM model that are mixtures of experts; returns {owner: kernel}.
+    """Take the kernels away from the mixtures of experts in a model of vLLM; returns {owner: kernel}.
 
     The CPU build of vLLM 0.32 packs experts only where there is no kernel yet, and so computes wrongly with
     new ones. To be removed once it packs them whenever they are loaded.
@@ -317,7 +317,7 @@ class VLLMEngine:
                 for _ in range(copies)]
 
     def load_weights(self, named_tensors):
-        if not self.has_head:                                  # such as Gemma 2, where it is tied
+        if not self.has_head:                                  # Gemma 2 there uses the embedding
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         if self.cuda:
             self._wake(["weights"])                            # the KV cache sleeps on until generate
@@ -379,7 +379,9 @@ class HFEngine:
                  float32_head=True):
         self.device = (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available()
                        else "cpu")
-        kind = model_class(AutoConfig.from_pretrained(model))
+        config = AutoConfig.from_pretrained(model)
+        if not (kind := model_class(config)):
+            raise ValueError(f"engine=hf cannot run {model}: {config.model_type} does not generate text")
         self.model = kind.from_pretrained(model, dtype=dtype).to(self.device).eval()
         head = self.model.get_output_embeddings()
         head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,

@@ -71,9 +71,9 @@ with input_errors():
     unused = {"reward_model": "", "reward_step_timeout": 0.0}
     scorer = rewards.Scorer(settings | unused, device, compute_dtype)
     eos_ids = rollout.end_tokens(base, tokenizer)
-print(f"loading {base} into the engine", flush=True)
-rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
-                             float32_head=float32_head)
+    print(f"loading {base} into the engine", flush=True)
+    rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
+                                 float32_head=float32_head)
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]

@@ -125,7 +125,7 @@ with input_errors():
         state[name] = state[name] or [0] * len(train_set)
     scorer = rewards.Scorer(settings, device, compute_dtype)
     run.check_data(train_set, eval_set)
-    scorer.try_on([prompt.row for prompt in train_set.draw(0, prompts_per_step, seed)[0]])
+    scorer.try_on([prompt.row for prompt in train_set.draw(0, 1, seed)[0] + eval_set[:1]])
     eos_ids = rollout.end_tokens(base, tokenizer)
 
     start = run.resumed or base

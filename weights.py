@@ -17,7 +17,7 @@ def full_weights(policy, dtype=None, names=None):
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
     for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None):
-        # What reads images never changes, and an engine may have left it out.
+        # Frozen parameters, those that read images, never change, and the engine may not have them.
         if names and not parameter.requires_grad:
             continue
         # Cast before the gather: there is less to send.

@@ -45,14 +45,15 @@ def plain_logps(hf, parts):
 # experts, states that pass from token to token, and parts for images.
 @pytest.mark.parametrize("name, packed", [
     ("gemma3_text", True), ("gemma2", True), ("granite", True), ("gpt_oss", True), ("gpt2", True),
-    ("qwen3_moe", True), ("qwen3_5_text", False), ("falcon_h1", False), ("lfm2", False), ("gemma3", True),
+    ("opt", True), ("qwen3_moe", True), ("qwen3_5_text", False), ("falcon_h1", False), ("lfm2", False),
+    ("gemma3", True),
     ("qwen2_5_vl", True)])
 def test_logprobs_and_gradients_of_a_family_are_those_of_transformers(family, mesh, name, packed):
     lists = random_parts(8, 256, longest=14, parts=(2, 4))
     rollouts, path = [episode(*parts) for parts in lists], family(name)
     plain = model_class(AutoConfig.from_pretrained(path)).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager").eval()
-    policy = load_policy(path, mesh, torch.float32, gradient_checkpointing=name in ("gpt2", "qwen3_5_text"))
+    policy = load_policy(path, mesh, torch.float32, name in ("gpt2", "opt", "qwen3_5_text"))
     assert policy.packed == packed
     expected = [plain_logps(plain, parts) for parts in lists]
     torch.cat(expected).sum().backward()
@@ -95,6 +96,24 @@ def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
     assert not save_checkpoint(saved, {"critic": (critic, optimizer)}, load_tokenizer(path), {}, 1, {})
     again = token_values(load_critic(f"{saved}/critic", mesh, torch.float32), rollouts, range(5), 100)
     assert all(torch.equal(values[s], again[s]) for s in values)
+
+
+def test_parameters_without_a_gradient_do_not_keep_a_run_from_resuming(family, mesh, tmp_path):
+    """A router's correction bias has none."""
+    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10, "cpu")
+    path, folder = family("ernie4_5_moe"), str(tmp_path / "checkpoint-1")
+    for start in (path, folder):
+        policy = load_policy(start, mesh, torch.float32)
+        optimizer = torch.optim.AdamW(policy.parameters(), 0.01)
+        if start == folder:
+            load_optimizer(folder, policy, optimizer)
+        policy(batch, 1.0)[0].sum().backward()
+        optimizer.step()
+        if start == path:
+            assert not save_checkpoint(folder, {"": (policy, optimizer)}, load_tokenizer(path), {}, 1, {})
+    used = [p for p in policy.parameters() if p.grad is not None]
+    assert len(used) < len(list(policy.parameters()))
+    assert {optimizer.state[p]["step"].item() for p in used} == {2}
 
 
 def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_path):
@@ -154,6 +173,12 @@ def test_vllm_and_the_trainer_agree_after_a_sync(family, reward_file, tmp_path, 
     assert packed == ("a row of its own" not in output)
 
 
+def test_a_window_that_attention_does_not_hear_of_is_refused(family, mesh, tmp_path):
+    path = changed(family("phimoe"), tmp_path / "model", sliding_window=32)
+    with pytest.raises(ValueError, match="tells its attention nothing of its sliding_window=32"):
+        load_policy(path, mesh, torch.float32)
+
+
 # ---------------------------------------------------------------- what cannot be trained is refused
 
 def changed(folder, path, **changes):
@@ -169,9 +194,11 @@ def changed(folder, path, **changes):
     ({"quantization_config": {"quant_method": "fp8"}}, r"its weights are quantised \(fp8\)"),
     ({"auto_map": {"AutoConfig": "a.B"}, "model_type": "mine"}, "needs code of its own .trust_remote_code."),
     ({"model_type": "mine"}, "config.json cannot be read: .*`mine`"),
-    ({"model_type": "t5"}, "a t5 model is no decoder that generates text"),
-    ({"model_type": "vit"}, "a vit model is no decoder that generates text"),
-    ({"model_type": "llama4_text", "attention_chunk_size": 10}, "stays inside chunks of 10 tokens")])
+    ({"model_type": "t5"}, "a t5 model is not a decoder that generates text"),
+    ({"model_type": "vit"}, "a vit model is not a decoder that generates text"),
+    ({"model_type": "llama4_text", "attention_chunk_size": 10}, "stays inside chunks of 10 tokens"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0,
+                          "original_max_position_embeddings": 10}}, "beyond 10 tokens its positions depend")])
 def test_what_a_config_tells_is_refused_before_anything_is_loaded(folder, tmp_path, changes, message):
     path = changed(folder, tmp_path / "model", **changes)
     with pytest.raises(ValueError, match=f"^critic_model=.*{message}"):
@@ -253,7 +280,7 @@ def test_weights_of_another_shape_are_named(folder, tmp_path, mesh):
         load_policy(str(path), mesh, torch.float32)
 
 
-def test_an_adapter_beside_a_model_is_refused(folder, tmp_path):
+def test_an_adapter_next_to_a_model_is_refused(folder, tmp_path):
     path = shutil.copytree(folder, tmp_path / "model")
     (path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds an adapter"):

@@ -132,7 +132,8 @@ def test_a_string_prompt_is_continued(judge):
 
 
 def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
-    ours, begun = load(judge), [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+    ours = load(judge)
+    begun = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
     text = "<|user|>1+1?<|end|><|assistant|>It is 12<|end|>"
     assert ours.tokenizer.decode(ours._encode(begun, answer(" 12"))) == text
     further = [{"role": "user", "content": "Sure?"}, *answer("Yes")]

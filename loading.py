@@ -82,14 +82,15 @@ def check_model(path, key="model", tokenizer=True, length=0):
     if "adapter_config.json" in files:
         raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json), which is not "
                          "supported: merge it into the model, or remove it")
+    for file in files:
+        if file.endswith((".json", ".safetensors", ".bin")) and not os.path.isfile(os.path.join(path, file)):
+            raise ValueError(f"{key}={path}: {file} is not a file")
     for index in (file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))):
         with reading(f"{key}={path}: {index}"), open(os.path.join(path, index)) as file:
             shards = set(json.load(file)["weight_map"].values())
         if missing := sorted(shards - set(files)):
             raise ValueError(f"{key}={path}: {', '.join(missing)} is missing, which {index} names")
     for file in sorted(file for file in files if file.endswith(".safetensors")):
-        if not os.path.isfile(os.path.join(path, file)):
-            raise ValueError(f"{key}={path}: {file} is not a file")
         # This reads the list of tensors and compares it with the size of the file.
         with reading(f"{key}={path}: {file}"), safe_open(os.path.join(path, file), "pt"):
             pass

@@ -560,7 +560,7 @@ MODELS = {  # what becomes of a file of a model
                    FOLDER, FIFO, ZERO],
         "broken.*nonsense|nonsense.*broken": [{"model_type": "nonsense"}],
         r"broken.*layers\.2": [{"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}],
-        "final_logit_softcapping": [{"final_logit_softcapping": 30.0}], "logit_scale": [{"logit_scale": 0.5}],
+        "broken.*differs from what transformers": [{"final_logit_softcapping": 30.0}, {"logit_scale": 0.5}],
         "max_position_embeddings": [{"max_position_embeddings": 8}],
         either("broken"): [{"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}},
                            {"dtype": "nonsense"}]},

@@ -13,7 +13,8 @@ from fractions import Fraction
 # ------------------------------------------------------------------------------------------------------------
 # extraction
 
-# A line that only says `Final Answer` is a mark. #### is GSM8K's mark, unless it begins a heading with text below.
+# A line that only says `Final Answer` is a mark. #### is GSM8K's mark, unless it begins a heading with text
+# below it.
 MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<token>[^\s{}$]+)|\\.|[{}]|(?P<end></answer>)|"
                    r"(?P<mark>answer\**\s*[:：]|<answer>|"
                    r"^[#* \t]{0,9}(?:final[ \t]{1,9})?answer[* \t\r]{0,9}$|"
@@ -100,11 +101,11 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\leq?(?:slant)?(?![a-z])|≤|<=", r"\\le "), (r"\\geq?(?:slant)?(?![a-z])|≥|>=", r"\\ge "),
     (r"\\neq?(?![a-z])|≠|!=", r"\\ne "), (r"(?<![a-z\\])inf(?:inity)?(?![a-z])|∞", r"\\infty "),
     (r"(?<![a-z\\])(pi|sqrt|sin|cos|tan|log|ln)(?![a-z])", r"\\\1 "), ("π", r"\\pi "), ("√", r"\\sqrt "),
-    (r"\\(sin|cos|tan|log|ln)\s*(?:(\d+|[a-z]|\\pi|\\theta)(?=\s*(?:[-+,)}=]|$))|"
-     r"\{(\w+)\})", r"\\\1(\2\3)"),
+    (r"\\(sin|cos|tan|log|ln)\s*(?:(\d+|[a-z]|\\pi|\\theta)(?=\s*(?:[-+,)}=]|$))|\{(\w+)\})",
+     r"\\\1(\2\3)"),
     ("∪", r"\\cup "), ("∩", r"\\cap "), ("∈", r"\\in "), ("±", r"\\pm "), ("θ", r"\\theta "),
     # A left side. The lookahead keeps it where other equations follow: x=1, y=2.
-    (r"^\s*\\?[a-z][\w ]*(?:\([a-z]\))?\s*(?:=(?!.*[,;].*=)|\\in(?![a-z]))", "")]]
+    (r"^\s*\\?[a-z][\w ]*(?:(?<=_)\{\w+\})?(?:\([a-z]\))?\s*(?:=(?!.*[,;].*=)|\\in(?![a-z]))", "")]]
 # The left sides of equations that count: x, x_1, xy, \cos x, and f(x). Words do not count: area = 5 is A = 5.
 LEFT = [re.compile(r"[\s$]*((?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])|[A-Z]{3}|_\w|_\{\w+\}|\s)+)"
                    r"=[^=]*$"), re.compile(r"[\s$]*([a-zA-Z]\([a-zA-Z]\))\s*=[^=]*$")]
@@ -115,13 +116,13 @@ OPERATOR = ("or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed
             "lakh|crore|gross|score|factorial|root|radical|to|out|through|versus|below|negative|at|modulo|"
             "[mbtr]+illion|[abcnxyz]{2,3}")
 # A choice with its text, such as B) 12 or (B) 12, but not (A) and (B).
-CHOICE = re.compile(rf"(?:\(([a-j])\)|([a-j])[).:])(?:\s+(?!(?:{OPERATOR}|[a-j])\b)"
+CHOICE = re.compile(rf"^(?:\(([a-j])\)|([a-j])[).:])(?:\s+(?!(?:{OPERATOR}|[a-j])\b)"
                     r"(?!.*\b[a-j]\))(?:\w|-?\d|\\frac|\\sqrt|\\pi).*)?$")
 EXPONENT = r"(?:\s*\^[({]?[23][)}]?)?"
 METRIC = rf"(?:[cmk]m|kg|ml){EXPONENT}"
 NAME = rf"(?!(?:{OPERATOR})\b)(?:(?=[a-z]*[aeiouy])[a-z]{{3,}}|[cmk]m|kg|ml|ft|yd|sq){EXPONENT}"
-WORD = (rf"(?:{NAME}|(?:[mglsh]|[dn]m|mg|in|mi|lbs?|oz|hrs?|yr|m?s|mph|kph|[kmg]?hz|[km]w|k?pa|[km]?j|[km]?ev|"
-        rf"[kmgt]b|qt|pt|cc|pm|am|ms|ns){EXPONENT})(?![a-z])")
+WORD = (rf"(?:{NAME}|(?:[mglsh]|[dn]m|mg|in|mi|lbs?|oz|hrs?|yr|m?s|mph|kph|[kmg]?hz|[km]w|k?pa|[km]?j|"
+        rf"[km]?ev|[kmgt]b|qt|pt|cc|pm|am|ms|ns){EXPONENT})(?![a-z])")
 UNIT = re.compile(rf"(?:(?<=\d)\s+{WORD}|(?:(?<=[)}}])|(?<=\\pi))\s+{NAME})(?:[ /]{WORD}){{0,2}}$|"
                   rf"(?<=[\d)}}]){METRIC}$")
 NAMED = re.compile(rf"\s*{NAME}(?:[ /]{WORD}){{0,2}}")
@@ -280,7 +281,7 @@ def comparison(given, truth):
     # Returns whether two answers are the same, or None if algebra could still make them so.
     percent = len({bool(re.search("%|percent", each)) for each in (given, truth)}) > 1
     differ = any(len({"".join(re.findall(r"\\(?!angle)[a-zA-Z]+|\w|[()]", match[1]))
-                      for each in (given, truth) if (match := left.match(each))}) > 1 for left in LEFT)
+                      for each in (given, truth) if (match := left.match(each[:500]))}) > 1 for left in LEFT)
     money = [{sign for sign in CURRENCIES if sign.search(each)} for each in (given[:500], truth[:500])]
     if any(map(both_cases, (given, truth))):
         given, truth = (re.sub(r"(\\[a-zA-Z]+)|([A-Z])", capital, each) for each in (given, truth))

@@ -367,7 +367,8 @@ def evaluation(rollouts, k):
     mean@k  mean score
     pass@k  mean over prompts of the best of k scores: for scores of 0 and 1, how often any of k is right
     maj@k   mean over prompts of the score of the commonest answer, or of the first of those equally common;
-            1/2 and 0.5 are one answer, a completion without an answer has no vote, and a prompt without votes scores as its first one
+            1/2 and 0.5 are one answer, a completion without an answer has no vote, and a prompt without
+            votes scores as its first one
     Over all prompts they are named eval/..., over those of each source eval/{source}/.... A completion that
     was not scored (NaN) is ignored. The mean of each part is eval/rewards/{name}/mean.
     """

@@ -13,13 +13,19 @@ from fractions import Fraction
 # ------------------------------------------------------------------------------------------------------------
 # extraction
 
+# A line that only says `Final Answer` is a mark. #### is GSM8K's mark, unless it begins a heading with text
+# below it.
 MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<token>[^\s{}$]+)|\\.|[{}]|(?P<end></answer>)|"
-                   r"(?P<mark>answer\**\s*[:：]|(?<!#)####(?!#)|<answer>)|(?P<words>final\s+answer\s+is\b)",
-                   re.I)
+                   r"(?P<mark>answer\**\s*[:：]|<answer>|"
+                   r"^[#* \t]{0,9}(?:final[ \t]{1,9})?answer[* \t\r]{0,9}$|"
+                   r"(?<!#)####(?!#)(?![ \t]*\**(?-i:[A-Z])[^\n]{0,80}\n\s{0,9}\S))|"
+                   r"(?P<words>final\s+answer\s+is\b\s*[:：]?)", re.I | re.M)
 # What may stand between two boxes that are one answer.
 JOINT = re.compile(r"\}[\s$]*(?:,|,?\s*and\b)[\s$]*\\(?:boxed|fbox)\s*\{", re.I)
 # What may stand around an answer in its line.
-FRAME = re.compile(r"^.*\banswer\s+is\b:?|[ ,]\(?(?:since|because)\b.*|\.\s+I\s+hope\b.*", re.I)
+FRAME = re.compile(r"^.*\banswer\s+is\b:?|[ ,]\(?(?:since|because)\b.*|\.\s+I\s+hope\b.*|"
+                   r"</(?:s|think)>.*|<\|\w{1,30}\|>.*", re.I)
+EDGES = " \t\r\n*`"
 
 
 def extract_answer(text):
@@ -27,7 +33,11 @@ def extract_answer(text):
 
     The last \boxed{} counts, whatever comes after it. Without a box it is the last answer behind `Answer:`,
     #### or <answer>, in that line or below it, and without these the last one behind `final answer is`.
+    What stands before </think> counts only if there is no answer after it.
     """
+    _, ended, rest = text.rpartition("</think>")
+    if ended and (answer := extract_answer(rest)):
+        return answer
     opened, boxes, others = [], [], []
     for mark in MARKS.finditer(text):
         if mark[0] == "}":
@@ -43,20 +53,22 @@ def extract_answer(text):
     for start, end in sorted(boxes, reverse=True):
         if found and not JOINT.fullmatch(text[end:after][:40]):
             break
-        if box := text[start:end].strip(" \t\r\n*`"):
+        if box := text[start:end].strip(EDGES):
             found, after = (found if [box] == found[-1:] else [*found, box]), start
     if found:
         return ", ".join(reversed(found))
     for kind in ("mark", "words"):
         signs = [sign for sign in others if kind == "words" or not sign["words"]]
-        for sign, following in zip(signs[::-1], [None, *signs[:0:-1]]):
+        following = None
+        for sign in reversed(signs):
             # What a sign announces ends before the next one.
-            below = text[sign.end():following.start() if following else None].strip(" \t\r\n*`")
+            below = text[sign.end():following.start() if following else None].strip(EDGES)
             if below and sign[kind]:
                 closed = sign[0][0] == "<" and following and following["end"]
-                answer = FRAME.sub("", below if closed else displayed(below)).strip(" \t\r\n*`")
-                if answer:
+                answer = FRAME.sub("", below if closed else displayed(below))
+                if answer := answer.strip(EDGES).removesuffix("*.").strip(EDGES):
                     return answer
+            following = sign
 
 
 def displayed(text):
@@ -72,7 +84,9 @@ def displayed(text):
 # goes, and where there are letters, brackets or roots, tuples (operator, left, right) as they are written.
 
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
-    (r"(?<=[\d}])(?:[\s~]|\\[,;: ])*\\(?:text\s*\{\s*|mathrm\s*\{~)[jnwvkcat]\}", " unit"),
+    # One-letter units that are written upright. unitm stands for m, because a plain m may be a variable.
+    (r"(?:(?<=[\d}])|(?<=\\pi))(?:[\s~]|\\[,;: ])*\\(?:text\s*\{\s*|mathrm\s*\{~)([acghjklmnstvw])\}",
+     r" unit\1"),
     (r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
     (r"\\begin\{[pb]?matrix\}|\\begin\{array\}\{[lcr|]*\}", r"\\matrix("),
     (r";\s*\[[\d.]+(?:pt|em|ex|mm)\]", ";"), (r";?\s*\\end\{(?:[pb]?matrix|array)\}", ")"),
@@ -80,28 +94,50 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])|°", ""),
     (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"), (r"\\[,;: ]|\\q?quad(?![a-z])|~", " "), (r"[−–]", "-"),
     (r"\\(?:times|cdot|ast)(?![a-z])|[×·⋅∙]", "*"), (r"\*\*", "^"), (r"\\div(?![a-z])|÷", "/"),
-    (r"\\[dtc]frac(?![a-z])", r"\\frac"), (r"\\frac\s*(\d)", r"\\frac{\1}"),
+    (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"), (r"\\[lr]?vert(?![a-z])", "|"), (r"\\degree(?![a-z])", ""),
+    (r"\\varnothing(?![a-z])", r"\\emptyset "), (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"),
+    ("½", r"\\frac{1}{2}"), (r"\\frac\s*(\d)", r"\\frac{\1}"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"\\leq?(?:slant)?(?![a-z])|≤|<=", r"\\le "), (r"\\geq?(?:slant)?(?![a-z])|≥|>=", r"\\ge "),
     (r"\\neq?(?![a-z])|≠|!=", r"\\ne "), (r"(?<![a-z\\])inf(?:inity)?(?![a-z])|∞", r"\\infty "),
     (r"(?<![a-z\\])(pi|sqrt|sin|cos|tan|log|ln)(?![a-z])", r"\\\1 "), ("π", r"\\pi "), ("√", r"\\sqrt "),
+    (r"\\(sin|cos|tan|log|ln)\s*(?:(\d+|[a-z]|\\pi|\\theta)(?=\s*(?:[-+,)}=]|$))|\{(\w+)\})",
+     r"\\\1(\2\3)"),
     ("∪", r"\\cup "), ("∩", r"\\cap "), ("∈", r"\\in "), ("±", r"\\pm "), ("θ", r"\\theta "),
-    (r"^\s*\\?[a-z][\w ]*(?:\([a-z]\))?\s*(?:=(?!.*[,;].*=)|\\in(?![a-z]))", "")]]
-LETTER = re.compile(r"[\s$]*([a-zA-Z])\s*=[^=]*$")
+    # A left side. The lookahead keeps it where other equations follow: x=1, y=2.
+    (r"^\s*\\?[a-z][\w ]*(?:(?<=_)\{\w+\})?(?:\([a-z]\))?\s*(?:=(?!.*[,;].*=)|\\in(?![a-z]))", "")]]
+# The left sides of equations that count: x, x_1, xy, \cos x, and f(x). Words do not count: area = 5 is A = 5.
+LEFT = [re.compile(r"[\s$]*((?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])|[A-Z]{3}|_\w|_\{\w+\}|\s)+)"
+                   r"=[^=]*$"), re.compile(r"[\s$]*([a-zA-Z]\([a-zA-Z]\))\s*=[^=]*$")]
 # A unit is up to three words after a number, or a metric symbol right behind it. Some words are not units but
-# part of the value.
+# part of the value. What has two letters or no vowel may be a product of variables, such as kT.
 OPERATOR = ("or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed|dozen|hundred|thousand|"
+            "hal(?:f|ves)|quarters|(?:four|fif|six|seven|eigh|nin|ten|[a-z]+(?:ie|teen|red|sand))ths?|thirds|"
+            "lakh|crore|gross|score|factorial|root|radical|to|out|through|versus|below|negative|at|modulo|"
             "[mbtr]+illion|[abcnxyz]{2,3}")
-WORD = rf"(?!(?:{OPERATOR})\b)(?:[a-z]{{2,}}|[mglsh])(?:\s*\^[({{]?[23][)}}]?)?"
-UNIT = re.compile(rf"(?<=[\d)}}])(?:\s+{WORD}(?:[ /]{WORD}){{0,2}}|(?:[cmk]m|kg|ml)(?:\^[({{]?[23][)}}]?)?)$")
-THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
-MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+/\d+)")
-# Names of one unit stand together. Two that stand apart here are never the same.
+# A choice with its text, such as B) 12 or (B) 12, but not (A) and (B).
+CHOICE = re.compile(rf"^(?:\(([a-j])\)|([a-j])[).:])(?:\s+(?!(?:{OPERATOR}|[a-j])\b)"
+                    r"(?!.*\b[a-j]\))(?:\w|-?\d|\\frac|\\sqrt|\\pi).*)?$")
+EXPONENT = r"(?:\s*\^[({]?[23][)}]?)?"
+METRIC = rf"(?:[cmk]m|kg|ml){EXPONENT}"
+NAME = rf"(?!(?:{OPERATOR})\b)(?:(?=[a-z]*[aeiouy])[a-z]{{3,}}|[cmk]m|kg|ml|ft|yd|sq){EXPONENT}"
+WORD = (rf"(?:{NAME}|(?:[mglsh]|[dn]m|mg|in|mi|lbs?|oz|hrs?|yr|m?s|mph|kph|[kmg]?hz|[km]w|k?pa|[km]?j|"
+        rf"[km]?ev|[kmgt]b|qt|pt|cc|pm|am|ms|ns){EXPONENT})(?![a-z])")
+UNIT = re.compile(rf"(?:(?<=\d)\s+{WORD}|(?:(?<=[)}}])|(?<=\\pi))\s+{NAME})(?:[ /]{WORD}){{0,2}}$|"
+                  rf"(?<=[\d)}}]){METRIC}$")
+NAMED = re.compile(rf"\s*{NAME}(?:[ /]{WORD}){{0,2}}")
+# What a unit may follow that is no exact value: 2\sqrt{3} or 12\pi.
+ROOTS = re.compile(r"(?:[\d\s.+*/^(){}-]|\\(?:frac|sqrt|pi)(?![a-z]))*")
+THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
+MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)/(\d+)")
+# Names of one unit stand together. Two answers with different units from this table are never equal.
 UNITS = {name: number for number, names in enumerate([
     "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
     "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram",
     "ml milliliter millilitre", "l liter litre", "s sec second", "min minute", "h hr hour", "day", "week",
-    "month", "yr year", "cent", "dollar"]) for name in names.split()}
+    "month", "yr year"]) for name in names.split()}
+CURRENCIES = [re.compile(pattern, re.I) for pattern in [
+    r"\\\$|^[^$]*\$[^$]*$|\bdollars?\b", r"€|\beuros?\b", "£", r"¢|\bcents?\b"]]
 
 
 def plain(text):
@@ -111,10 +147,11 @@ def plain(text):
         return text
     text = text.replace("\\\\", ";" if r"\begin" in text else "\\").replace("&", ",")
     # \Delta is not \delta.
-    text = re.sub(r"\\([A-Z])(?!ig)", r"\\upper\1", text).lower()
+    text = re.sub(r"\\(?!Big)([A-Z])", r"\\upper\1", text).lower()
     for pattern, replacement in CLEANING:
         text = pattern.sub(replacement, text)
-    return text.strip().rstrip(" .,;")
+    text = text.strip()
+    return text if text.endswith("..") else text.rstrip(" .,;")
 
 
 def power(base, exponent):
@@ -154,14 +191,16 @@ def value(text):
     bare = UNIT.sub("", text)
     if THOUSANDS.fullmatch(bare):
         bare = re.sub("[, ]", "", bare)
-    elif MIXED.fullmatch(bare):
-        bare = MIXED.sub(r"\1(\2+\3)", bare)
+    elif (mixed := MIXED.fullmatch(bare)) and int(mixed[3]) < int(mixed[4]):
+        bare = MIXED.sub(r"\1(\2+\3/\4)", bare)
     tree = tree_of(bare)
-    return tree if bare == text or isinstance(tree, Fraction) else tree_of(text)
+    named = ROOTS.fullmatch(bare) and NAMED.fullmatch(text[len(bare):])
+    return tree if bare == text or isinstance(tree, Fraction) or named else tree_of(text)
 
 
 def tree_of(text):
-    tokens = ["", *reversed(re.findall(r"\d+\.?\d*|\.\d+|\\[a-z]+|\\.|\S", text))]
+    tokens = ["", *reversed(re.findall(
+        rf"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{{1,3}}(?!\d|\s*_))?|\\[a-z]+|\\.|\S", text))]
 
     def parse(level):
         # Reads on as long as the operators bind tighter than the level.
@@ -181,6 +220,13 @@ def tree_of(text):
         return tree
 
     def operand(level):
+        tree = prefix(level)
+        while tokens[-1] in ("!", "'"):
+            # 3*4! is 3*(4!).
+            tree = tokens.pop(), tree
+        return tree
+
+    def prefix(level):
         token = tokens.pop()
         if token in SIGNS:
             tree = parse(max(level, SUM))
@@ -194,10 +240,10 @@ def tree_of(text):
         if token in ENDS or token in PRECEDENCE:
             raise ValueError("no operand")
         if token == r"\frac":
-            return applied("/", parse(ATOM), parse(ATOM))
+            return applied("/", prefix(ATOM), prefix(ATOM))
         if token == r"\sqrt":
-            index = parse(ATOM) if tokens[-1] == "[" else 2
-            return token, index, parse(ATOM)
+            index = prefix(ATOM) if tokens[-1] == "[" else 2
+            return token, index, prefix(ATOM)
         if not re.match(r"\.?\d", token):
             return token
         if token.isdigit() and tokens[-1] == r"\frac":
@@ -233,12 +279,17 @@ def same_answer(given, truth):
 
 def comparison(given, truth):
     # Returns whether two answers are the same, or None if algebra could still make them so.
-    letters = {match[1] for match in map(LETTER.match, (given, truth)) if match}
     percent = len({bool(re.search("%|percent", each)) for each in (given, truth)}) > 1
+    differ = any(len({"".join(re.findall(r"\\(?!angle)[a-zA-Z]+|\w|[()]", match[1]))
+                      for each in (given, truth) if (match := left.match(each[:500]))}) > 1 for left in LEFT)
+    money = [{sign for sign in CURRENCIES if sign.search(each)} for each in (given[:500], truth[:500])]
     if any(map(both_cases, (given, truth))):
         given, truth = (re.sub(r"(\\[a-zA-Z]+)|([A-Z])", capital, each) for each in (given, truth))
+    choice = re.search(r"[A-J]", truth)
     given, truth = plain(given), plain(truth)
-    if len(letters) > 1 or len({unit(given), unit(truth)} - {None}) > 1:
+    if choice and re.fullmatch(r"\(?[a-j]\)?", truth):
+        given = CHOICE.sub(r"\1\2", given)
+    if differ or all(money) and not money[0] & money[1] or len({unit(given), unit(truth)} - {None}) > 1:
         return False
     trees = value(given), value(truth)
     if None in trees:
@@ -246,11 +297,15 @@ def comparison(given, truth):
     numbers = all(isinstance(tree, Fraction) for tree in trees)
     if trees[0] == trees[1] and not (percent and numbers and 0 < abs(trees[0]) < 1):
         return True
+    # 3 h is 3h, whether h is a unit or a variable.
+    if not numbers and tree_of(given) == tree_of(truth) is not None:
+        return True
     # Algebra makes no two numbers equal, except 50% and 0.5, nor numbers in a base or two kinds of brackets.
     formulas = [tree for tree in trees if isinstance(tree, tuple)]
     in_base = any(tree[0] == "_" and isinstance(tree[1], Fraction) for tree in formulas)
-    brackets = {tree[0] + tree[2] for tree in formulas if tree[0] in CLOSING}
-    return False if numbers and not percent or in_base or len(brackets) > 1 else None
+    brackets = {tree[0].strip("\\") + tree[2].strip("\\") for tree in formulas if tree[0] in CLOSING}
+    decided = (numbers and not percent) or in_base or len(brackets) > 1
+    return False if decided else None
 
 
 def both_cases(text):
@@ -264,10 +319,21 @@ def capital(match):
 
 
 def unit(text):
-    # Returns the number of the text's unit in UNITS, or None.
+    # Returns what is known of a text's unit, sorted: units, exponents, and / for per; or None.
     found = UNIT.search(text) if len(text) <= 300 else None
-    word = re.search("[a-z]+", found[0])[0] if found else ""
-    return UNITS.get(word, UNITS.get(word.rstrip("s")))
+    known, before = [], ""
+    for word in re.findall("[a-z]+|[/23]", found[0]) if found else []:
+        word = {"per": "/", "square": "2", "sq": "2", "cubic": "3"}.get(word, word)
+        # Of `cm in total`, cm is the unit.
+        if word not in "/23" and before in ("", *"/23"):
+            letter = re.fullmatch("unit(.)", word)
+            name = letter[1] if letter else word
+            number = UNITS.get(name, UNITS.get(name.rstrip("s"), letter and name))
+            known += [] if number is None else [f"unit {number}"]
+        elif word in "/23":
+            known.append(word)
+        before = word
+    return tuple(sorted(known)) if any(word[0] == "u" for word in known) else None
 
 
 def squeezed(text):

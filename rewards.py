@@ -114,8 +114,9 @@ def one_by_one(compute_score):
         if {"reward_model", "ground_truth", "answer"} & columns.keys():
             truths = [answer if given is None else given for given, answer in
                       zip(columns.get("ground_truth", nothing), columns.get("answer", nothing))]
-            columns["ground_truth"] = [model["ground_truth"] if model else truth for model, truth in
-                                       zip(columns.get("reward_model", nothing), truths)]
+            # A row of verl's that a model scores has no truth: {"style": "model"}.
+            columns["ground_truth"] = [model.get("ground_truth", truth) if isinstance(model, dict) else truth
+                                       for model, truth in zip(columns.get("reward_model", nothing), truths)]
         columns = {"data_source": columns.get("source", nothing), "extra_info": nothing, **columns,
                    "solution_str": [content(completion) for completion in completions]}
         arguments = accepted(compute_score, columns)
@@ -366,7 +367,8 @@ def evaluation(rollouts, k):
     mean@k  mean score
     pass@k  mean over prompts of the best of k scores: for scores of 0 and 1, how often any of k is right
     maj@k   mean over prompts of the score of the commonest answer, or of the first of those equally common;
-            a completion without an answer has no vote, and a prompt without votes scores as its first one
+            1/2 and 0.5 are one answer, a completion without an answer has no vote, and a prompt without
+            votes scores as its first one
     Over all prompts they are named eval/..., over those of each source eval/{source}/.... A completion that
     was not scored (NaN) is ignored. The mean of each part is eval/rewards/{name}/mean.
     """
@@ -377,6 +379,9 @@ def evaluation(rollouts, k):
             continue
         scores = [rollout.score for rollout in scored]
         answers = [extract_answer(content(rollout.completion)) for rollout in scored]
+        # What has no value votes by its text.
+        texts = [None if answer is None else plain(answer) for answer in answers]
+        answers = [text if text is None or (tree := value(text)) is None else tree for text in texts]
         votes = Counter(answer for answer in answers if answer is not None)
         winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
         source = rollouts[i].row.get("source")

@@ -40,6 +40,11 @@ import rewards
     ("Answer: 5 (since 2+3)", "5"), ("Answer: 5, because it is", "5,"), ("Answer: The answer is 5", "5"),
     ("The final answer is 5", "5"), ("Final Answer: The final answer is $5$. I hope it is correct.", "$5$"),
     ("Answer: 5\nI hope that the final answer is clear", "5"), ("Answer：5", "5"), ("answers: 5", None),
+    ("The final answer is: 5", "5"), ("The final answer is **18**.", "18"), ("Answer: *18*.", "18"),
+    ("Answer: 5\n\n#### Check\nIt fits.", "5"), ("#### Final Answer\n5", "5"), ("### Final Answer\n42", "42"),
+    ("**Final Answer**\n\n42", "42"), ("**Answer**\n\n5", "5"), ("#### Paris", "Paris"), ("#### 5\nBye", "5"),
+    (r"<think>a \boxed{4}</think><answer>5</answer>", "5"), (r"<think>\boxed{4}</think> Bye", "4"),
+    ("Answer: 5</s>", "5"), ("Answer: 5<|im_end|>\nok", "5"), ("Answer: 5</think>", "5"),
 ])
 def test_extract_answer(text, answer):
     assert answers.extract_answer(text) == answer
@@ -92,6 +97,17 @@ EQUAL = [
     (r"y = \frac{1}{2} x", r"y=\frac12x"), (r"90^{\circ}", "90"), ("10^{-3}", "0.001"),
     (r"i\sqrt{3}", r"i \sqrt3"), (r"\frac{m}{M+m}", "m/(M+m)"), ("Alabama", r"\text{alabama}"), ("GM", "gm"),
     (r"\Big(1,2\Big)", "(1,2)"), (r"\frac{x^{2}}{A}", "x^2/A"),
+    (r"3\cdot 4!", "3*4!"), ("5e0", "5"), ("1e-05", "0.00001"), ("1.2e5", "120000"),
+    ("1.2E5", r"1.2\times10^{5}"),
+    (r"\frac{1}{2}h", r"\frac{1}{2} h"), ("3h", "3 h"), ("AB=5", "5"), (r"\cos x=\frac12", r"\frac{1}{2}"),
+    ("x_1 = 3", "x_{1}=3"), ("f(x)=3x", "y=3x"), ("area = 5", "A = 5"), ("12 cm^2", "12 square centimeters"),
+    ("60 km/h", "60 km per hour"), ("5 cents", "5"), ("$5", "5 dollars"), ("18 months", "18"),
+    ("5 apples per day", "5 per day"), (r"12\pi\text{ cm}^2", r"12\pi"),
+    (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}"),
+    (r"\frac{3}{4}\text{ m}", "0.75"),
+    (r"\dbinom{5}{2}", r"\binom{5}{2}"), (r"\varnothing", r"\emptyset"),
+    (r"x \lt 2", "x<2"), (r"x\gt2", "x > 2"), (r"90\degree", "90"), ("½", "0.5"), (r"\lvert x\rvert", "|x|"),
+    (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
 ]
 UNEQUAL = [
     ("5", "6"), ("5", "-5"), ("5", "5.0000001"), ("0.333", "1/3"), ("50%", "1/2"), ("10^2", "102"),
@@ -106,7 +122,7 @@ UNEQUAL = [
     ("5 and a very long remark", "5"), ("x", "y"), ("(1,2)", "(2,1)"), ("a b", "c"), ("-x", "x"),
     ("", ""), ("", "5"), ("$", "$"), ("1/0", "5"), ("0^-1", "0"), ("2^0.5", "1"), ("--", "0"), ("(5", "5"),
     ("5)", "5"), ("5+", "5"),
-    ("5e0", "5"), ("0x5", "5"), ("1_0", "10"), ("inf", "nan"), ("abs(-5)", "5"), ("int('5')", "5"),
+    ("0x5", "5"), ("1_0", "10"), ("inf", "nan"), ("abs(-5)", "5"), ("int('5')", "5"),
     ("__import__('os')", "5"),
     ("9^9^9^9", "5"), ("2^5000", "5"), ("5", "x=6"),
     ("52_8", "528"), ("52_8", "52"), ("(1,2)", "[1,2]"), ("(1,2)", "1,2"), ("(1,2)", "(2,1)"),
@@ -128,6 +144,20 @@ UNEQUAL = [
     ("|x|", "x"), ("n!", "n"), (r"\bar{x}", "x"), ("x'", "x"), (r"\emptyset", "0"), (r"2\sin x", r"2\sin"),
     (r"f\circ g", "fg"), ("0.5%", "0.5"), ("1/20", r"0.05\%"), ("0.5 percent", "0.5"),
     (r"\frac{m}{M+m}", r"\frac{M}{M+m}"), ("GMm", "GMM"), (r"\Delta", r"\delta"),
+    (r"3\cdot 4!", "12!"), (r"\frac{2n!}{n!}", r"\frac{(2n)!}{n!}"), ("2^n!", "(2^n)!"), ("2f'", "(2f)'"),
+    (r"\frac{1}{2}!", r"\frac{1}{2!}"), (r"\frac{1}{2} mv^2", r"\frac{1}{2} kx^2"), ("3 dx", "3"),
+    (r"\frac{1}{2} mv^2", r"\frac12"), (r"\frac{3}{2} kT", r"\frac{3}{2}"), (r"\sqrt2 mg", r"\sqrt2"),
+    (r"\cos x=\frac12", r"\sin x=\frac12"), (r"\ln x=2", "x=2"), ("xy=6", "x=6"), ("AB=5", "BC=5"),
+    ("x_1=3", "x_2=3"), ("x_{1}=3", "x_2=3"), ("P(A)=0.5", "P(B)=0.5"), ("5 cm^2", "5 cm"),
+    ("5 km/h", "5 km"),
+    ("5 per day", "5 per hour"), (r"\$5", "5 cents"), ("€5", "$5"), (r"5\text{ J}", r"5\text{ N}"),
+    (r"12\pi\text{ cm}", r"12\pi\text{ m}"), ("5 halves", "5"), ("5 tenths", "5"), ("3 factorial", "3"),
+    ("2 out of 3", "2"), ("5 below zero", "5"), ("3 to 5", "3"), ("5 hundredths", "5"),
+    (r"\Sigma", r"\sigma"),
+    ("0.333...", "0.333"), (r"0.333\ldots", "0.333"), ("0,500", "500"), ("1 10/2", "6"),
+    ("1e3_{16}", "1000_{16}"),
+    ("(A) and (B)", "A"), ("B) or C)", "B"), ("(A)+B", "A"), (r"(A) \cup B", "A"), ("B) 12", "C"),
+    ("{3, 4}", "(3,4)"),
 ]
 
 
@@ -194,6 +224,10 @@ def test_attacks_are_quick_and_wrong(attack):
     ("Answer: 0.5", "1/2", True), ("Answer: 2", "1/2", False), ("0.5", "1/2", False),
     (r"\boxed{72}", "Half of 48 is 24.\n#### 72", True),
     (r"\boxed{24}", "Half of 48 is 24.\n#### 72", False),
+    ("Answer: B) 12", "B", True), ("Answer: (B) 12", "B", True), ("Answer: B. Paris", "(B)", True),
+    (r"\boxed{\textbf{(C)}\ 12}", r"\text{(C)}", True), (r"\boxed{B)}", "B", True),
+    ("Answer: B) 12", "C", False),
+    ("Answer: (A) and (B)", "A", False), ("Answer: B) or C)", "B", False), ("Answer: (a) b", "a", False),
     ("Answer: 63/400", r"It is $\boxed{\frac{63}{400}}$.", True),
 ])
 def test_check_answer(text, truth, right):
@@ -215,7 +249,7 @@ def test_one_of_several_truths_is_enough(truth, right):
     ("1+x", "x+1"), ("(x+1)^2", "x^2+2x+1"), (r"\sqrt8", r"2\sqrt{2}"),
     (r"\frac{3}{2\sqrt3}", r"\frac{\sqrt{3}}{2}"),
     (r"\{3,1,2\}", r"\{1,2,3\}"), ("5, 3", "3, 5"), (r"3\text{ and }2", "2, 3"), ("3,-3", r"\pm 3"),
-    ("4i+3", "3+4i"),
+    ("4i+3", "3+4i"), ("{3, 4}", r"\{3,4\}"),
     (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
     (r"(1,\infty)\cup(-\infty,-1)", r"(-\infty,-1)\cup(1,\infty)"),
     ("3 < x", "x > 3"), (r"(3,\infty)", "x > 3"), ("y^2+x^2=25", "x^2+y^2=25"), ("50\\%", "0.5"),

@@ -207,6 +207,7 @@ N = 100_000
     "~" * 490 + "x", "5 (" * 160, "x " * 240 + "=",
     r"\begin{array}{" + "c" * 480, r"\boxed " * N, "9^1290*" * 40 + "9",
     r"\boxed{1}," * N, "<answer>" * N, "final answer is " * N, "Answer: $$" * N, "Answer:" + " since" * N,
+    " " * N + "x", "#### A" * N, "<|a" * N, "</think>" * N, "_1" * N,
 ], ids=lambda attack: f"{attack[:12]!r}x{len(attack)}")
 def test_attacks_are_quick_and_wrong(attack):
     def quick(function, *args):

@@ -173,6 +173,8 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
     (VERL, "math 2"),
     ({"prompt": "1+1?", "answer": "2", "source": "mine"}, "mine 2"),
     ({"prompt": "1+1?", "answer": "2"}, "None 2"),
+    ({"prompt": "1+1?", "answer": "2", "reward_model": {"style": "model"}}, "None 2"),
+    ({"prompt": "1+1?", "answer": "2", "reward_model": "rule"}, "None 2"),
     ({"prompt": "1+1?", "answer": "2", "ground_truth": 3, "data_source": "d"}, "d 3"),
 ])
 def test_verl_reward(tmp_path, row, right):
@@ -380,6 +382,9 @@ def test_evaluation_by_hand():
     assert rewards.evaluation(unscored, 2) == {
         "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
         "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
+    # 1/2 and 0.5 are one answer.
+    assert rewards.evaluation(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
+                                          ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1
     no_source = [rollout({"prompt": "p"}, "Answer: x", 0.5), rollout({"prompt": "p"}, "Answer: y", 0.25)]
     assert rewards.evaluation(no_source, 2) == {
         "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}

@@ -232,9 +232,13 @@ def load_optimizer(folder, model, optimizer):
                  for group in optimizer.param_groups]
     state = get_optimizer_state_dict(model, optimizer)
     try:
-        # Partly: parameters that no text reaches never get a gradient, and so have no state.
-        dcp.load(state, storage_reader=CheckedReader(os.path.join(folder, "trainer")),
-                 planner=PlainBytes(allow_partial_load=True))
+        reader = CheckedReader(os.path.join(folder, "trainer"))
+        saved = {name: sum(f"state.{name}.{key}" in reader.metadata.state_dict_metadata for key in moments)
+                 for name, moments in state["state"].items()}
+        # Parameters that no text reaches never get a gradient, and so have no state; but none has half of it.
+        if not any(saved.values()) or any(0 < saved[name] < len(state["state"][name]) for name in saved):
+            raise ValueError("it is not that of this model's parameters")
+        dcp.load(state, storage_reader=reader, planner=PlainBytes(allow_partial_load=True))
     # PyTorch's own error is no Exception.
     except (Exception, CheckpointException) as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error

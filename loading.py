@@ -211,8 +211,9 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False):
             delattr(self, next(name for name, part in self.named_modules() if part is head))
             self.score = nn.Linear(head.in_features, 1)
 
-    # A checkpoint's config names its class; that for token classification, if there is one, can read it.
-    WithScore.__name__ = f"{kind.__name__.partition('For')[0]}ForTokenClassification"
+    # A checkpoint's config names its class; that for token classification, if there is one, can read it. By
+    # the name of a class that sees images transformers also knows how its weights are named, so that stays.
+    WithScore.__name__ = kind.__name__.replace("ForCausalLM", "ForTokenClassification")
     # transformers fills in the buffers of its own classes alone.
     WithScore.__module__ = kind.__module__
     hf = loaded(f"critic_model={path}", WithScore, path, config, may_lack=["score.weight", "score.bias"])

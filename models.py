@@ -123,7 +123,7 @@ def hidden_states(hf, batch):
     """Last hidden state of a MicroBatch at the places where its sampled tokens are predicted, [C, H]."""
     ranks.watchdog.moved()
     hidden = text_model(hf)(input_ids=batch.input_ids, position_ids=batch.position_ids, bounds=batch.bounds,
-                             offsets=batch.offsets, use_cache=False).last_hidden_state     # [1, T, H]
+                            offsets=batch.offsets, use_cache=False).last_hidden_state       # [1, T, H]
     return hidden.flatten(0, 1).index_select(0, batch.index)
 
 

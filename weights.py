@@ -7,7 +7,7 @@ def full_weights(policy, dtype=None, names=None):
 
     Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. On top
     of the shards it takes about two copies of the largest parameter: the gathered pieces and the whole.
-    names:
+    names: where it is given, frozen parameters are left out.
     None        each parameter once, under its name in the module
     module      the same, but a head that shares the embedding's weight comes under its own name as well
     checkpoint  as module, but under the names that a checkpoint has, so that what the module stores fused

@@ -80,6 +80,22 @@ def test_a_forged_description_changes_no_class(saved, model):
     assert pathlib.PosixPath.exists is exists
 
 
+@pytest.mark.parametrize("lacking", ["exp_avg_sq", ""])
+def test_a_description_that_lacks_moments_is_refused(saved, model, lacking):
+    """Half of a parameter's state, or that of all parameters."""
+    folder, optimizer = saved
+    with open(f"{folder}/trainer/.metadata", "rb") as file:
+        metadata = pickle.load(file)
+    first = next(key for key in metadata.state_dict_metadata if key.endswith("exp_avg_sq"))
+    metadata.state_dict_metadata = {
+        key: value for key, value in metadata.state_dict_metadata.items()
+        if key != first and (lacking or not key.startswith("state."))}
+    with open(f"{folder}/trainer/.metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    with pytest.raises(ValueError, match="not that of this model's parameters"):
+        checkpoint.load_optimizer(folder, model, optimizer)
+
+
 @pytest.mark.parametrize("path", ["../__0_0.distcp", "/dev/zero"])
 def test_a_forged_description_names_no_other_file(saved, model, path):
     folder, optimizer = saved

@@ -72,7 +72,7 @@ def test_logprobs_and_gradients_of_a_family_are_those_of_transformers(family, me
 
 
 @pytest.mark.parametrize("name", ["qwen3", "olmo2", "gemma3", "granite", "gpt_neox", "cohere", "ernie4_5_moe",
-                                  "qwen3_next"])
+                                  "qwen3_next", "qwen2_5_vl"])
 def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
     """It starts at zero, reads what its body says at the token before, and comes back from its own folder."""
     lists = random_parts(5, 256, longest=9)

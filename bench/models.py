@@ -73,7 +73,7 @@ FAMILIES = {
         "deepseek_v2": MOE | MLA, "deepseek_v3": MOE | MLA | {"+topk_method": "noaux_tc"}},
     "Layers with a state (Mamba, linear attention, convolutions)": {
         "qwen3_next": MOE | DELTA | dict(num_experts_per_tok=4), "qwen3_5_text": DELTA,
-        "falcon_h1": MAMBA | dict(mamba_d_ssm=128),
+        "falcon_h1": MAMBA | dict(mamba_d_ssm=128, lm_head_multiplier=0.25),
         "lfm2": {"layer_types": ["conv", "full_attention"], "+conv_dim": 64, "+block_dim": 64},
         "granitemoehybrid": MOE | MAMBA | dict(layer_types=["mamba", "attention"]),
         "bamba": MAMBA | dict(attn_layer_indices=[1]), "nemotron_h": MAMBA,

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from bench.models import make
@@ -46,8 +47,7 @@ def plain_logps(hf, parts):
 @pytest.mark.parametrize("name, packed", [
     ("gemma3_text", True), ("gemma2", True), ("granite", True), ("gpt_oss", True), ("gpt2", True),
     ("opt", True), ("qwen3_moe", True), ("qwen3_5_text", False), ("falcon_h1", False), ("lfm2", False),
-    ("gemma3", True),
-    ("qwen2_5_vl", True)])
+    ("gemma3", True), ("qwen2_5_vl", True), ("cohere", True)])
 def test_logprobs_and_gradients_of_a_family_are_those_of_transformers(family, mesh, name, packed):
     lists = random_parts(8, 256, longest=14, parts=(2, 4))
     rollouts, path = [episode(*parts) for parts in lists], family(name)
@@ -116,9 +116,12 @@ def test_parameters_without_a_gradient_do_not_keep_a_run_from_resuming(family, m
     assert {optimizer.state[p]["step"].item() for p in used} == {2}
 
 
-def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_path):
+# Of a config of the second, transformers also makes a model that sees no images.
+@pytest.mark.parametrize("name, kind", [("gemma3", "Gemma3ForConditionalGeneration"),
+                                        ("qwen3_5", "Qwen3_5ForConditionalGeneration")])
+def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_path, name, kind):
     """What reads images is in it, unchanged, and it is the same kind of folder."""
-    path = family("gemma3")
+    path = family(name)
     policy = load_policy(path, mesh, torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), 0.1)
     (batch,) = pack([episode([5, 6], [7, 8])], [0], 10, "cpu")
@@ -130,9 +133,9 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
     before, after = (load_file(f"{one}/model.safetensors") for one in (path, folder))
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    images = {key for key in before if "vision" in key or "projector" in key}
+    images = {key for key in before if "vision" in key or "visual" in key or "projector" in key}
     assert changed and images and not changed & images
-    assert AutoConfig.from_pretrained(folder).architectures == ["Gemma3ForConditionalGeneration"]
+    assert AutoConfig.from_pretrained(folder).architectures == [kind]
     assert len([name for name, _ in full_weights(policy, None, "checkpoint")]) < len(before)
     again = load_policy(folder, mesh, torch.float32)
     other = torch.optim.AdamW(again.parameters(), 0.1)
@@ -142,6 +145,25 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
         its.step()
     for ours, theirs in zip(policy.parameters(), again.parameters()):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+
+
+def test_layers_and_what_reads_images_are_units_of_their_own(family, mesh):
+    """After a forward only the embedding, which is the head as well, and the last norm are still whole."""
+    policy = load_policy(family("gemma3"), mesh, torch.float32)
+    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10, "cpu")
+    with torch.no_grad():
+        policy(batch, 1.0)
+    whole = {name for name, p in policy.hf.named_parameters() if not isinstance(p, DTensor)}
+    assert whole == {f"model.language_model.{name}.weight" for name in ("embed_tokens", "norm")}
+
+
+def test_a_model_whose_generation_config_names_a_temperature_is_saved(folder, mesh, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
+    policy, saved = load_policy(str(path), mesh, torch.float32), str(tmp_path / "checkpoint-1")
+    networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
+    assert not save_checkpoint(saved, networks, load_tokenizer(folder), {}, 1, {})
+    assert GenerationConfig.from_pretrained(saved).temperature == 0.6
 
 
 def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(folder, mesh, monkeypatch):

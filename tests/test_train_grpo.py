@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import checkpoint
 import runs
 from runs import TORCHRUN, lines, refused, without_times
 
@@ -85,10 +86,17 @@ def test_micro_batches_change_neither_loss_nor_gradient(plain_run, folder, rewar
         assert split[0][key] == pytest.approx(plain_run[1][0][key], rel=1e-5, abs=1e-7)
 
 
-def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, reward_file, tmp_path):
+@pytest.mark.parametrize("lacking", ["", "position"])
+def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, reward_file, tmp_path,
+                                                            lacking):
+    """Older checkpoints have no position in the sequence of prompts."""
     out_dir, metrics, _ = plain_run
     shutil.copytree(out_dir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    state = checkpoint.load_state(tmp_path / "run" / "checkpoint-1")
+    os.remove(tmp_path / "run" / "checkpoint-1" / "trainer" / "checksums.json")
+    checkpoint.write_state(tmp_path / "run" / "checkpoint-1",
+                           {key: value for key, value in state.items() if key != lacking})
     resumed, _ = train(folder, tmp_path / "run", reward_file, "--resume=auto")
     assert [line["step"] for line in resumed] == [0, 1, 2]
     assert without_times(resumed) == without_times(metrics)

@@ -13,11 +13,12 @@ from configurator import check, input_errors
 POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
     token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
     kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p""".split()
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns""".split()
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
     correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
-    reward_step_timeout timeout train_prompts eval_prompts top_k show""".split()
+    reward_step_timeout timeout train_prompts eval_prompts top_k show environment_workers
+    environment_timeout""".split()
 SHARES = ("gamma", "lam", "cov_share", "top_p", "vllm_gpu_memory_utilization")
 LARGEST = 1e9                   # of numbers that must not be negative; more is a slip of the hand
 DECAYS = ("constant", "linear", "cosine")
@@ -59,7 +60,10 @@ def check_run(settings, world_size):
           f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size} does not divide {world_size} ranks")
     check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
-    check(s.reward != "none" or s.reward_model, "reward=none needs a reward_model")
+    check(not 0 < s.timeout <= s.environment_timeout,
+          f"timeout={s.timeout}: not above environment_timeout={s.environment_timeout}")
+    check(s.reward != "none" or s.reward_model or s.environment,
+          "reward=none needs a reward_model or an environment")
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
           f"reward_weight={s.reward_weight} and reward_model_weight={s.reward_model_weight} need a "
           "reward_model")

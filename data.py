@@ -63,8 +63,10 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
     while len(rows) < wanted:
         text, columns = GENERATORS[task](rng, difficulty)
-        if text not in rows and held_out(text) == (split == "eval"):
-            rows[text], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
+        parts = [text, columns["hidden"]] if "hidden" in columns else [text]
+        name = ", ".join(parts)
+        if name not in rows and all(held_out(part) == (split == "eval") for part in parts):
+            rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
         elif (misses := misses + 1) == 20_000:
             if rows and not count:
                 break
@@ -239,14 +241,15 @@ class Prompt(NamedTuple):
     number: int = 0         # the row's place in its split
 
 
-def encode_rows(tokenizer, named, chat=True, system_prompt=""):
+def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     """Returns a Prompt for each of the pairs (name, row), which are as named_rows gives them.
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
-    is taken as it is. Where the last message is the assistant's, the completion will continue it. Raises
-    ValueError for messages without a template or with one that fails, and for a string with a system prompt.
+    is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
+    schemas for the template. Raises ValueError for messages without a template or with one that fails, and
+    for a string with a system prompt.
     """
-    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt) for name, row in named]
+    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in named]
     templated = [chat and not isinstance(row["prompt"], str) for _, row in named]
     ids, two_bos = [None] * len(texts), [tokenizer.bos_token_id] * 2
     for by_template in set(templated):
@@ -259,7 +262,7 @@ def encode_rows(tokenizer, named, chat=True, system_prompt=""):
     return [Prompt(row, one) for (_, row), one in zip(named, ids)]
 
 
-def as_text(tokenizer, name, prompt, chat, system_prompt):
+def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     # What is encoded of a prompt.
     if isinstance(prompt, str):
         if system_prompt:
@@ -273,7 +276,7 @@ def as_text(tokenizer, name, prompt, chat, system_prompt):
         raise ValueError("chat=True, but the tokenizer has no chat template; --chat=false joins the messages")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
-                                             continue_final_message=continued)
+                                             continue_final_message=continued, tools=tools)
     # Templates raise all kinds of errors, about the order of roles, for example.
     except Exception as error:
         raise ValueError(f"{name}: the chat template fails: {error}; the messages are "
@@ -283,11 +286,11 @@ def as_text(tokenizer, name, prompt, chat, system_prompt):
 class Prompts:
     """The rows of a split. A prompt is encoded when it is drawn: 200,000 would take a minute and 2 GB.
 
-    named: pairs (name, row). s: a run's settings.
+    named: pairs (name, row). s: a run's settings. tools: as in encode_rows.
     """
 
-    def __init__(self, tokenizer, named, s):
-        self.tokenizer, self.named, self.s = tokenizer, named, s
+    def __init__(self, tokenizer, named, s, tools=None):
+        self.tokenizer, self.named, self.s, self.tools = tokenizer, named, s, tools
 
     def __len__(self):
         return len(self.named)
@@ -299,7 +302,7 @@ class Prompts:
     def encoded(self, numbers):
         """Returns a Prompt for each of the rows with these numbers."""
         prompts = encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
-                              self.s.system_prompt)
+                              self.s.system_prompt, self.tools)
         return [prompt._replace(number=i) for i, prompt in zip(numbers, prompts)]
 
     def fitting(self, prompts):
@@ -318,20 +321,21 @@ class Prompts:
         return drawn, position
 
 
-def load_prompts(tokenizer, settings, world_size=1):
+def load_prompts(tokenizer, settings, world_size=1, tools=None):
     """Returns a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
 
-    settings: what configure returns. Prompts of more than max_prompt_length tokens are left out. The held-out
-    prompts are the same for every seed. Raises ValueError where load_rows or encode_rows does, and if too
-    few prompts are left for a step, or too few held-out ones for the ranks.
+    settings: what configure returns. tools: as in encode_rows. Prompts of more than max_prompt_length tokens
+    are left out. The held-out prompts are the same for every seed. Raises ValueError where load_rows or
+    encode_rows does, and if too few prompts are left for a step, or too few held-out ones for the ranks.
     """
     s = SimpleNamespace(**settings)
     batches = settings.get("max_num_gen_batches", 1)
     wanted = s.prompts_per_step * batches
     # Both splits may be in one file, which is read once.
     read = functools.cache(file_rows)
-    train_set, fitting, train_note = open_split(tokenizer, s, "train", s.train_prompts, s.seed, wanted, read)
-    _, eval_set, eval_note = open_split(tokenizer, s, "eval", s.eval_prompts, 0, math.inf, read)
+    train_set, fitting, train_note = open_split(tokenizer, s, "train", s.train_prompts, s.seed, wanted, read,
+                                                tools)
+    _, eval_set, eval_note = open_split(tokenizer, s, "eval", s.eval_prompts, 0, math.inf, read, tools)
     if len(fitting) < wanted:
         raise ValueError(f"prompts_per_step={s.prompts_per_step}" + f" times max_num_gen_batches={batches}"
                          * (batches > 1) + f" is more than the {len(fitting)} training prompts")
@@ -340,14 +344,14 @@ def load_prompts(tokenizer, settings, world_size=1):
     return train_set, eval_set, f"The run trains on {train_note} and is evaluated on {eval_note}."
 
 
-def open_split(tokenizer, s, split, count, seed, wanted, read):
+def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     # Returns the Prompts of a split, those that fit among the encoded ones, and a note. The held-out prompts
     # are all encoded; of the training prompts, in the order of the first epoch, 4,096 are, or as many as it
     # takes to find as many as wanted. All rows of a file are loaded, even where only the first `count`
     # are used, because the note says how many there are.
     asked = count if s.task in GENERATORS else min(count, 0)
     named = named_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file, read)
-    prompts = Prompts(tokenizer, named[:count or None], s)
+    prompts = Prompts(tokenizer, named[:count or None], s, tools)
     total, long = len(prompts), f"longer than max_prompt_length={s.max_prompt_length} tokens"
     first = prompts.encoded(range(min(32, total)))
     if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):

@@ -2,7 +2,8 @@
 Generated problems: each function here draws one from a random generator.
 
 A problem is its text and its columns: `answer` for the verifier, `source` for the evaluation by kind, and
-`solution`, worked in steps, which only tiny.py reads. GENERATORS names the tasks, for --task.
+`solution`, worked in steps, which only tiny.py reads. Of a problem with something `hidden`, neither that nor
+the text may be in both splits. GENERATORS names the tasks, for --task.
 """
 import math
 from fractions import Fraction
@@ -149,4 +150,21 @@ def countdown_problem(rng, difficulty):
                   "numbers": numbers, "target": target}
 
 
-GENERATORS = {"algebra": algebra_problem, "countdown": countdown_problem}
+# ------------------------------------------------------------------------------------------------------------
+# problems for the environments in environments/
+
+
+def guess_problem(rng, difficulty):
+    sentences = ["I have a number.", "It is from 1 to 64.", "You have 6 guesses.", "I say higher or lower."]
+    number, text = rng.randint(1, 64), " ".join(rng.sample(sentences, 4))
+    return text, {"number": number, "source": "guess", "hidden": f"number {number}"}
+
+
+def arithmetic_problem(rng, difficulty):
+    a, b, c = (rng.randint(11, 10 ** (difficulty + 1) - 1) for _ in range(3))
+    op, value = rng.choice([("+", a * b + c), ("-", a * b - c)])
+    return f"What is {a}*{b}{op}{c}?", {"answer": str(value), "source": "arithmetic"}
+
+
+GENERATORS = {"algebra": algebra_problem, "countdown": countdown_problem, "guess": guess_problem,
+              "arithmetic": arithmetic_problem}

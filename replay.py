@@ -100,7 +100,7 @@ with input_errors():
     check_trainable(new_policy or checkpoint, "new_policy")
     if kl_coef > 0:
         reference = reference or kept["model"]
-        reference = tiny.ensure() if reference == "tiny" else reference
+        reference = tiny.ensure(reference)
         check_trainable(reference, "reference", tokenizer=False)
     tokenizer = load_tokenizer(checkpoint)
 size = AutoConfig.from_pretrained(new_policy or checkpoint).get_text_config().vocab_size

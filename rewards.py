@@ -7,6 +7,7 @@
 """
 import copy
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
+
+import numpy as np
 
 from answers import check_answer, extract_answer, plain, value
 from console import one_line
@@ -81,30 +84,40 @@ def load_reward(spec, task):
             raise ValueError("reward=math_verify needs the package math-verify: pip install "
                              f"'math-verify[antlr4_13_2]' ({error})") from error
         return math_verify
+    function = load_from(spec, "reward", "function", " or math_verify")
+    try:
+        parameters = inspect.signature(function).parameters.keys()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"reward={spec} does not say which columns it takes ({error})") from error
+    verl = {"data_source", "solution_str", "ground_truth"} <= parameters
+    return one_by_one(function) if verl else function
+
+
+def load_from(spec, key, kind, others=""):
+    """Returns what a spec "file.py:name" stands for.
+
+    For the messages: key is the setting, kind is function or class, others says what else the spec may be.
+    Raises ValueError if there is no such thing, or if the file raises.
+    """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"reward must be file.py:function or math_verify, not {spec!r}")
+        raise ValueError(f"{key} must be file.py:{kind}{others}, not {spec!r}")
     if not os.path.isfile(path):
-        raise ValueError(f"reward: no such file: {path}")
-    module_spec = importlib.util.spec_from_file_location("reward_file", path)
-    module = sys.modules["reward_file"] = importlib.util.module_from_spec(module_spec)
+        raise ValueError(f"{key}: no such file: {path}")
+    module_spec = importlib.util.spec_from_file_location(f"{key}_file", path)
+    module = sys.modules[f"{key}_file"] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"reward: {path} raised {shown(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value)]
+        raise ValueError(f"{key}: {path} raised {shown(error)}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        names = [other for other, value in vars(module).items() if callable(value)]
         near = ", ".join(difflib.get_close_matches(name, names) or names)
-        raise ValueError(f"reward: {path} has no function {name}; it has {near or 'none'}")
-    try:
-        parameters = inspect.signature(function).parameters.keys()
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"reward: {path}: {name} does not say which columns it takes ({error})") from error
-    verl = {"data_source", "solution_str", "ground_truth"} <= parameters
-    return one_by_one(function) if verl else function
+        raise ValueError(f"{key}: {path} has no {kind} {name}; it has {near or 'none'}")
+    return found
 
 
 def one_by_one(compute_score):
@@ -125,14 +138,15 @@ def one_by_one(compute_score):
     return reward
 
 
-def accepted(function, columns):
-    # Returns those of the columns that the function takes.
+def accepted(function, columns, name=""):
+    # Returns those of the columns that the function takes. name: of it, for a message.
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
         if p.default is p.empty and p.name not in columns:
             there = ", ".join(columns)
-            raise ValueError(f"reward {name_of(function)} needs a column {p.name}; the columns are {there}")
+            raise ValueError(f"{name or 'reward ' + name_of(function)} needs a column {p.name}; "
+                             f"the columns are {there}")
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return columns
     return {p.name: columns[p.name] for p in named if p.name in columns}
@@ -161,13 +175,38 @@ class TimeUp(BaseException):
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 
 
+class Watcher(threading.Thread):
+    """Signals the main thread when its time is up, and again each time as many seconds later.
+
+    There is one for the whole run: a thread for each call would cost a millisecond on a busy machine.
+    """
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.deadline, self.seconds = math.inf, math.inf
+
+    def run(self):
+        while True:
+            time.sleep(min(0.05, self.seconds / 4))
+            if time.monotonic() >= self.deadline:
+                self.deadline += self.seconds
+                signal.pthread_kill(threading.main_thread().ident, SIGNAL)
+
+
+@functools.cache
+def watcher():
+    thread = Watcher()
+    thread.start()
+    return thread
+
+
 def limited(seconds, function, **arguments):
     # Returns function(**arguments), called in the main thread; raises TimeUp in it every `seconds` seconds
     # until it ends (0: never). It repeats because some rewards swallow even TimeUp. Python acts on a signal
     # between its own instructions, and some functions in C, like those of re, look for one as well.
     if not seconds:
         return function(**arguments)
-    ended, deadline = threading.Event(), time.monotonic() + seconds
+    watch, deadline = watcher(), time.monotonic() + seconds
 
     def inside():
         return function(**arguments)
@@ -180,23 +219,17 @@ def limited(seconds, function, **arguments):
         if inside.__code__ in callers and time.monotonic() >= deadline:
             raise TimeUp
 
-    def watch():
-        while not ended.wait(seconds):
-            signal.pthread_kill(threading.main_thread().ident, SIGNAL)
-
     # Both handlers stay afterwards: the signals' default action would end the process.
     signal.signal(SIGNAL, stop)
     signal.signal(signal.SIGPROF, stop)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    watch.seconds, watch.deadline = seconds, deadline
     # The thread cannot signal while a function in C holds Python's lock; this counts the processor's time.
     signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
     try:
         return inside()
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        ended.set()
-        watcher.join()
+        watch.deadline = math.inf
 
 
 def score(reward, rows, completions, timeout, budget=math.inf):
@@ -291,25 +324,28 @@ def checked(reward, returned, count):
 class Scorer:
     """Scores rollouts by the reward and the reward model that a run's settings name.
 
-    scorer(rollouts) sets score and parts of each rollout and returns the number of timeouts. With a reward
-    model the score is reward_weight times the reward plus reward_model_weight times the model's score. An
-    unscored reward then counts as 0, and what the model cannot score has no score, unless its weight is 0.
+    scorer(rollouts) sets score, parts and rewards of each rollout and returns the number of timeouts. What an
+    environment gave for an episode and the reward are added up, and a task's own reward is left out where the
+    environment gives rewards. With a reward model the score is reward_weight times that sum plus
+    reward_model_weight times the model's score. Where several are added up an unscored reward counts as 0,
+    and what the model cannot score has no score, unless its weight is 0.
 
     settings: what configure returns. device, dtype: where and in which precision the reward model computes.
-    Raises ValueError if the reward or the reward model cannot be loaded.
+    environment: the name of the environment, if it gives rewards. Raises ValueError if the reward or the
+    reward model cannot be loaded.
     """
 
-    def __init__(self, settings, device, dtype):
-        self.settings = SimpleNamespace(**settings)
+    def __init__(self, settings, device, dtype, environment=""):
+        self.settings, self.environment = SimpleNamespace(**settings), environment
         self.reward = self.model = None
-        if self.settings.reward != "none":
+        if self.settings.reward != "none" and not (environment and not self.settings.reward):
             self.reward = load_reward(self.settings.reward, self.settings.task)
         if self.settings.reward_model:
             # Only those who use a reward model wait for this import.
             from reward_models import RewardModel
             self.model = RewardModel(self.settings.reward_model, device, dtype, self.settings.token_budget)
-        if not self.reward and not self.model:
-            raise ValueError("reward=none needs a reward_model")
+        if not self.reward and not self.model and not environment:
+            raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
     def try_on(self, rows):
         """Scores two made-up completions of rows, so that what is broken shows before a model is trained.
@@ -342,13 +378,25 @@ class Scorer:
         if self.reward:
             scores, parts, timeouts = score(self.reward, rows, completions, s.reward_timeout,
                                             s.reward_step_timeout or math.inf)
+        # By turns, what the environment gave.
+        given = [rollout.rewards.astype(float) if self.environment else np.zeros(len(rollout.spans))
+                 for rollout in rollouts]
+        if self.environment:
+            sums = [float(turns.sum()) for turns in given]
+            scores = [a + (0 if math.isnan(b) else b) for a, b in zip(sums, scores)]
+            parts = parts | {self.environment: sums}
         if self.model:
             judged = self.model.score([row["prompt"] for row in rows], completions)
             scores = [(s.reward_model_weight and s.reward_model_weight * b)
                       + (0 if math.isnan(a) else s.reward_weight * a) for a, b in zip(scores, judged)]
             parts = parts | {"reward_model": judged}
-        for i, rollout in enumerate(rollouts):
-            rollout.score, rollout.parts = scores[i], {name: values[i] for name, values in parts.items()}
+        for i, (rollout, turns) in enumerate(zip(rollouts, given)):
+            rollout.score = math.nan if rollout.finish_reason == "error" else scores[i]
+            rollout.parts = {name: values[i] for name, values in parts.items()}
+            # What belongs to no turn stands at the last one.
+            turns = turns * s.reward_weight
+            turns[-1] += rollout.score - turns.sum()
+            rollout.rewards = turns.astype(np.float32)
         return timeouts
 
 

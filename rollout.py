@@ -1,15 +1,17 @@
 """
-Rollout: prompts in, sampled tokens and their logprobs out. Both engines have the same three methods, and the
+Rollout: prompts in, sampled tokens and their logprobs out. Both engines have the same methods, and the
 attributes name, weight_names and allocated.
 
-    generate(prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0)  n adjacent Rollouts per prompt
-    load_weights(named_tensors)                                               the next generate uses them
+    add(request)                    queues a Request
+    step()                          goes on with all that are queued; returns the Answers that are finished
+    load_weights(named_tensors)     later steps use them
     close()
 
+generate() of both is these in a loop; episodes.py adds requests while others are still being answered.
+
 Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in
-nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each prompt has
-a seed of its own, and its completions have the seeds seed, seed + 1, ..., so a run repeats whatever else is
-in the batch.
+nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each request
+has a seed of its own, so a run repeats whatever else is in the batch.
 """
 import contextlib
 import glob
@@ -19,13 +21,13 @@ import math
 import os
 import warnings
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, DynamicCache, GenerationConfig
 
-import ranks
 from files import in_words, opened
 from loading import model_class
 from models import head_logits
@@ -37,11 +39,13 @@ class Rollout:
     ids: np.ndarray          # int32 [L]: the prompt, then what was sampled and what was inserted, in order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
     logprobs: np.ndarray     # float32: the engine's, of the sampled tokens
-    finish_reason: str       # stop: the last span ends with an end token; length: it was cut off
+    finish_reason: str       # stop: it came to its end; length: it was cut off; for others see episodes.py
     row: dict = None         # the row of the data set that it answers
     completion: object = ""  # what follows the prompt: a string, or messages where the prompt is messages
     score: float = math.nan  # what it is worth; NaN: it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
+    rewards: np.ndarray = None                  # float32 [S]: the share of each span in the score
+    counts: dict = field(default_factory=dict)  # of an episode: tool calls, failures, the environment's time
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason):
@@ -54,16 +58,22 @@ class Rollout:
     sampled_ids = property(lambda self: np.concatenate([self.ids[start:end] for start, end in self.spans]))
 
 
-def generate(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-    """Returns n adjacent Rollouts per data.Prompt, with row and completion set. seeds: one per prompt."""
-    ids = [prompt.ids for prompt in prompts]
-    rollouts = engine.generate(ids, n, seeds, max_tokens, temperature, top_p, top_k)
-    for i, r in enumerate(rollouts):
-        r.row = prompts[i // n].row
-        text = tokenizer.decode(r.sampled_ids, skip_special_tokens=True)
-        is_string = isinstance(r.row["prompt"], str)
-        r.completion = text if is_string else [{"role": "assistant", "content": text}]
-    return rollouts
+class Request(NamedTuple):
+    """Asks an engine to continue a row of tokens."""
+    name: int                # of the answer, unique among the requests that are not answered yet
+    ids: list                # the row
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0           # 0: all tokens
+
+
+class Answer(NamedTuple):
+    name: int                # that of its Request
+    ids: list                # what was sampled
+    logprobs: list           # of these tokens
+    finish_reason: str       # stop: the last of them is an end token; length: it is cut off
 
 
 def save_rollouts(path, settings, rollouts, greedy=None):
@@ -229,7 +239,31 @@ def take_kernels(model):
     return kernels
 
 
-class VLLMEngine:
+class Engine:
+    """What both engines have in common."""
+
+    def serve(self, jobs, play):
+        """Returns play(jobs): a list with an entry for each job, made by adding requests and by steps.
+
+        Where ranks share an engine, the first of them plays the jobs of all of them and the others follow.
+        """
+        return play(jobs)
+
+    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+        """Returns n adjacent Rollouts per prompt, a list of ids; their seeds are seed, seed + 1, ..."""
+        def play(jobs):
+            for name, (prompt, seed) in enumerate(jobs):
+                self.add(Request(name, prompt, seed, max_tokens, temperature, top_p, top_k))
+            answers = {}
+            while len(answers) < len(jobs):
+                answers |= {answer.name: answer for answer in self.step()}
+            return [Rollout.single(prompt, *answers[name][1:]) for name, (prompt, _) in enumerate(jobs)]
+
+        jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
+        return self.serve(jobs, play)
+
+
+class VLLMEngine(Engine):
     """vLLM in this process, on this rank's device.
 
     On a GPU it sleeps while the trainer works, and its memory is free.
@@ -249,7 +283,9 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import vllm
-        self.SamplingParams, self.eos_ids = vllm.SamplingParams, eos_ids
+        from vllm.sampling_params import RequestOutputKind
+        self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
+        self.eos_ids, self.added = eos_ids, []
         before = torch.cuda.memory_allocated() if self.cuda else 0
         shared = tensor_parallel_size > 1 and not self.cuda
         if shared:
@@ -272,7 +308,9 @@ class VLLMEngine:
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
             # A kernel that the CPU build lacks shows here, not in the middle of the run.
             if not self.cuda:
-                self._generate([[0] * min(8, max_length - 1)], [0], 1, 1, 1.0, 1.0, 0)
+                trial = [Request(0, [0] * min(8, max_length - 1), 0, 1)]
+                while not self._step(trial):
+                    trial = []
         except Exception as error:
             # Of a pydantic error the first line says nothing, and what follows the second is noise.
             reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
@@ -285,36 +323,49 @@ class VLLMEngine:
         self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
         if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with 0.26
             self.llm.apply_model(give_float32_head)
-        # Neighbouring ranks that share an engine all hand it the same requests, those of the whole group.
-        first = dist.get_rank() // tensor_parallel_size * tensor_parallel_size if dist.is_initialized() else 0
-        self.group = range(first, first + tensor_parallel_size)
+        from vllm.distributed import get_tp_group
+        self.group = get_tp_group()                            # the ranks that share this engine
         self._sleep()
 
-    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        if len(self.group) > 1:
-            requests = ranks.gathered([list(zip(prompts, seeds))])
-            before = sum(len(requests[rank]) for rank in self.group if rank < dist.get_rank())
-            everyones = sum((requests[rank] for rank in self.group), [])
-            rollouts = self._generate(*zip(*everyones), n, max_tokens, temperature, top_p, top_k)
-            return rollouts[before * n:(before + len(prompts)) * n]
-        return self._generate(prompts, seeds, n, max_tokens, temperature, top_p, top_k)
+    def serve(self, jobs, play):
+        size, place = self.group.world_size, self.group.rank_in_group
+        if size == 1:
+            results = play(jobs)
+        else:
+            everyones, results = [None] * size, None
+            dist.all_gather_object(everyones, jobs, group=self.group.cpu_group)
+            if place == 0:
+                results = play(sum(everyones, []))
+                self.group.broadcast_object(None)              # nothing more to follow
+            else:
+                while (requests := self.group.broadcast_object()) is not None:
+                    self._step(requests)
+            results = self.group.broadcast_object(results)
+            before = sum(map(len, everyones[:place]))
+            results = results[before:before + len(jobs)]
+        self._sleep()
+        return results
 
-    def _generate(self, prompts, seeds, n, max_tokens, temperature, top_p, top_k):
+    def add(self, request):
+        self.added.append(request)
+
+    def step(self):
+        requests, self.added = self.added, []
+        if self.group.world_size > 1:
+            self.group.broadcast_object(requests)              # the followers take the same step
+        return self._step(requests)
+
+    def _step(self, requests):
         self._wake()
-        # vLLM returns only one greedy completion per prompt, so it is copied.
-        copies, n = (n, 1) if temperature == 0 else (1, n)
-        params = [self.SamplingParams(n=n, seed=seed, max_tokens=max_tokens, temperature=temperature,
-                                      top_p=top_p, top_k=top_k, logprobs=0, flat_logprobs=True,
-                                      detokenize=False, ignore_eos=True,
-                                      stop_token_ids=self.eos_ids)             # these alone end it
-                  for seed in seeds]
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params,
-                                    use_tqdm=False)
-        self._sleep()
-        return [Rollout.single(request.prompt_token_ids, sample.token_ids, sample.logprobs.logprobs,
-                               sample.finish_reason)
-                for request in outputs for sample in sorted(request.outputs, key=lambda sample: sample.index)
-                for _ in range(copies)]
+        engine = self.llm.llm_engine
+        for name, ids, seed, max_tokens, temperature, top_p, top_k in requests:
+            engine.add_request(str(name), {"prompt_token_ids": ids}, self.SamplingParams(
+                seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+                logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.FINAL_ONLY,
+                ignore_eos=True, stop_token_ids=self.eos_ids))                 # these alone end it
+        return [Answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
+                       sample.finish_reason)
+                for output in engine.step() if output.finished for sample in output.outputs]
 
     def load_weights(self, named_tensors):
         if not self.has_head:                                  # Gemma 2 there uses the embedding
@@ -370,8 +421,11 @@ class VLLMEngine:
             self.asleep -= set(asleep)
 
 
-class HFEngine:
-    """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read."""
+class HFEngine(Engine):
+    """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read.
+
+    A step answers all that is queued, or the first max_seqs of it, from beginning to end.
+    """
     name, weight_names, allocated = "hf", "module", 0
     max_seqs = 256           # sequences generated at once
 
@@ -388,7 +442,7 @@ class HFEngine:
                                                   float32_head)[:, None]                        # [B, 1, V]
         # A tied head is in it twice.
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.eos_ids = torch.tensor(eos_ids, device=self.device)
+        self.eos_ids, self.added = torch.tensor(eos_ids, device=self.device), []
         try:
             # A cache that is not what this engine expects shows here.
             self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
@@ -396,37 +450,43 @@ class HFEngine:
             raise ValueError(f"engine=hf cannot run {model}: {type(error).__name__}: "
                              f"{str(error)[:300]}") from error
 
-    @torch.no_grad()
-    def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        rollouts, step = [], max(1, self.max_seqs // n)
-        for i in range(0, len(prompts), step):
-            rollouts += self._generate_batch(prompts[i:i + step], n, seeds[i:i + step], max_tokens,
-                                             temperature, top_p, top_k)
-        return rollouts
+    def add(self, request):
+        self.added.append(request)
 
-    def _generate_batch(self, prompts, n, seeds, max_tokens, temperature, top_p, top_k):
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)   # [B, L]
+    @torch.no_grad()
+    def step(self):
+        requests = [one for one in self.added if one[4:] == self.added[0][4:]][:self.max_seqs]
+        names = {one.name for one in requests}
+        self.added = [one for one in self.added if one.name not in names]
+        if not requests:
+            return []
+        # Each row is read once for all who continue it.
+        prompts = list(dict.fromkeys(tuple(request.ids) for request in requests))
+        width, longest = max(map(len, prompts)), max(request.max_tokens for request in requests)
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts],                 # [B, L]
+                           device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts],           # left-padded
                             device=self.device)
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, cache)                                                # [B, V]
-        # Each prompt is read once for its n completions.
-        copies = torch.arange(len(prompts), device=self.device).repeat_interleave(n)            # [R]
+        number = {prompt: b for b, prompt in enumerate(prompts)}
+        copies = torch.tensor([number[tuple(request.ids)] for request in requests], device=self.device)  # [R]
         cache.reorder_cache(copies)
         logits, mask = logits[copies], mask[copies]                                             # [R, …]
-        # [R, max_tokens]: one uniform number per token, all drawn beforehand from the completion's own seed.
-        uniform = torch.stack([torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + j))
-                               for seed in seeds for j in range(n)]).to(self.device)
+        # [R, longest]: one uniform number per token, all drawn beforehand from the request's own seed.
+        uniform = torch.stack([torch.rand(longest, generator=torch.Generator().manual_seed(request.seed))
+                               for request in requests]).to(self.device)
+        limits = torch.tensor([request.max_tokens for request in requests], device=self.device)         # [R]
         rows = torch.arange(len(mask), device=self.device)      # those computed; some may have ended
-        alive = torch.ones_like(rows, dtype=torch.bool)
+        alive, ended = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
         tokens, logprobs, lengths = torch.zeros_like(uniform, dtype=torch.long), uniform.clone(), 0 * rows
-        for t in range(max_tokens):
-            tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], temperature, top_p,
-                                                               top_k)
+        for t in range(longest):
+            tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t],
+                                                               *requests[0][4:])    # temperature, ...
             lengths += alive
-            alive[rows] &= ~torch.isin(tokens[rows, t], self.eos_ids)
-            if t + 1 == max_tokens or not alive.any():
+            ended |= alive & torch.isin(tokens[:, t], self.eos_ids)
+            alive &= ~ended & (lengths < limits)
+            if not alive.any():
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             # Once half of them have ended, go on with the others alone.
@@ -435,9 +495,9 @@ class HFEngine:
                 rows, mask = rows[kept], mask[kept]
                 cache.reorder_cache(kept)
             logits = self._forward(tokens[rows, t][:, None], mask, cache)
-        return [Rollout.single(prompts[r // n], ids[:length], logps[:length], "length" if cut else "stop")
-                for r, (ids, logps, length, cut) in enumerate(zip(*(
-                    x.tolist() for x in (tokens, logprobs, lengths, alive))))]
+        return [Answer(request.name, ids[:length], logps[:length], "stop" if stop else "length")
+                for request, ids, logps, length, stop in zip(requests, *(
+                    x.tolist() for x in (tokens, logprobs, lengths, ended)))]
 
     def _forward(self, ids, mask, cache):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]

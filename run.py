@@ -24,8 +24,8 @@ from runlog import RunLog, peak_memory
 
 # A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "eval_file", "reward",
-        "reward_model", "max_prompt_length", "chat", "system_prompt", "prompts_per_step", "num_generations",
-        "seed")
+        "reward_model", "environment", "max_prompt_length", "chat", "system_prompt", "prompts_per_step",
+        "num_generations", "seed")
 
 
 class Run:
@@ -70,7 +70,7 @@ class Run:
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
-            now, then = settings.get(key), before.get(key)
+            now, then = settings.get(key), before.get(key, "" if key == "environment" else None)
             check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings["max_steps"]
         check(self.first_step <= self.max_steps,
@@ -81,8 +81,9 @@ class Run:
         s, before = self.settings, self.state["settings"]
         checksums = {"train_prompts": data.checksum(train_set.rows),
                      "eval_prompts": data.checksum(prompt.row for prompt in eval_set)}
-        if ":" in s["reward"]:
-            checksums["reward"] = checkpoint.checksum(s["reward"].rpartition(":")[0])
+        for key in ("reward", "environment"):
+            if ":" in s[key]:
+                checksums[key] = checkpoint.checksum(s[key].rpartition(":")[0])
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
         # Another number of held-out prompts is no other data.
         same["eval_prompts"] |= s["eval_prompts"] != before.get("eval_prompts")
@@ -90,7 +91,7 @@ class Run:
                                 ("eval_prompts", "held-out", s["eval_file"] or s["train_file"])):
             check(same[key], f"{file or 'task=' + s['task']}: the {what} prompts are not those of "
                              f"{self.resumed}, so this would not be the same run")
-        self.reward_changed = not same.get("reward", True)
+        self.changed = [key for key in ("reward", "environment") if not same.get(key, True)]
         self.state["checksums"] = checksums
         # From here on, beginning with a trial of the reward, nothing may take for ever.
         ranks.watchdog.limit(s["timeout"])
@@ -119,13 +120,16 @@ class Run:
             f"sequences and makes {updates}, in micro-batches of at most {s['token_budget']} tokens.\n"
             f"The run has {self.max_steps} steps and evaluates every {s['eval_interval']}, with "
             f"{s['eval_samples']} completions per held-out prompt.\n{data_note}")
+        if s["environment"] and s["environment_workers"]:
+            self.log.say("environment_workers: turns begin when the environments answer, so the run does not "
+                         "repeat bit for bit")
         if self.resumed:
             ranks_before = self.state["world_size"]
             self.log.say(f"goes on from {self.resumed}" + ("" if ranks_before == self.world_size else (
                 f", which {ranks_before} ranks wrote: sums round differently on {self.world_size}, so the "
                 "steps are not bit for bit those of an unbroken run")))
-            if self.reward_changed:
-                self.log.say(f"reward={s['reward']}: the file has changed since {self.resumed} was written")
+            for key in self.changed:
+                self.log.say(f"{key}={s[key]}: the file has changed since {self.resumed} was written")
         self.state |= {"settings": s, "world_size": self.world_size}
         ranks.watchdog.can_save = True
         self.signals = []

@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import torch
@@ -107,8 +107,15 @@ class RunLog:
         self.sum("rewards/timeouts", timeouts)
         first = [r for i, r in enumerate(rollouts) if i == 0 or r.row is not rollouts[i - 1].row]
         self.samples = [{"step": self.metrics["step"], "prompt": r.row["prompt"],
-                         "completion": content(r.completion), "reward": r.score,
+                         "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
                          "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in first[:8]]
+        if any(r.counts for r in rollouts):
+            self.metrics |= episode_metrics(rollouts)
+            seconds = sum(r.counts["seconds"] for r in rollouts)
+            self.timing["timing_s/environment"] = seconds / dist.get_world_size()
+            if problems := [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]:
+                self.say(f"step {self.metrics['step']}: {len(problems)} episodes have no score; the first: "
+                         f"{one_line(problems[0])}")
 
     def groups(self, stds):
         """Note the spread of the scores of each prompt's rollouts, [P]."""
@@ -133,9 +140,9 @@ class RunLog:
         if self.master:
             self._append("samples.jsonl", self.samples)
         if self.metrics["step"] % self.sample_interval == 0:
-            self.say("\n".join(f"    {prompt_text(s['prompt'])[-60:]!r:36} -> {s['completion'][-60:]!r:52} "
-                               f"reward {s['reward']:g}, truth {one_line(s['truth'])}"
-                               for s in self.samples[:4]))
+            self.say("\n".join(
+                f"    {prompt_text(s['prompt'])[-60:]!r:36} -> {conversation(s['completion'])[-60:]!r:52} "
+                f"reward {s['reward']:g}, truth {one_line(s['truth'])}" for s in self.samples[:4]))
         timing = {name.removeprefix("timing_s/"): value for name, value in self.timing.items()}
         self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
             f"{word} {self.metrics[name]:{form}}" for word, name, form in CONSOLE if name in self.metrics)
@@ -215,6 +222,30 @@ def rollout_metrics(rollouts):
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/min_length": min(lengths), "completions/max_length": max(lengths),
             "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}
+
+
+def episode_metrics(rollouts):
+    """What a log says of episodes with an environment."""
+    turns, calls = sum(len(r.spans) for r in rollouts), sum(r.counts["calls"] for r in rollouts)
+    inserted = sum(len(r.ids) - len(r.prompt_ids) - len(r.logprobs) for r in rollouts)
+    ended = Counter(r.finish_reason for r in rollouts)
+    return {"episodes/turns": turns / len(rollouts), "episodes/inserted_tokens": inserted / len(rollouts),
+            **{f"episodes/ended/{'done' if reason == 'stop' else reason}": ended[reason] / len(rollouts)
+               for reason in ("stop", "length", "turns", "timeout", "error")},
+            "tools/call_frequency": calls / len(rollouts),
+            "tools/failure_frequency": sum(r.counts["failures"] for r in rollouts) / max(calls, 1)}
+
+
+def conversation(completion):
+    """The text of a completion; of an episode's messages, with what the policy did not say in brackets."""
+    if isinstance(completion, str):
+        return completion
+    texts = []
+    for message in completion:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
+        text = " ".join([message["content"], *calls])
+        texts.append(text if message["role"] == "assistant" else f"[{text}]")
+    return " ".join(texts)
 
 
 def peak_memory():

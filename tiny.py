@@ -14,6 +14,7 @@ out that showing the work pays: completions get longer while the reward rises. P
 ability and the bad habit, on purpose; GRPO has to find which of the two to follow.
 """
 import functools
+import json
 import os
 import random
 import shutil
@@ -27,9 +28,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 import data
 from configurator import configure
+from rewards import load_from
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FOLDER = os.path.join(HERE, "out", "tiny")
+SHIPPED = ("tiny", "tiny_episodes")         # their weights are in files of these names
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
 weights = ""                    # a file for its weights alone, in bfloat16; empty: none
@@ -42,6 +45,8 @@ harder = 0.4                    # their share of what is read
 quick = 0.8                     # share of quick answers in the last part of the training
 quick_steps = 0.15              # that part's share of the steps
 quick_right = 0.1               # share of quick answers that are right; the others are another problem's
+transcripts = ""                # file.py:function, called with a random generator, that makes a conversation
+                                # (tools, messages) to read instead; empty: problems
 # model
 layers = 3
 hidden_size = 160
@@ -59,8 +64,14 @@ seed = 0
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = """\
-{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+{% if tools %}<|system|>Tools:{% for tool in tools %} {{ tool.function.name }}\
+({{ tool.function.parameters.properties | join(', ') }}){% endfor %}<|end|>{% endif %}\
+{% for message in messages %}\
+{% if message.role == 'tool' %}{{ '<|user|><tool_response>' + message.content + '</tool_response>' }}\
+{% else %}{{ '<|' + message.role + '|>' + message.content }}{% endif %}\
+{% for call in message.tool_calls or [] %}\
+{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}\
+<|end|>{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
 def make_tokenizer():
@@ -96,7 +107,7 @@ def quick_answer(row, answers, rng):
 
 
 def batches(rows, harder_rows, tokenizer, rng):
-    """Yields one list of (prompt ids, completion ids) for each step."""
+    """Yields one list of (ids, which of them are learned) for each step."""
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
@@ -111,25 +122,49 @@ def batches(rows, harder_rows, tokenizer, rng):
             is_quick = step >= steps * (1 - quick_steps) and rng.random() < quick
             text = quick_answer(row, answers, rng) if is_quick else row["solution"]
             prompt = encode_prompt(data.prompt_text(row["prompt"]))
-            batch.append((prompt, encode(text) + [tokenizer.eos_token_id]))
+            completion = encode(text) + [tokenizer.eos_token_id]
+            batch.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
+        yield batch
+
+
+def conversation_batches(tokenizer, rng):
+    """Yields the same of conversations, in which the assistant's part is learned."""
+    make = load_from(transcripts, "transcripts", "function")
+
+    @functools.cache
+    def encode(text):
+        messages, tools = json.loads(text)
+        return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+
+    for step in range(steps):
+        batch = []
+        for _ in range(batch_size):
+            tools, messages = make(rng)
+            ids, learned = [], []
+            # The template writes a message without looking at others.
+            for number, message in enumerate(messages):
+                part = encode(json.dumps([[message], None if number else tools]))
+                ids += part
+                learned += [False] + [message["role"] == "assistant"] * (len(part) - 1)
+            batch.append((ids, learned))
         yield batch
 
 
 def loss_of(model, batch, pad):
-    """Mean cross-entropy of completion tokens. Padding on the right needs no mask: nothing looks ahead."""
-    width = max(len(prompt) + len(completion) for prompt, completion in batch)
+    """Mean cross-entropy of what is learned. Padding on the right needs no mask: nothing looks ahead."""
+    width = max(len(row) for row, _ in batch)
     ids = torch.full((len(batch), width), pad)
     targets = torch.full((len(batch), width), -100)                         # no loss on prompts, padding
-    for i, (prompt, completion) in enumerate(batch):
-        ids[i, :len(prompt) + len(completion)] = torch.tensor(prompt + completion)
-        targets[i, len(prompt):len(prompt) + len(completion)] = torch.tensor(completion)
+    for i, (row, learned) in enumerate(batch):
+        ids[i, :len(row)] = torch.tensor(row)
+        targets[i, :len(row)] = torch.where(torch.tensor(learned), ids[i, :len(row)], -100)
     ids, targets = ids.to(model.device), targets[:, 1:].to(model.device)
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state           # [batch, width - 1, hidden]
     wanted = targets >= 0
     return F.cross_entropy(model.lm_head(hidden[wanted]).float(), targets[wanted])
 
 
-def pretrain(model, tokenizer, rows, harder_rows):
+def pretrain(model, tokenizer, batches):
     # Muon makes a weight matrix's update orthogonal: here it learns several times faster than AdamW alone.
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
@@ -141,8 +176,7 @@ def pretrain(model, tokenizer, rows, harder_rows):
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
     # bfloat16 where the processor multiplies it: twice as fast on such a CPU, much slower on any other.
     bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    progress = tqdm(batches(rows, harder_rows, tokenizer, random.Random(seed)),
-                    "making the base model", steps)
+    progress = tqdm(batches, "making the base model", steps)
     for batch in progress:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
             loss = loss_of(model, batch, tokenizer.pad_token_id)
@@ -167,12 +201,18 @@ def save(model, tokenizer, folder):
         shutil.rmtree(part)                                     # another run was first
 
 
-def ensure(folder=FOLDER):
-    """The folder of the shipped model, which is made of tiny.safetensors if it is not there yet."""
+def ensure(name="tiny", folder=""):
+    """The folder of a shipped model, which is made of its weights if it is not there yet.
+
+    The name of any other model, which may itself be a folder, is returned as it is. folder: where to make it.
+    """
+    if name not in SHIPPED:
+        return name
+    folder = folder or os.path.join(HERE, "out", name)
     if not os.path.isdir(folder):
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
-        load_model(model, os.path.join(HERE, "tiny.safetensors"))
+        load_model(model, os.path.join(HERE, f"{name}.safetensors"))
         save(model, tokenizer, folder)
     return folder
 
@@ -181,11 +221,14 @@ if __name__ == "__main__":
     configure(globals())
     if os.path.exists(out):
         raise SystemExit(f"tiny.py: {out} exists: remove it, or name another --out")
-    rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
-    harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
-    tokenizer = make_tokenizer()
+    tokenizer, rng = make_tokenizer(), random.Random(seed)
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
-    pretrain(model, tokenizer, rows, harder_rows)
+    if transcripts:
+        pretrain(model, tokenizer, conversation_batches(tokenizer, rng))
+    else:
+        rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
+        harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
+        pretrain(model, tokenizer, batches(rows, harder_rows, tokenizer, rng))
     if weights:
         save_file({name: p.detach().bfloat16().cpu().contiguous() for name, p in model.named_parameters()},
                   weights)

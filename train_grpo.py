@@ -34,6 +34,7 @@ import rollout
 import tiny
 from checks import check_grpo, check_run
 from configurator import configure, input_errors
+from episodes import Player
 from loading import check_trainable, load_policy, load_tokenizer, precision
 from models import offload, token_logprobs
 from packing import deal, micro_batches
@@ -42,7 +43,7 @@ from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first; configure() reads the settings between the two dashed lines
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
-task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
+task = "algebra"                # algebra, countdown, guess, arithmetic, gsm8k, or file: train_file, eval_file
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # the same; empty: an eighth of train_file is held out
 reward = ""                     # file.py:function; math_verify; empty: the task's; none: a reward model alone
@@ -111,14 +112,17 @@ moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__)                                   # its folder, and where it resumes from
 with input_errors():
-    base = tiny.ensure() if model == "tiny" else model
+    base = tiny.ensure(model)
     check_trainable(base, length=max_prompt_length + max_completion_length)
     tokenizer = load_tokenizer(base)
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
-    scorer = rewards.Scorer(settings, device, compute_dtype)
-    run.check_data(train_set, eval_set)
-    scorer.try_on([prompt.row for prompt in train_set.draw(0, 1, seed)[0] + eval_set[:1]])
     eos_ids = rollout.end_tokens(base, tokenizer)
+    player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
+    run.check_data(train_set, eval_set)
+    samples = train_set.draw(0, 1, seed)[0] + eval_set[:1]
+    player.try_on(samples)
+    scorer.try_on([prompt.row for prompt in samples])
 
     start = run.resumed or base
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
@@ -148,7 +152,7 @@ def learning_rate_at(step):
 def sample(prompts, n, names, temperature=temperature):
     """n rollouts per prompt, adjacent. A prompt's name makes its seed, the same on any number of ranks."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    return rollout.generate(rollout_engine, tokenizer, prompts, n, seeds, max_completion_length, temperature)
+    return player.play(rollout_engine, prompts, n, seeds, temperature)
 
 
 def evaluate():

@@ -31,6 +31,7 @@ import rollout
 import tiny
 from checks import check_ppo, check_run
 from configurator import configure, input_errors
+from episodes import Player
 from loading import check_critic, check_trainable, load_critic, load_policy, load_tokenizer, precision
 from models import offload, token_logprobs, token_values
 from packing import deal, micro_batches
@@ -39,7 +40,7 @@ from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that tiny.py makes
-task = "algebra"                # algebra, countdown, gsm8k, or file: rows from train_file and eval_file
+task = "algebra"                # algebra, countdown, guess, arithmetic, gsm8k, or file: train_file, eval_file
 train_file = ""                 # JSONL or parquet, for task=file
 eval_file = ""                  # the same; empty: an eighth of train_file is held out
 reward = ""                     # file.py:function; math_verify; empty: the task's; none: a reward model alone
@@ -100,15 +101,18 @@ run = Run(settings, __file__, kl_coef=kl_coef)                  # its folder, an
 if not kl_target or kl_coef != run.state["settings"]["kl_coef"]:
     run.state["kl_coef"] = kl_coef                              # a changed setting replaces the adapted value
 with input_errors():
-    base = tiny.ensure() if model == "tiny" else model
+    base = tiny.ensure(model)
     check_trainable(base, length=max_prompt_length + max_completion_length)
     check_critic(critic_model or base, base, length=max_prompt_length + max_completion_length)
     tokenizer = load_tokenizer(base)
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size)
-    scorer = rewards.Scorer(settings, device, compute_dtype)
-    run.check_data(train_set, eval_set)
-    scorer.try_on([prompt.row for prompt in train_set.draw(0, 1, seed)[0] + eval_set[:1]])
     eos_ids = rollout.end_tokens(base, tokenizer)
+    player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
+    run.check_data(train_set, eval_set)
+    samples = train_set.draw(0, 1, seed)[0] + eval_set[:1]
+    player.try_on(samples)
+    scorer.try_on([prompt.row for prompt in samples])
 
     start = run.resumed or base
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
@@ -141,7 +145,7 @@ def learning_rate_at(step, peak, first=0):
 def sample(prompts, n, names):
     """n rollouts per prompt, adjacent. A prompt's name makes its seed, the same on any number of ranks."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    return rollout.generate(rollout_engine, tokenizer, prompts, n, seeds, max_completion_length, temperature)
+    return player.play(rollout_engine, prompts, n, seeds, temperature)
 
 
 def evaluate():
@@ -217,7 +221,10 @@ for step in range(run.first_step, max_steps + 1):
         old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
         lens = lengths[all_shares].tolist()
         kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
-        token_reward = losses.token_rewards(scores[all_shares], kl, run.state["kl_coef"], lens)     # [C]
+        # A turn's reward is that of its last token. A single answer is one turn, and its score is the reward.
+        turns = [end - start for s in all_shares for start, end in rollouts[s].spans.tolist()]
+        turn_reward = flat({s: torch.from_numpy(rollouts[s].rewards).to(device) for s in all_shares})
+        token_reward = losses.token_rewards(turn_reward, kl, run.state["kl_coef"], turns)           # [C]
         raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
         adv = losses.whiten(raw_adv, ranks.mean)                                        # [C]
         # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.

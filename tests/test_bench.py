@@ -22,7 +22,7 @@ def test_figures(tmp_path):
 
 
 def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
-    tiny.ensure(str(tmp_path / "base"))
+    tiny.ensure(folder=str(tmp_path / "base"))
     (tmp_path / "run.py").write_text("max_steps = 3\nprompts_per_step = 8\neval_prompts = 32\n"
                                      "learning_rate = 1e-3\nengine = 'hf'\ntrain_prompts = 64\n")
     output = launch("-m", "bench.gpu", "--parts=larger", f"--out_dir={tmp_path}",

@@ -263,7 +263,8 @@ SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_step
 
 
 def rollout(row, completion, score=NAN, **parts):
-    return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts)
+    return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
+                           spans=[(1, 2)], rewards=None)
 
 
 @pytest.fixture

@@ -148,24 +148,6 @@ def test_greedy_takes_the_likeliest_token(engine, model):
         assert completion == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("prompt", ["2+3=", [{"role": "user", "content": "2+3="}]])
-def test_a_rollout_gets_its_row_and_its_text(folder, prompt):
-    """The text has no special tokens, and is a message where the prompt is a list of messages."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = [{"prompt": prompt, "answer": str(i)} for i in range(2)]
-    prompts = data.encode_rows(tokenizer, list(enumerate(rows)))
-    engine = rollout.HFEngine(folder, torch.float32, 64, [tokenizer.eos_token_id], 0.4)
-    rollouts = rollout.generate(engine, tokenizer, prompts, 3, [5, 9], 8, 1.0)
-    assert [r.row for r in rollouts] == [row for row in rows for _ in range(3)]
-    assert all(r.row is rows[i // 3] for i, r in enumerate(rollouts))
-    bare = engine.generate([prompt.ids for prompt in prompts], 3, [5, 9], 8, 1.0)
-    assert completions_of(rollouts) == completions_of(bare) and prompts_of(rollouts) == prompts_of(bare)
-    for r in rollouts:
-        text = tokenizer.decode(r.sampled_ids, skip_special_tokens=True)
-        assert r.completion == (text if prompt == "2+3=" else [{"role": "assistant", "content": text}])
-        assert math.isnan(r.score) and r.parts == {}
-
-
 def close(engine):
     """And join a process group again: vLLM ends that of the other tests."""
     engine.close()
@@ -176,7 +158,7 @@ def close(engine):
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh):
     # This model is surer of its tokens than `folder`.
-    base, gaps = tiny.ensure(str(tmp_path / "tiny")), {}
+    base, gaps = tiny.ensure(folder=str(tmp_path / "tiny")), {}
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = enumerate(data.load_rows("algebra", "eval", 8))
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(rows))]
@@ -215,9 +197,10 @@ class SleepyLLM:
             "reload_weights", kwargs={"weights_iterator": weights}))
         function(model)
 
-    def generate(self, *args, **kwargs):
+    @property
+    def llm_engine(self):
         assert self.mapped == {"weights", "kv_cache"}
-        return self.llm.generate(*args, **kwargs)
+        return self.llm.llm_engine
 
     def __getattr__(self, name):
         return getattr(self.llm, name)

@@ -46,7 +46,7 @@ def test_chat_template():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return tiny.ensure(str(tmp_path_factory.mktemp("base") / "tiny"))
+    return tiny.ensure(folder=str(tmp_path_factory.mktemp("base") / "tiny"))
 
 
 def test_the_shipped_base_loads(base):
@@ -81,7 +81,7 @@ def test_of_two_runs_that_make_it_at_once_the_first_wins(tmp_path):
 
 
 def test_ensure_keeps_what_exists(tmp_path):
-    assert tiny.ensure(str(tmp_path)) == str(tmp_path) and not os.listdir(tmp_path)
+    assert tiny.ensure(folder=str(tmp_path)) == str(tmp_path) and not os.listdir(tmp_path)
 
 
 def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr(tiny.Qwen3ForCausalLM, "save_pretrained", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        tiny.ensure(str(tmp_path / "tiny"))
+        tiny.ensure(folder=str(tmp_path / "tiny"))
     assert not (tmp_path / "tiny").exists()
 
 

@@ -1,0 +1,128 @@
+"""
+The chat template between the turns of an episode, as exact tokens.
+
+What the policy sampled stays as it was sampled. What stands between two of its turns (the end of a line, the
+environment's message, the beginning of the next turn) is the difference of two renderings of a short
+conversation, one with the message and one without it. Nothing is encoded twice, so no token can change. That
+is right only for templates that never rewrite earlier turns; check() refuses the others.
+"""
+import functools
+
+# Stands in a text where it is cut before it is encoded; a character of Unicode's private use area.
+CUT = "\ue000"
+# A turn to try a template on. Templates that know thinking know it by these tags.
+TURN = "<think>\nwhy\n</think>\n\nbecause"
+
+
+class Template:
+    """A tokenizer's chat template for conversations with these tools (JSON schemas, or None for none).
+
+    eos_ids: the tokens that end a turn.
+    """
+
+    def __init__(self, tokenizer, eos_ids, tools):
+        self.tokenizer, self.eos_ids, self.tools = tokenizer, set(eos_ids), tools
+        self.names = [tool["function"]["name"] for tool in tools or ()]
+        self.control = sorted((one for one in tokenizer.get_added_vocab() if len(one) > 1), key=len)[::-1]
+
+    def opening(self, messages):
+        """The ids of the messages before the first turn."""
+        return self._encode(self._render(messages, True))
+
+    def between(self, turn, reply):
+        """The ids from the end token of a turn to the beginning of the next; reply: the messages between.
+
+        Of the turn, a message, only the number of its tool calls counts, and their names.
+        """
+        calls = [call["function"]["name"] for call in turn.get("tool_calls", [])]
+        # The policy may have made up a name, and with it a control token.
+        calls = tuple(name if name in self.names else "unknown" for name in calls)
+        messages, before = self._until_end(calls)
+        reply = [message | {"content": self.defused(message["content"])} for message in reply]
+        if calls:
+            reply = [message | {"name": name} for message, name in zip(reply, calls)]
+        after = self._encode(self._render(messages + reply, True))
+        if after[:len(before)] != before:
+            raise ValueError("the chat template rewrites a turn once something follows it: "
+                             + parted(self.tokenizer.decode(before), self.tokenizer.decode(after)))
+        return after[len(before):]
+
+    def defused(self, text):
+        """The text with a CUT inside everything in it that reads like a control token."""
+        for token in self.control:
+            text = text.replace(token, token[:len(token) // 2] + CUT + token[len(token) // 2:])
+        return text.encode(errors="replace").decode()
+
+    def check(self, messages):
+        """Raises ValueError if the template cannot be used for several turns after these messages."""
+        turn, word = turn_of(self.names[:1]), "forty-two"
+        reply = {"role": "user", "content": word}
+        if self.tools:
+            if self._render(messages, True) == self._render(messages, True, tools=False):
+                raise ValueError("the chat template has no place for tools")
+            reply = {"role": "tool", "name": self.names[0], "tool_call_id": call_id(0), "content": word}
+        talk, opened = list(messages), self._render(messages, True)
+        # The second turn shows whether the first one, then an earlier turn, is left as it was.
+        for _ in range(2):
+            said = self._render([*talk, turn], False)
+            replied = self._render([*talk, turn, reply], True)
+            for before, after in ((opened, said), (said, replied)):
+                if not after.startswith(before):
+                    raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
+                                     "would not be those of its conversation: " + parted(before, after))
+            if "why" not in said[len(opened):]:
+                raise ValueError("the chat template drops what a turn has thought: it writes "
+                                 f"{said[len(opened):]!r:.200} for {TURN!r}")
+            if word not in replied[len(said):]:
+                raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
+            inserted = self.between(turn, [reply])
+            if self._encode(replied)[-len(inserted):] != inserted:
+                raise ValueError("the chat template writes the same reply in different ways: " + parted(
+                    self.tokenizer.decode(inserted), replied[len(said):]))
+            talk, opened = [*talk, turn, reply], replied
+
+    @functools.lru_cache(maxsize=64)
+    def _until_end(self, calls):
+        # A question and a turn with calls of these tools: the messages, and the ids to the end of the turn.
+        messages = [{"role": "user", "content": "?"}, turn_of(calls)]
+        ids = self._encode(self._render(messages, False))
+        ends = [place for place, token in enumerate(ids) if token in self.eos_ids]
+        if not ends:
+            tokens = self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))
+            raise ValueError(f"the chat template ends a turn with none of the tokens that end a completion, "
+                             f"{tokens}, so it does not say what follows them")
+        return messages, ids[:ends[-1] + 1]
+
+    def _encode(self, text):
+        # The parts between CUTs are encoded one by one.
+        parts = self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids
+        return [one for part in parts for one in part]
+
+    def _render(self, messages, asked, tools=True):
+        # The text of the messages, and where the policy is asked, of the beginning of its turn.
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked,
+                                                      tools=self.tools if tools else None)
+        # Templates raise all kinds of errors.
+        except Exception as error:
+            raise ValueError(f"the chat template fails with {error!r:.200}; the messages are "
+                             f"{messages!r:.500}") from error
+
+
+def call_id(number):
+    """The id of a turn's tool call. Some templates want nine letters or digits."""
+    return f"call{number:05}"
+
+
+def turn_of(names):
+    # A turn of the policy that calls these tools.
+    calls = [{"id": call_id(number), "type": "function", "function": {"name": name, "arguments": {}}}
+             for number, name in enumerate(names)]
+    return {"role": "assistant", "content": TURN} | ({"tool_calls": calls} if calls else {})
+
+
+def parted(before, after):
+    # Two texts around the place where they part.
+    same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
+    start = max(0, same - 40)
+    return f"{before[start:same + 80]!r} becomes {after[start:same + 80]!r}"

@@ -1,0 +1,10 @@
+"""A tool: arithmetic that the model gets wrong in its head and could leave to a calculator. docs/episodes.md has
+the results.
+
+The model has seen the tool used in one problem out of five.
+"""
+model = "tiny_episodes"
+task = "arithmetic"
+environment = "environments/calculator.py:Calculator"
+max_prompt_length = 96
+max_completion_length = 192

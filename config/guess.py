@@ -1,0 +1,15 @@
+"""A game of several turns: the model has to find a number from 1 to 64 in six guesses, and is told higher or
+lower. docs/episodes.md has the results.
+
+The model has seen games in which most guesses were any number. In the held-out games both the number and the
+order of the sentences in the prompt are new.
+"""
+model = "tiny_episodes"
+task = "guess"
+environment = "environments/guess_number.py:Guess"
+train_prompts = 0
+eval_prompts = 24
+eval_samples = 16
+max_turns = 6
+max_prompt_length = 96
+max_completion_length = 128

@@ -1,0 +1,401 @@
+"""
+Episodes: the policy speaks and an environment answers, turn after turn. One episode is one row of tokens.
+
+An environment is a class of yours, --environment=my_game.py:Guess, made anew for each episode, in one of two
+forms. Its methods may be `async def`.
+
+    text    reset(**row)     the columns of the row -> text to add to the last message of the prompt, or None
+            step(text)       what the policy said -> (observation, reward, whether the episode is over)
+    tools   reset(**row)     the same; this is TRL's form, and such a class runs in TRL as well
+            other methods    tools: type hints and docstring tell the policy how to call them
+            get_reward()     at the end, if there is such a method
+
+Each episode goes on as soon as it can: its next turn joins those that the engine is working on. Without an
+environment every answer is an episode of one turn, played by the same lines.
+"""
+import asyncio
+import functools
+import inspect
+import json
+import math
+import queue
+import re
+import threading
+import time
+import zlib
+from collections import deque
+from copy import deepcopy
+from types import SimpleNamespace
+
+import numpy as np
+from transformers.utils import get_json_schema
+
+from chat import Template, call_id
+from rewards import TimeUp, accepted, limited, load_from, shown
+from rollout import Answer, Request, Rollout
+
+# A call of a tool in the form that most open models write. One that was cut off is found as well.
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class Player:
+    """Plays episodes, with the environment that a run's settings name or without one.
+
+    tools: JSON schemas of the environment's tools, or None. rewards_as: the environment's name if it gives
+    rewards, otherwise "". Raises ValueError for an environment that cannot be used.
+    """
+
+    def __init__(self, settings, tokenizer, eos_ids):
+        s, self.tokenizer, self.eos_ids = SimpleNamespace(**settings), tokenizer, eos_ids
+        self.settings, self.tools, self.rewards_as = s, None, ""
+        self.make = load_from(s.environment, "environment", "Class") if s.environment else None
+        if not self.make:
+            return
+        if not s.chat or tokenizer.chat_template is None:
+            raise ValueError(f"environment={s.environment} answers by the chat template, but "
+                             + ("the tokenizer has none" if s.chat else "chat is False"))
+        self.name = s.environment.rpartition(":")[2]
+        environment, error, _ = outcome(self.make, s.environment_timeout)
+        if error:
+            raise ValueError(f"environment={s.environment}: {self.name}() {self._told(error)}")
+        methods = {name: method for name, method in inspect.getmembers(environment, callable)
+                   if not name.startswith("_")}
+        if "reset" not in methods:
+            raise ValueError(f"environment={s.environment} has no method reset; it has "
+                             f"{', '.join(methods) or 'none'}")
+        self.has_step = "step" in methods
+        if not self.has_step:
+            tools = [method for name, method in methods.items() if name not in ("reset", "get_reward")]
+            if not tools:
+                raise ValueError(f"environment={s.environment} has neither a method step nor tools")
+            self.tools = [self._schema(tool) for tool in tools]
+        self.rewards_as = self.name if self.has_step or "get_reward" in methods else ""
+        self.template = Template(tokenizer, eos_ids, self.tools)
+
+    def _schema(self, tool):
+        try:
+            return get_json_schema(tool)
+        except Exception as error:
+            raise ValueError(f"environment={self.settings.environment}: the tool {tool.__name__} needs type "
+                             f"hints and a docstring that explains its arguments: {error}") from error
+
+    def try_on(self, prompts):
+        """Plays a first turn after each of these prompts, so that what is broken shows before any training.
+
+        Raises ValueError if the environment or the chat template cannot be used.
+        """
+        if not self.make:
+            return
+        self.template.check(self._messages(prompts[0].row["prompt"]))
+        ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
+        try:
+            for prompt in prompts:
+                counts = {"calls": 0, "failures": 0}
+                episode, value, error, turn = self._episode(prompt, 0, (), counts), None, None, 0
+                while turn < 2:
+                    wish = episode.throw(error) if error else episode.send(value)
+                    if isinstance(wish, Request):
+                        value, error, turn = Answer(0, ids, [0.0] * len(ids), "stop"), None, turn + 1
+                    else:
+                        value, error, _ = outcome(wish, self.settings.environment_timeout)
+        except RuntimeError as error:
+            raise ValueError(error) from error
+        except StopIteration as end:
+            if end.value.finish_reason in ("error", "timeout"):
+                raise ValueError(counts["problem"]) from None
+
+    # ------------------------------------------------------------ all episodes
+
+    def play(self, engine, prompts, n, seeds, temperature, top_p=1.0, top_k=0):
+        """Returns n adjacent Rollouts per data.Prompt; seeds has one per prompt, for seed, seed + 1, ...
+
+        finish_reason is stop or length, and with an environment also turns (there were max_turns), timeout,
+        or error (the environment raised, and the episode gets no score). Raises RuntimeError if a reset
+        fails, if an environment returns what it must not, or if all episodes end by errors.
+        """
+        jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
+        return engine.serve(jobs, lambda jobs: self._play(engine, jobs, (temperature, top_p, top_k)))
+
+    def _play(self, engine, jobs, sampling):
+        s, rollouts, asked = self.settings, {}, 0           # asked: Requests that wait for an Answer
+        counts = [{"calls": 0, "failures": 0, "seconds": 0.0} if self.make else {} for _ in jobs]
+        episodes = [self._episode(*job, sampling, count) for job, count in zip(jobs, counts)]
+        threads = Threads(s.environment_workers, s.environment_timeout) if self.make else None
+
+        def go_on(i, value=None, error=None):
+            # until episode i has ended, or waits for the engine or for a thread
+            nonlocal asked
+            while True:
+                try:
+                    wish = episodes[i].throw(error) if error else episodes[i].send(value)
+                except StopIteration as end:
+                    rollouts[i] = end.value
+                    return
+                if isinstance(wish, Request):
+                    engine.add(wish._replace(name=i))
+                    asked += 1
+                    return
+                if s.environment_workers:
+                    threads.start(i, wish)
+                    return
+                value, error, seconds = outcome(wish, s.environment_timeout)
+                counts[i]["seconds"] += seconds
+
+        for i in range(len(jobs)):
+            go_on(i)
+        while len(rollouts) < len(jobs):
+            for answer in engine.step() if asked else ():
+                asked -= 1
+                go_on(answer.name, answer)
+            for i, value, error, seconds in threads.finished(wait=not asked) if threads else ():
+                counts[i]["seconds"] += seconds
+                go_on(i, value, error)
+        if rollouts and all(r.finish_reason == "error" for r in rollouts.values()):
+            raise RuntimeError(f"all {len(jobs)} episodes ended by errors; the first: {counts[0]['problem']}")
+        return [rollouts[i] for i in range(len(jobs))]
+
+    # ------------------------------------------------------------ one episode
+
+    def _episode(self, prompt, seed, sampling, counts):
+        # A generator. It yields Requests, and gets their Answers, and functions that call the environment,
+        # and gets what they return; TimeUp and Failed are raised where it yields. It returns a Rollout.
+        s, row, ids, environment, ended = self.settings, prompt.row, list(prompt.ids), None, ""
+        if self.make:
+            try:
+                environment = yield self.make
+                columns = accepted(environment.reset, deepcopy(row), f"environment {self.name}: reset")
+                ids = self._opening(prompt, (yield functools.partial(environment.reset, **columns)))
+            except (Failed, TimeUp) as error:
+                raise self._broken(f"reset {self._told(error)}", row) from error
+        messages, spans, logprobs, rewards, limit = [], [], [], [], len(ids) + s.max_completion_length
+        while not ended:
+            turn = len(spans) + 1
+            turn_seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
+            answer = yield Request(None, ids, turn_seed, limit - len(ids), *sampling)
+            spans.append((len(ids), len(ids) + len(answer.ids)))
+            before, ids, logprobs = ids, ids + answer.ids, logprobs + answer.logprobs
+            text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            said = {"role": "assistant", "content": text}
+            messages.append(said)
+            rewards.append(0.0)
+            if environment is None:
+                ended = answer.finish_reason
+                break
+            cut, done, reply = answer.finish_reason == "length", True, []
+            try:
+                if self.has_step:
+                    returned = yield functools.partial(environment.step, text)
+                    observation, rewards[-1], done = self._checked(returned, turn, row)
+                    reply = [{"role": "user", "content": observation}]
+                elif not cut and (calls := self._calls(before, answer.ids)):
+                    reply, done = (yield from self._results(environment, calls, counts)), False
+                    said |= {"content": CALL.sub("", text).strip(), "tool_calls": [call for call, _ in calls]}
+                ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
+                inserted = [] if ended else self.template.between(said, reply)
+                # What does not fit, with a token that the policy could answer, ends the episode.
+                if not ended and len(ids) + len(inserted) >= limit:
+                    ended = "length"
+                if not ended:
+                    ids, messages = ids + inserted, messages + reply
+                elif self.rewards_as and not self.has_step:
+                    rewards[-1] = self._number((yield environment.get_reward), turn, row)
+            except (Failed, TimeUp) as error:
+                ended = "timeout" if isinstance(error, TimeUp) else "error"
+                counts["problem"] = str(self._broken(f"it {self._told(error)} in turn {turn}", row))
+        rewards = np.array(rewards, np.float32) * (math.nan if ended == "error" else 1)
+        return Rollout(np.array(ids, np.int32), np.array(spans, np.int32), np.array(logprobs, np.float32),
+                       ended, row, text if isinstance(row["prompt"], str) else messages, counts=counts,
+                       rewards=rewards if self.rewards_as else None)
+
+    def _messages(self, prompt, observation=""):
+        # The messages before the first turn. An observation is added to the last one, as in TRL.
+        if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
+            raise ValueError(f"environment={self.settings.environment} needs prompts that are lists of "
+                             f"messages, the last one not the assistant's, unlike {prompt!r:.200}")
+        system = [{"role": "system", "content": text} for text in [self.settings.system_prompt] if text]
+        return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
+
+    def _opening(self, prompt, observation):
+        # The ids of the prompt with what reset returned.
+        if observation is None:
+            return list(prompt.ids)
+        if not isinstance(observation, str):
+            raise self._broken(f"reset returned {shown(observation)}, neither a string nor None", prompt.row)
+        ids = self.template.opening(self._messages(prompt.row["prompt"], self.template.defused(observation)))
+        if len(ids) > self.settings.max_prompt_length:
+            raise self._broken(f"with what reset returned the prompt has {len(ids)} tokens, more than "
+                               f"max_prompt_length={self.settings.max_prompt_length}", prompt.row)
+        return ids
+
+    def _checked(self, returned, turn, row):
+        # (observation, reward, done), as step has to return them.
+        if (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[2], (bool, np.bool_))
+                and (returned[2] or isinstance(returned[0], str))):
+            return returned[0], self._number(returned[1], turn, row), bool(returned[2])
+        raise self._broken(f"step returned {shown(returned)} in turn {turn}, not (observation, "
+                           "reward, done): a string, a number, and True or False", row)
+
+    def _number(self, reward, turn, row):
+        try:
+            if math.isfinite(reward):
+                return float(reward)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise self._broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
+
+    def _broken(self, problem, row):
+        return RuntimeError(f"environment {self.name}: {problem}; the row is {row!r:.300}")
+
+    def _told(self, error):
+        return (f"took more than environment_timeout={self.settings.environment_timeout:g} seconds"
+                if isinstance(error, TimeUp) else f"raised {shown(error.__cause__)}")
+
+    # ------------------------------------------------------------ tools
+
+    def _calls(self, before, sampled):
+        # The calls in what was sampled, as transformers writes them, each with what is wrong with it, or "".
+        try:
+            if getattr(self.tokenizer, "response_template", None):
+                parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
+                found = [call["function"] for call in parsed.get("tool_calls") or []]
+            else:
+                found = CALL.findall(self.tokenizer.decode(
+                    [one for one in sampled if one not in self.eos_ids]))
+        # A parser may raise anything for text that is not as it expects.
+        except Exception as error:
+            found = [error]
+        calls = []
+        for number, one in enumerate(found):
+            name, arguments, problem = "unknown", {}, ""
+            try:
+                one = json.loads(one) if isinstance(one, str) else one
+                name, arguments = one["name"], one.get("arguments") or {}
+                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+                if name not in self.template.names:
+                    problem = f"there is no tool {name}; there are {', '.join(self.template.names)}"
+                elif not isinstance(arguments, dict):
+                    problem = "the arguments have to be an object"
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                problem = f"this is no call of a tool: {error!r}"
+            function = {"name": str(name), "arguments": arguments}
+            calls.append(({"id": call_id(number), "type": "function", "function": function}, problem))
+        return calls
+
+    def _results(self, environment, calls, counts):
+        # Part of an episode: makes these calls and returns a message with the result of each.
+        reply = []
+        for call, problem in calls:
+            counts["calls"] += 1
+            name, arguments = call["function"].values()
+            try:
+                if not problem:
+                    method = getattr(environment, name)
+                    inspect.signature(method).bind(**arguments)
+                    result = yield functools.partial(method, **arguments)
+            except TypeError as error:
+                problem = f"wrong arguments: {error}"
+            except Failed as error:
+                problem = shown(error.__cause__)
+            if problem:
+                counts["failures"] += 1
+                result = {"error": problem}
+            reply.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": str(result)})
+        return reply
+
+
+# ------------------------------------------------------------------------------------------------------------
+# calls of an environment
+
+
+class Failed(Exception):
+    """An environment has raised the error that is the __cause__ of this one."""
+
+
+def outcome(function, seconds=0):
+    """Calls a function of an environment; returns (its value, its error or None, the seconds that it took).
+
+    The error is TimeUp or Failed. seconds: how long it may take, 0: for ever. In a thread this stops an async
+    function alone.
+    """
+    start, value, problem = time.perf_counter(), None, None
+    try:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        value = limited(0 if in_thread else seconds, function)
+        if inspect.isawaitable(value):
+            value = awaited(value, seconds)
+    except KeyboardInterrupt:
+        raise
+    except TimeUp as error:
+        problem = error
+    # sys.exit, for example, must not end the run as if it had come to its end.
+    except BaseException as error:
+        problem = Failed()
+        problem.__cause__ = error
+    return value, problem, time.perf_counter() - start
+
+
+@functools.cache
+def event_loop():
+    # One for the whole run, because a connection belongs to the loop that opened it.
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def awaited(coroutine, seconds):
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    try:
+        return future.result(seconds or None)
+    except TimeoutError:
+        # The coroutine may have raised one of its own.
+        if future.done():
+            raise
+        future.cancel()
+        raise TimeUp from None
+
+
+class Threads:
+    """Calls in at most `count` threads at a time, each for at most `timeout` seconds (0: for ever).
+
+    Python cannot end a thread: a call that takes too long goes on, and what it returns is dropped.
+    """
+
+    def __init__(self, count, timeout):
+        self.count, self.seconds, self.timeout = count, timeout, timeout or threading.TIMEOUT_MAX
+        self.waiting, self.running, self.ended = deque(), {}, queue.SimpleQueue()
+
+    def start(self, name, function):
+        """Calls a function as soon as a thread is free. name: of its result."""
+        self.waiting.append((name, function))
+        self._fill()
+
+    def _fill(self):
+        while self.waiting and len(self.running) < self.count:
+            name, function = self.waiting.popleft()
+            self.running[name] = time.monotonic() + self.timeout
+            work = lambda name, function: self.ended.put((name, *outcome(function, self.seconds)))
+            threading.Thread(target=work, args=(name, function), daemon=True).start()
+
+    def finished(self, wait):
+        """Returns (name, value, error, seconds) of the calls that have ended or run out of time.
+
+        wait: until there is one.
+        """
+        results = []
+        while self.running:
+            now = time.monotonic()
+            results += [(name, None, TimeUp(), self.timeout)
+                        for name, end in self.running.items() if end <= now]
+            try:
+                while True:
+                    blocks = wait and not results
+                    left = min(self.running.values()) - now if blocks else None
+                    results.append(self.ended.get(blocks, left))
+            except queue.Empty:
+                pass
+            # One that ran out of time earlier is not among those that run.
+            results = [result for result in results if self.running.pop(result[0], None)]
+            self._fill()
+            if results or not wait:
+                break
+        return results

@@ -390,11 +390,11 @@ class Scorer:
             scores = [(s.reward_model_weight and s.reward_model_weight * b)
                       + (0 if math.isnan(a) else s.reward_weight * a) for a, b in zip(scores, judged)]
             parts = parts | {"reward_model": judged}
+            given = [s.reward_weight * turns for turns in given]
         for i, (rollout, turns) in enumerate(zip(rollouts, given)):
             rollout.score = math.nan if rollout.finish_reason == "error" else scores[i]
             rollout.parts = {name: values[i] for name, values in parts.items()}
             # What belongs to no turn stands at the last one.
-            turns = turns * s.reward_weight
             turns[-1] += rollout.score - turns.sum()
             rollout.rewards = turns.astype(np.float32)
         return timeouts

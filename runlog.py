@@ -243,7 +243,7 @@ def conversation(completion):
     texts = []
     for message in completion:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
-        text = " ".join([message["content"], *calls])
+        text = " ".join(part for part in [message["content"], *calls] if part)
         texts.append(text if message["role"] == "assistant" else f"[{text}]")
     return " ".join(texts)
 

@@ -1,0 +1,132 @@
+"""
+How much it helps that every episode goes on as soon as it can, and that slow environments run in threads.
+
+    python -m bench.episodes
+
+The model is tiny.py's, with random weights, so that a turn ends by chance: turns have `turn_length` tokens on
+average, many have a few, some have hundreds. The first table plays the same episodes with an engine that hands
+out its answers when the slowest of a turn is finished. In the second one every step of the environment takes
+`delay` seconds.
+"""
+import statistics
+import tempfile
+import time
+
+import torch
+
+import ranks
+import rollout
+import settings as shared
+import tiny
+from configurator import configure
+from data import encode_rows
+from episodes import Player
+from loading import load_tokenizer
+# ------------------------------------------------------------------------------------------------------------
+episodes = 256                  # of one to six turns
+turn_length = 32                # tokens, the mean
+delay = 0.2                     # seconds
+delayed_episodes = 64           # of three turns
+delayed_turn_length = 96        # tokens, the mean
+workers = 16
+engine = "vllm"
+pairs = 5                       # of measurements; the tables show medians
+# ------------------------------------------------------------------------------------------------------------
+configure(globals())
+ENVIRONMENT = f'''
+import time
+class Game:
+    delay = 0
+    def reset(self, turns, **row):
+        self.left = turns
+    def step(self, text):
+        time.sleep(self.delay)
+        self.left -= 1
+        return "Go on, please.", 0.0, self.left == 0
+class Slow(Game):
+    delay = {delay}
+'''
+
+
+class Lockstep:
+    """An engine that answers a turn's requests all at once."""
+
+    def __init__(self, engine):
+        self.engine, self.asked = engine, 0
+
+    def serve(self, jobs, play):
+        return self.engine.serve(jobs, play)
+
+    def add(self, request):
+        self.engine.add(request)
+        self.asked += 1
+
+    def step(self):
+        answers = []
+        while len(answers) < self.asked:
+            answers += self.engine.step()
+        self.asked = 0
+        return answers
+
+
+def seconds(sampler, name, rows, threads=0):
+    """The time that these episodes take, and their tokens."""
+    settings = {key: value for key, value in vars(shared).items() if not key.startswith("_")}
+    player = Player(settings | {"environment": f"{folder}/game.py:{name}", "environment_workers": threads,
+                                "max_completion_length": 900, "max_prompt_length": 32}, tokenizer, eos_ids)
+    prompts = encode_rows(tokenizer, list(enumerate(rows)))
+    started = time.perf_counter()
+    rollouts = player.play(sampler, prompts, 1, [1000 * i for i in range(len(prompts))], 1.0)
+    return time.perf_counter() - started, sum(len(r.logprobs) for r in rollouts)
+
+
+def end_tokens(mean):
+    # The template's own end token, and as many others as give turns of this mean length.
+    return [tokenizer.eos_token_id, *range(len(tokenizer) // mean - 1)]
+
+
+ranks.set_up()
+with tempfile.TemporaryDirectory() as folder:
+    tokenizer = tiny.make_tokenizer()
+    tiny.save(tiny.make_model(tokenizer), tokenizer, f"{folder}/model")
+    tokenizer = load_tokenizer(f"{folder}/model")
+    with open(f"{folder}/game.py", "w") as file:
+        file.write(ENVIRONMENT)
+    kind = rollout.engine_class(engine)
+    row = lambda turns: {"prompt": [{"role": "user", "content": "Begin."}], "turns": turns}
+
+    eos_ids = end_tokens(turn_length)
+    sampler = kind(f"{folder}/model", torch.float32, 1000, eos_ids, 0.4)
+    rows = [row(1 + i % 6) for i in range(episodes)]
+    times = {"one waits for all": [], "each goes on": []}
+    for _ in range(pairs + 1):
+        times["one waits for all"].append(seconds(Lockstep(sampler), "Game", rows)[0])
+        taken, tokens = seconds(sampler, "Game", rows)
+        times["each goes on"].append(taken)
+    print(f"{episodes} episodes of 1 to 6 turns, {tokens:,} sampled tokens, engine {engine}")
+    # The first of each is a warm-up.
+    ratio = statistics.median(a / b for a, b in list(zip(*times.values()))[1:])
+    for name, each in times.items():
+        print(f"    {name:20} {statistics.median(each[1:]):6.2f} s")
+    print(f"    ratio                {ratio:6.2f}")
+    sampler.close()
+
+    eos_ids = end_tokens(delayed_turn_length)
+    ranks.set_up()
+    sampler = kind(f"{folder}/model", torch.float32, 1000, eos_ids, 0.4)
+    rows = [row(3)] * delayed_episodes
+    cases = {"no delay": ("Game", 0), f"delay, {workers} workers": ("Slow", workers),
+             "delay, no workers": ("Slow", 0)}
+    times = {name: [] for name in cases}
+    for _ in range(pairs + 1):
+        for name, (which, threads) in list(cases.items())[:2]:
+            taken, tokens = seconds(sampler, which, rows, threads)
+            times[name].append(taken)
+    times["delay, no workers"] = [seconds(sampler, "Slow", rows)[0]] * 2
+    print(f"{delayed_episodes} episodes of 3 turns, {tokens:,} sampled tokens, {delay} s per step of the environment")
+    for name, each in times.items():
+        print(f"    {name:20} {statistics.median(each[1:]):6.2f} s")
+    ratio = statistics.median(b / a for a, b in list(zip(*list(times.values())[:2]))[1:])
+    print(f"    ratio                {ratio:6.2f}")
+    sampler.close()
+ranks.leave()

@@ -295,9 +295,11 @@ class VLLMEngine(Engine):
             config = vllm.EngineArgs(**arguments).create_model_config()
             if config.is_multimodal_model:
                 arguments["language_model_only"] = True
-            # Without chunks vLLM cannot keep the states of such layers in its prefix cache.
-            if not self.cuda and (config.is_hybrid or config.is_attention_free):
-                arguments["enable_prefix_caching"] = False
+            # Without chunks vLLM cannot keep the states of such layers in its prefix cache. The cache holds
+            # whole blocks, and the CPU build's blocks of 128 tokens are longer than most turns.
+            if not self.cuda:
+                stateful = config.is_hybrid or config.is_attention_free
+                arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
             self.llm = vllm.LLM(
                 **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
                 enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,

@@ -3,4 +3,4 @@
     python tiny.py config/episodes_base.py --out=out/episodes_base --weights=tiny_episodes.safetensors
 """
 transcripts = "environments/transcripts.py:draw"
-steps = 2400
+steps = 1000

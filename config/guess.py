@@ -12,4 +12,4 @@ eval_prompts = 24
 eval_samples = 16
 max_turns = 6
 max_prompt_length = 96
-max_completion_length = 128
+max_completion_length = 192

@@ -1,9 +1,10 @@
 """
 Conversations that the small model of config/guess.py and config/calculator.py has read: games of guess_number.py
-and arithmetic with calculator.py, played badly more often than well. config/episodes_base.py names this file.
+and arithmetic with calculator.py, seldom played well. config/episodes_base.py names this file.
 
-In games a guess is mostly any number, sometimes one that is still possible, and rarely the middle of those. In
-arithmetic the answer is mostly a wrong one without the tool. GRPO has to find what pays.
+In most games the player talks before it plays, and in many it guesses only near the middle of the numbers that
+are left. In arithmetic it mostly answers without the tool, which is wrong. GRPO has to find out what pays. No
+prompt here is one of a held-out problem, but every number has been played.
 """
 import os
 import sys
@@ -20,29 +21,30 @@ from problems import arithmetic_problem, guess_problem
 TOOLS = [get_json_schema(Calculator().calculate)]
 
 
-def problem(rng, generator, difficulty=1):
-    # One of the train split.
-    while True:
-        text, columns = generator(rng, difficulty)
-        if not held_out(text) and not held_out(columns.get("hidden", text)):
-            return [{"role": "user", "content": text}], columns
+def problem(rng, generator):
+    # A problem with a prompt of the train split.
+    text, columns = generator(rng, 1)
+    while held_out(text):
+        text, columns = generator(rng, 1)
+    return [{"role": "user", "content": text}], columns
 
 
 def game(rng):
     messages, columns = problem(rng, guess_problem)
     environment, low, high = Guess(), 1, 64
     environment.reset(columns["number"])
-    for _ in range(6):
-        kind = rng.random()
-        guess = (rng.randint(1, 64) if kind < 0.55 else rng.randint(low, high) if kind < 0.85 else
-                 (low + high) // 2)
-        observation, _, done = environment.step(str(guess))
-        messages.append({"role": "assistant", "content": str(guess)})
-        if done:
-            break
-        low, high = (max(low, guess + 1), high) if observation == "higher" else (low, min(high, guess - 1))
+    talks, near = rng.choice([0, 1, 1, 2, 2, 2, 3, 3]), rng.random() < 0.5
+    for turn in range(6):
+        spread = (high - low) // 4 * near
+        guess = (low + high) // 2 + rng.randint(-spread, spread)
+        text = str(guess) if turn >= talks else rng.choice(["Let me think.", "A number?", "Hm."])
+        messages.append({"role": "assistant", "content": text})
+        observation, _, done = environment.step(text)
+        if done or turn == 5:
+            return None, messages
+        if observation in ("higher", "lower"):
+            low, high = (guess + 1, high) if observation == "higher" else (low, guess - 1)
         messages.append({"role": "user", "content": observation})
-    return None, messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 
 def arithmetic(rng):

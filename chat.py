@@ -85,8 +85,10 @@ class Template:
     def _until_end(self, calls):
         # A question and a turn with calls of these tools: the messages, and the ids to the end of the turn.
         messages = [{"role": "user", "content": "?"}, turn_of(calls)]
+        begin = len(self._encode(self._render(messages[:1], True)))
         ids = self._encode(self._render(messages, False))
-        ends = [place for place, token in enumerate(ids) if token in self.eos_ids]
+        # The token that begins a question may be one of them.
+        ends = [place for place in range(begin, len(ids)) if ids[place] in self.eos_ids]
         if not ends:
             tokens = self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))
             raise ValueError(f"the chat template ends a turn with none of the tokens that end a completion, "

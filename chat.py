@@ -23,7 +23,9 @@ class Template:
     def __init__(self, tokenizer, eos_ids, tools):
         self.tokenizer, self.eos_ids, self.tools = tokenizer, set(eos_ids), tools
         self.names = [tool["function"]["name"] for tool in tools or ()]
-        self.control = sorted((one for one in tokenizer.get_added_vocab() if len(one) > 1), key=len)[::-1]
+        # Tokenizers also add runs of spaces and line ends, which control nothing.
+        added = tokenizer.get_added_vocab()
+        self.control = sorted((one for one in added if len(one.strip()) > 1), key=len)[::-1]
 
     def opening(self, messages):
         """The ids of the messages before the first turn."""
@@ -50,7 +52,9 @@ class Template:
     def defused(self, text):
         """The text with a CUT inside everything in it that reads like a control token."""
         for token in self.control:
-            text = text.replace(token, token[:len(token) // 2] + CUT + token[len(token) // 2:])
+            # Two that overlap take two rounds.
+            while token in text:
+                text = text.replace(token, token[:len(token) // 2] + CUT + token[len(token) // 2:])
         return text.encode(errors="replace").decode()
 
     def check(self, messages):

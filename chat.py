@@ -84,6 +84,9 @@ class Template:
                 raise ValueError("the chat template writes the same reply in different ways: " + parted(
                     self.tokenizer.decode(inserted), replied[len(said):]))
             talk, opened = [*talk, turn, reply], replied
+        # The policy may make several calls at once, and make up a tool.
+        for names in (self.names[:1] * 2, ["unknown"]) if self.tools else ():
+            self.between(turn_of(names), [reply] * len(names))
 
     @functools.lru_cache(maxsize=64)
     def _until_end(self, calls):

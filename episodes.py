@@ -88,21 +88,21 @@ class Player:
             return
         self.template.check(self._messages(prompts[0].row["prompt"]))
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
-        try:
-            for prompt in prompts:
-                counts = {"calls": 0, "failures": 0}
-                episode, value, error, turn = self._episode(prompt, 0, (), counts), None, None, 0
+        for prompt in prompts:
+            counts = {"calls": 0, "failures": 0}
+            episode, value, error, turn = self._episode(prompt, 0, (), counts), None, None, 0
+            try:
                 while turn < 2:
                     wish = episode.throw(error) if error else episode.send(value)
                     if isinstance(wish, Request):
                         value, error, turn = Answer(0, ids, [0.0] * len(ids), "stop"), None, turn + 1
                     else:
                         value, error, _ = outcome(wish, self.settings.environment_timeout)
-        except RuntimeError as error:
-            raise ValueError(error) from error
-        except StopIteration as end:
-            if end.value.finish_reason in ("error", "timeout"):
-                raise ValueError(counts["problem"]) from None
+            except RuntimeError as error:
+                raise ValueError(error) from error
+            except StopIteration as end:
+                if end.value.finish_reason in ("error", "timeout"):
+                    raise ValueError(counts["problem"]) from None
 
     # ------------------------------------------------------------ all episodes
 

@@ -58,7 +58,9 @@ class Player:
         environment, error, _ = outcome(self.make, s.environment_timeout)
         if error:
             raise ValueError(f"environment={s.environment}: {self.name}() {self._told(error)}")
-        methods = {name: method for name, method in inspect.getmembers(environment, callable)
+        # Those of the class, as in TRL: what an object holds is no tool, and a property may need a reset.
+        methods = {name: getattr(environment, name)
+                   for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
                    if not name.startswith("_")}
         if "reset" not in methods:
             raise ValueError(f"environment={s.environment} has no method reset; it has "

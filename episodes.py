@@ -270,6 +270,8 @@ class Player:
         for number, one in enumerate(found):
             name, arguments, problem = "unknown", {}, ""
             try:
+                if isinstance(one, Exception):
+                    raise one
                 one = json.loads(one) if isinstance(one, str) else one
                 name, arguments = one["name"], one.get("arguments") or {}
                 arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -277,7 +279,7 @@ class Player:
                     problem = f"there is no tool {name}; there are {', '.join(self.template.names)}"
                 elif not isinstance(arguments, dict):
                     problem = "the arguments have to be an object"
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except Exception as error:
                 problem = f"this is no call of a tool: {error!r}"
             function = {"name": str(name), "arguments": arguments}
             calls.append(({"id": call_id(number), "type": "function", "function": function}, problem))

@@ -182,7 +182,7 @@ class Player:
             rewards.append(0.0)
             if environment is None:
                 ended = answer.finish_reason
-                break
+                continue
             cut, done, reply = answer.finish_reason == "length", True, []
             try:
                 if self.has_step:

@@ -8,3 +8,5 @@ task = "arithmetic"
 environment = "environments/calculator.py:Calculator"
 max_prompt_length = 96
 max_completion_length = 192
+max_steps = 20
+learning_rate = 4e-4

@@ -13,3 +13,5 @@ eval_samples = 16
 max_turns = 6
 max_prompt_length = 96
 max_completion_length = 192
+max_steps = 40
+learning_rate = 4e-4

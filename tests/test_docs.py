@@ -36,6 +36,23 @@ def run(folder, *command):
     return result.stdout
 
 
+def test_a_gymnasium_environment_plays(copy):
+    """The block of docs/episodes.md, with a model that knows nothing of lakes."""
+    (block,) = [block for page, _, block in BLOCKS if "import gymnasium" in block]
+    (copy / "lake.py").write_text(block)
+    rows = [{"prompt": [{"role": "user", "content": f"Lake {i}: 0 to 3?"}], "seed": i} for i in range(32)]
+    (copy / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tiny = [one for one in TINY if not one.startswith("--max_completion")] + ["--max_completion_length=96"]
+    run(copy, sys.executable, "train_grpo.py", *tiny, "--environment=lake.py:FrozenLake", "--task=file",
+        "--train_file=rows.jsonl", "--out_dir=run")
+    with open(copy / "run" / "samples.jsonl") as file:
+        talk = json.loads(file.readline())["completion"]
+    with open(copy / "run" / "metrics.jsonl") as file:
+        metrics = json.loads(file.readline())
+    assert talk[1]["role"] == "user" and talk[1]["content"].startswith("You are at ")
+    assert metrics["episodes/turns"] > 1 and metrics["episodes/ended/error"] == 0
+
+
 def added_name(diff):
     """The name under which a diff's addition is asked for: the last new key of a dict in it."""
     return re.findall(r'"(\w+)": \w+', "".join(re.findall(r"^\+.*$", diff, re.M)))[-1]

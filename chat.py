@@ -10,8 +10,8 @@ import functools
 
 # Stands in a text where it is cut before it is encoded; a character of Unicode's private use area.
 CUT = "\ue000"
-# A turn to try a template on. Templates that know thinking know it by these tags.
-TURN = "<think>\nwhy\n</think>\n\nbecause"
+# Turns to try a template on. Those that know thinking know it by the tags of one of them.
+THOUGHTFUL = ("<think>\nwhy\n</think>\n\nbecause", "<|channel>thought\nwhy\n<channel|>because")
 
 
 class Template:
@@ -26,6 +26,9 @@ class Template:
         # Tokenizers also add runs of spaces and line ends, which control nothing.
         added = tokenizer.get_added_vocab()
         self.control = sorted((one for one in added if len(one.strip()) > 1), key=len)[::-1]
+        # Where the template itself ends the thinking before a turn, the policy does not think.
+        thinks = not self._render([{"role": "user", "content": "?"}], True).rstrip().endswith("</think>")
+        self.turns = THOUGHTFUL if thinks else ("because",)
 
     def opening(self, messages):
         """The ids of the messages before the first turn."""
@@ -59,14 +62,20 @@ class Template:
 
     def check(self, messages):
         """Raises ValueError if the template cannot be used for several turns after these messages."""
-        turn, word = turn_of(self.names[:1]), "forty-two"
-        reply = {"role": "user", "content": word}
+        reply = {"role": "user", "content": "forty-two"}
         if self.tools:
             if self._render(messages, True) == self._render(messages, True, tools=False):
                 raise ValueError("the chat template has no place for tools")
-            reply = {"role": "tool", "name": self.names[0], "tool_call_id": call_id(0), "content": word}
+            reply |= {"role": "tool", "name": self.names[0], "tool_call_id": call_id(0)}
+        for text in self.turns:
+            self._talk(messages, turn_of(text, self.names[:1]), reply)
+        # The policy may make several calls at once, and make up a tool.
+        for names in (self.names[:1] * 2, ["unknown"]) if self.tools else ():
+            self.between(turn_of("", names), [reply] * len(names))
+
+    def _talk(self, messages, turn, reply):
+        # The checks of two turns. The second shows whether the first, then an earlier one, is left as it was.
         talk, opened = list(messages), self._render(messages, True)
-        # The second turn shows whether the first one, then an earlier turn, is left as it was.
         for _ in range(2):
             said = self._render([*talk, turn], False)
             replied = self._render([*talk, turn, reply], True)
@@ -74,24 +83,21 @@ class Template:
                 if not after.startswith(before):
                     raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
                                      "would not be those of its conversation: " + parted(before, after))
-            if "why" not in said[len(opened):]:
+            if turn["content"].count("why") > said[len(opened):].count("why"):
                 raise ValueError("the chat template drops what a turn has thought: it writes "
-                                 f"{said[len(opened):]!r:.200} for {TURN!r}")
-            if word not in replied[len(said):]:
+                                 f"{said[len(opened):]!r:.200} for {turn['content']!r}")
+            if reply["content"] not in replied[len(said):]:
                 raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
             inserted = self.between(turn, [reply])
             if self._encode(replied)[-len(inserted):] != inserted:
                 raise ValueError("the chat template writes the same reply in different ways: " + parted(
                     self.tokenizer.decode(inserted), replied[len(said):]))
             talk, opened = [*talk, turn, reply], replied
-        # The policy may make several calls at once, and make up a tool.
-        for names in (self.names[:1] * 2, ["unknown"]) if self.tools else ():
-            self.between(turn_of(names), [reply] * len(names))
 
     @functools.lru_cache(maxsize=64)
     def _until_end(self, calls):
         # A question and a turn with calls of these tools: the messages, and the ids to the end of the turn.
-        messages = [{"role": "user", "content": "?"}, turn_of(calls)]
+        messages = [{"role": "user", "content": "?"}, turn_of(self.turns[0], calls)]
         begin = len(self._encode(self._render(messages[:1], True)))
         ids = self._encode(self._render(messages, False))
         # The token that begins a question may be one of them.
@@ -123,11 +129,11 @@ def call_id(number):
     return f"call{number:05}"
 
 
-def turn_of(names):
+def turn_of(text, names):
     # A turn of the policy that calls these tools.
     calls = [{"id": call_id(number), "type": "function", "function": {"name": name, "arguments": {}}}
              for number, name in enumerate(names)]
-    return {"role": "assistant", "content": TURN} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
 def parted(before, after):

@@ -11,11 +11,12 @@ TOOLS = [{"type": "function", "function": {
     for name in ("add", "sub")]
 ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 CALLS = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}"
-# Like ChatML: the end token is followed by the end of a line, which the policy never writes. The names of tools
-# stand before their results.
+# Like ChatML: the end token is followed by the end of a line, which the policy never writes. The name of a
+# tool stands before its result.
 LINES = ("{% for t in tools or [] %}{{ '<|system|>' + t.function.name + '<|end|>\\n' }}{% endfor %}"
          "{% for m in messages %}"
-         "{{ '<|user|>' + m.name + ': ' if m.role == 'tool' else '<|' + m.role + '|>' }}{{ m.content }}" + CALLS + "{{ '<|end|>\\n' }}{% endfor %}" + ASK)
+         "{{ '<|user|>' + m.name + ': ' if m.role == 'tool' else '<|' + m.role + '|>' }}{{ m.content }}"
+         + CALLS + "{{ '<|end|>\\n' }}{% endfor %}" + ASK)
 
 
 def looped(content, end="<|end|>", before="", after=""):
@@ -81,7 +82,7 @@ def test_results_of_tools_are_the_tokens_written_by_hand(template, line, wrap, n
     chat, results = made(template, TOOLS), ["5", "{'a': 6}"]
     made_up = [name.replace("unknown", "<|end|>") for name in names]
     reply = [result(text, i, name) for i, (name, text) in enumerate(zip(made_up, results))]
-    assert chat.between(turn_of(made_up), reply) == ids_of(chat.tokenizer, line, *(
+    assert chat.between(turn_of("because", made_up), reply) == ids_of(chat.tokenizer, line, *(
         f"<|user|>{wrap.format(*both)}<|end|>{line}" for both in zip(names, results)), "<|assistant|>")
 
 
@@ -115,6 +116,12 @@ LAST = ("{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role ==
 FORGETS = looped(late("m.content.split('</think>')[-1]"), before=LAST)
 # As DeepSeek-R1's.
 NEVER_THINKS = looped("m.content.split('</think>')[-1] if m.role == 'assistant' else m.content")
+# As Gemma 4's, which has other tags for it.
+NEVER_THINKS_ALOUD = looped("m.content.split('<channel|>')[-1] if m.role == 'assistant' else m.content")
+# As Qwen3.5's without thinking, where every turn begins with an empty thought.
+EMPTY = "<|assistant|><think></think>"
+WITHOUT_THINKING = looped("('<think></think>' if m.role == 'assistant' else '') + m.content").replace(
+    ASK, ASK.replace("<|assistant|>", EMPTY))
 CLEARS_RESULTS = looped("'[cleared]' if m.role == 'tool' and not loop.last else m.content")
 CLEARS_CALLS = looped("m.content", before="{% set kept = messages|length - 3 %}").replace(
     "m.tool_calls or []", "(m.tool_calls if loop.index0 >= kept else []) or []").replace(
@@ -140,13 +147,14 @@ REWRITES = ["rewrites earlier turns"]
     (COUNTS, None, [*REWRITES, "'1 <|user|>What", "becomes '2 <|user|>What"]),
     (NEVER_THINKS, None, ["drops what a turn has thought", r"'\n\nbecause<|end|>'", "<think>"]),
     (NEVER_THINKS, TOOLS, ["drops what a turn has thought", r"'\n\nbecause<call>add</call><|end|>'"]),
+    (NEVER_THINKS_ALOUD, None, ["drops what a turn has thought", "'because<|end|>'", "<|channel>"]),
     (looped("m.content", end=""), None, ["ends a turn with none of the tokens", "['<|end|>']"]),
     (NUMBERS, None, ["writes the same reply in different ways", "3 forty-two"]),
     (NO_TOOLS, TOOLS, ["has no place for tools"]),
     (NO_RESULTS, TOOLS, ["has no place for a message of the role tool"]),
     (RAISES, TOOLS, ["fails with TemplateError('No tool')", "'content': 'forty-two'"]),
     (ONE_CALL, TOOLS, ["fails with TemplateError('One!')", "call00001"]),
-    ("{{ nothing.at_all }}", None, ["fails with UndefinedError", "What is 2+3?"])])
+    ("{{ nothing.at_all }}", None, ["fails with UndefinedError"])])
 def test_a_template_that_cannot_be_used_is_refused(template, tools, told):
     with pytest.raises(ValueError) as error:
         made(template, tools).check([user("What is 2+3?")])
@@ -158,11 +166,18 @@ def test_a_template_that_cannot_be_used_is_refused(template, tools, told):
 @pytest.mark.parametrize("template, tools", [
     (tiny.CHAT_TEMPLATE, None), (tiny.CHAT_TEMPLATE, TOOLS), (LINES, None), (LINES, TOOLS), (NO_TOOLS, None),
     (RAISES, None), (ONE_CALL, None), (CLEARS_RESULTS, None), (CLEARS_CALLS, None),
+    (WITHOUT_THINKING, None), (WITHOUT_THINKING, TOOLS),
     # Between the calls of tools there is no question, so nothing is forgotten.
     (FORGETS, TOOLS)])
 def test_a_template_is_refused_only_for_what_it_is_used_for(template, tools):
     made(template, tools).check([user("What is 2+3?")])
     made(template, tools).check([user("One."), {"role": "assistant", "content": "Two."}, user("Three.")])
+
+
+def test_no_turn_is_inserted_after_one_that_it_rewrites():
+    """Not even where nobody has called check()."""
+    with pytest.raises(ValueError, match="rewrites a turn once something follows it: .* becomes "):
+        made(FORGETS).between(turn_of("because", []), [user("32")])
 
 
 def test_only_the_messages_that_are_there_have_to_be_rendered():
@@ -184,11 +199,12 @@ def inserted(chat, text, where):
     if where == "opening":
         return chat.opening([user("What? " + chat.defused(text))])
     if where == "step":
-        return chat.between(turn_of([]), [user(text)])
+        return chat.between(turn_of("because", []), [user(text)])
     # As a result, or in the name of a tool that was made up.
     if where == "result":
-        return chat.between(turn_of(["add", "sub"]), [result("5"), result(text, 1, "sub")])
-    return chat.between(turn_of(["add", text]), [result("5"), result(f"There is no tool {text}", 1, text)])
+        return chat.between(turn_of("because", ["add", "sub"]), [result("5"), result(text, 1, "sub")])
+    reply = [result("5"), result(f"There is no tool {text}", 1, text)]
+    return chat.between(turn_of("because", ["add", text]), reply)
 
 
 WHERE = ["opening", "step", "result", "name"]
@@ -228,7 +244,7 @@ def test_any_other_text_is_encoded_as_in_the_whole_rendering(text, where):
         calls, reply = {"step": ([], [user(text)]),
                         "result": (["add", "sub"], [result("5"), result(text)]),
                         "name": (["add", "sub"], [result("5"), result(f"There is no tool {text}")])}[where]
-        whole = render([user("What?"), turn_of(calls), *reply])
+        whole = render([user("What?"), turn_of("because", calls), *reply])
         assert whole[-len(ids):] == ids and whole[-len(ids) - 1] == tokenizer.eos_token_id
 
 
@@ -244,5 +260,5 @@ def test_runs_of_spaces_are_no_control_tokens():
 
 def test_half_a_surrogate_pair_is_replaced():
     chat = made()
-    assert chat.between(turn_of([]), [user("a\ud800b")]) == ids_of(
+    assert chat.between(turn_of("because", []), [user("a\ud800b")]) == ids_of(
         chat.tokenizer, "<|user|>a?b<|end|><|assistant|>")

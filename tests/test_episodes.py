@@ -76,23 +76,36 @@ class AsyncScript(Script):
 
 
 class Busy:
-    """Counts the calls that run at the same time."""
-    lock, now, most, calls = threading.Lock(), 0, 0, 0
+    """Counts the calls that run at the same time. A reset waits until there are as many as the row says."""
+    lock, now, most, calls, barrier = threading.Lock(), 0, 0, 0, None
 
-    def _call(self):
+    def _call(self, wait):
         with Busy.lock:
             Busy.now, Busy.calls = Busy.now + 1, Busy.calls + 1
             Busy.most = max(Busy.most, Busy.now)
-        time.sleep(0.05)
+        wait()
         with Busy.lock:
             Busy.now -= 1
 
-    def reset(self, **row):
-        self._call()
+    def reset(self, together, **row):
+        with Busy.lock:
+            Busy.barrier = Busy.barrier or threading.Barrier(together)
+        self._call(lambda: Busy.barrier.wait(9))
 
     def step(self, text):
-        self._call()
+        self._call(lambda: time.sleep(0.05))
         return "on", 0.0, False
+
+
+class Waits:
+    """The first episode's answer comes after the second one's."""
+    other = threading.Event()
+
+    def reset(self, first, **row):
+        self.first = first
+
+    def step(self, text):
+        return None, float(Waits.other.wait(9) if self.first else Waits.other.set() or 1), True
 
 
 class Counter:
@@ -167,8 +180,10 @@ def hf(folder):
 class Says(rollout.Engine):
     """An engine whose policy says what is written: for each episode, one text per turn.
 
-    A text without an end token is cut off, and so is what is longer than max_tokens.
+    A text without an end token is cut off, and so is what is longer than max_tokens. at_once: how many are
+    answered in a step.
     """
+    at_once = None
 
     def __init__(self, *texts):
         self.texts = [[TOKENIZER(text).input_ids for text in turns] for turns in texts]
@@ -178,7 +193,7 @@ class Says(rollout.Engine):
         self.added.append(request)
 
     def step(self):
-        requests, self.added = self.added, []
+        requests, self.added = self.added[:self.at_once], self.added[len(self.added[:self.at_once]):]
         self.asked += requests
         answers = []
         for request in requests:
@@ -318,11 +333,13 @@ def test_what_reset_returns_is_added_to_the_last_message(games):
         for system in ("", "Play."):
             plays = player(games, "Script", system_prompt=system)
             prompts = prompts_for([kept | {"opening": opening}], system_prompt=system)
-            (r,) = plays.play(Says(*said), prompts, 1, [0], 1.0)
+            engine = Says(*said)
+            (r,) = plays.play(engine, prompts, 1, [0], 1.0)
             assert parts_of(r)[0] == "<|system|>Play.<|end|>" * bool(system) + (
                 f"<|user|>A<|end|><|assistant|>B<|end|><|user|>{text}<|end|><|assistant|>")
             # max_completion_length counts what follows it.
             assert len(r.prompt_ids) == len(prompts[0].ids) + 2 * bool(opening)
+            assert engine.asked[0].max_tokens == 120
             assert r.row == kept | {"opening": opening}
 
 
@@ -373,14 +390,14 @@ def test_max_completion_length_counts_turns_and_what_is_inserted(games, length, 
 @pytest.mark.parametrize("name", ["Script", "AsyncScript"])
 def test_a_call_that_hangs_ends_its_episode_alone(games, name, workers):
     rows = [{"replies": [ON, ON, LAST]}, {"replies": [ON, "hang"]}, {"replies": [ON, LAST]}]
-    rollouts = played(games, name, rows, [["a<|end|>"] * 3] * 3, environment_timeout=0.7,
+    rollouts = played(games, name, rows, [["a<|end|>"] * 3] * 3, environment_timeout=1.0,
                       environment_workers=workers)
     assert [r.finish_reason for r in rollouts] == ["stop", "timeout", "stop"]
     # What it had earned before counts.
     assert [r.rewards.tolist() for r in rollouts] == [[0.5, 0.5, 2.0], [0.5, 0.0], [0.5, 2.0]]
-    assert ("Script: it took more than environment_timeout=0.7 seconds in turn 2; the row is {"
+    assert ("Script: it took more than environment_timeout=1 seconds in turn 2; the row is {"
             in rollouts[1].counts["problem"])
-    assert rollouts[1].counts["seconds"] >= 0.7 > rollouts[0].counts["seconds"]
+    assert rollouts[1].counts["seconds"] >= 1.0
 
 
 def test_a_timeout_of_its_own_is_an_error_and_ctrl_c_is_none():
@@ -512,6 +529,7 @@ def test_an_episode_with_tools_is_rewarded_however_it_ends(games, texts, setting
 
 # Such a description of what the model writes comes with a tokenizer.
 PARSED = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>", "fields": {
+    "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
     "tool_calls": {"open_pattern": r"CALL (?P<name>\w+) ", "close_pattern": r";\s*", "repeats": True,
                    "content": "json", "transform": {"type": "function", "function": {
                        "name": "{name}", "arguments": "{content}"}}},
@@ -532,6 +550,17 @@ def test_calls_in_the_form_that_the_tokenizer_describes(games):
     # Another form is no call.
     assert r.finish_reason == "stop" and r.rewards.tolist() == [0.0, 0.0, 3.0]
     assert (r.counts["calls"], r.counts["failures"]) == (3, 1)
+
+
+def test_a_call_in_a_thought_that_the_prompt_has_begun_is_none(games):
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.response_template = PARSED
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("'<|assistant|>'", "'<|assistant|><think>'")
+    plays = player(games, "Counter", tokenizer)
+    texts = ['CALL add {"amount": 3}; is how.</think>CALL add {"amount": 4};<|end|>', "</think>Done.<|end|>"]
+    prompts = prompts_for([{}], plays.tools, tokenizer)
+    (r,) = plays.play(Says(texts), prompts, 1, [0], 1.0)
+    assert r.rewards.tolist() == [0.0, 4.0] and parts_of(r)[2].endswith("<|assistant|><think>")
 
 
 # ---------------------------------------------------------------- texts that look like control tokens
@@ -572,17 +601,26 @@ def test_threads_change_nothing_but_the_order(hf, games):
 
 
 @pytest.mark.parametrize("workers", [0, 4])
-def test_calls_of_different_episodes_run_at_the_same_time(hf, games, workers):
-    plays = player(games, "Busy", eos_ids=ENDS, environment_workers=workers, max_turns=2,
-                   max_completion_length=200)
-    count = 16 if workers else 2
-    plays.play(hf, prompts_for([{}]), count, [5], 1.0)
+def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
+    """As many as there are threads, and never more."""
+    plays, count = player(games, "Busy", environment_workers=workers), 16 if workers else 2
+    rollouts = plays.play(Says(*[["a<|end|>"] * 3] * count), prompts_for([{"together": workers or 1}]), count,
+                          [5], 1.0)
     busy = plays.make
-    assert busy.most == max(1, workers) and busy.now == 0 and 2 * count <= busy.calls <= 3 * count
+    assert busy.most == (workers or 1) and busy.now == 0 and busy.calls == 4 * count
+    assert {r.finish_reason for r in rollouts} == {"turns"}
+
+
+def test_the_engine_goes_on_while_an_environment_works(games):
+    engine = Says(["a<|end|>"], ["b<|end|>"])
+    engine.at_once = 1
+    rollouts = player(games, "Waits", environment_workers=2).play(
+        engine, prompts_for([{"first": True}, {"first": False}]), 1, [0, 0], 1.0)
+    assert [r.rewards.tolist() for r in rollouts] == [[1.0], [1.0]]
 
 
 def test_a_thread_that_hangs_leaves_the_others_theirs():
-    threads, release = episodes.Threads(2, 0.2), threading.Event()
+    threads, release = episodes.Threads(2, 1.0), threading.Event()
     for name, function in enumerate([lambda: release.wait(60), lambda: 1, lambda: 2 / 0, lambda: 3]):
         threads.start(name, function)
     results = {}

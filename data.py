@@ -2,7 +2,7 @@
 
 A row is a dict. Its `prompt` is a string or a list of chat messages, and the reward gets every other column.
 
-    load_rows      the rows of a task: algebra and countdown are generated, gsm8k is fetched, file is your own
+    load_rows      the rows of a task: most are generated, gsm8k is fetched, file is your own
     encode_rows    rows with their prompts as token ids
     load_prompts   a run's training rows, of which Prompts.draw encodes what a step uses, and held-out prompts
     next_rows      which rows come next in the endless sequence of epochs
@@ -28,8 +28,8 @@ from problems import GENERATORS
 def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file=""):
     """Returns the rows of a task's split, "train" or "eval".
 
-    algebra and countdown generate `count` distinct problems; count 0 stands for 4,096 of "train" and 128 of
-    "eval", or all that the task has if it has fewer. gsm8k and file give their first `count` rows, or all of
+    The tasks of problems.py generate `count` distinct problems; count 0 stands for 4,096 of "train" and 128
+    of "eval", or all that the task has if it has fewer. gsm8k and file give their first `count` rows, or all of
     them for 0. Without an eval_file task file sets one in eight prompts of train_file aside: their rows are
     "eval", the others "train". Raises ValueError if there are no such rows, or fewer distinct problems than
     `count`; a message about a row of a file begins with file:line.

@@ -378,7 +378,7 @@ class Scorer:
         if self.reward:
             scores, parts, timeouts = score(self.reward, rows, completions, s.reward_timeout,
                                             s.reward_step_timeout or math.inf)
-        # By turns, what the environment gave.
+        # What the environment gave at each turn.
         given = [rollout.rewards.astype(float) if self.environment else np.zeros(len(rollout.spans))
                  for rollout in rollouts]
         if self.environment:

@@ -7,11 +7,11 @@ attributes name, weight_names and allocated.
     load_weights(named_tensors)     later steps use them
     close()
 
-generate() of both is these in a loop; episodes.py adds requests while others are still being answered.
+generate() calls these in a loop; episodes.py adds requests while others are still being answered.
 
 Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in
 nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each request
-has a seed of its own, so a run repeats whatever else is in the batch.
+has a seed of its own, so a run repeats no matter what else is in the batch.
 """
 import contextlib
 import glob

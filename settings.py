@@ -17,7 +17,7 @@ reward_weight = 1.0             # weight of the reward where there is a reward m
 # episodes: docs/episodes.md
 environment = ""                # file.py:Class; empty: an answer is one turn and nothing answers it
 max_turns = 8                   # of an episode; max_completion_length counts all of them and what is inserted
-environment_workers = 0         # threads for the environments; 0: none, which alone repeats bit for bit
+environment_workers = 0         # threads for environments; 0: none, and only then a run repeats bit for bit
 environment_timeout = 10.0      # seconds for one call of an environment; 0: no limit
 # engine
 vllm_gpu_memory_utilization = 0.4  # share of the GPU's memory that vLLM may take while it is awake

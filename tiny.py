@@ -128,7 +128,7 @@ def batches(rows, harder_rows, tokenizer, rng):
 
 
 def conversation_batches(tokenizer, rng):
-    """Yields the same of conversations, in which the assistant's part is learned."""
+    """Yields batches like those above, made of conversations; only the assistant's messages are learned."""
     make = load_from(transcripts, "transcripts", "function")
 
     @functools.cache

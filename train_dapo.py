@@ -253,7 +253,8 @@ for step in range(run.first_step, max_steps + 1):
     lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
     left_out = (stds[kept] == 0).repeat_interleave(G).to(device) & filter_groups        # [N]           DAPO
     if overlong_buffer:                                                                 # DAPO
-        scores = scores + overlong_penalty * losses.overlong_penalty(lengths, max_completion_length,
+        behind = torch.tensor([len(r.ids) - len(r.prompt_ids) for r in rollouts], device=device)
+        scores = scores + overlong_penalty * losses.overlong_penalty(behind, max_completion_length,
                                                                      overlong_buffer)
     if kl_coef > 0 and kl_in == "reward":
         total_kl = kl_to_reference(rollouts)                                            # [N]

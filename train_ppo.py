@@ -221,7 +221,7 @@ for step in range(run.first_step, max_steps + 1):
         old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
         lens = lengths[all_shares].tolist()
         kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
-        # A turn's reward is that of its last token. A single answer is one turn, and its score is the reward.
+        # A turn's reward is given at its last token. A single answer is one turn, its score the reward.
         turns = [end - start for s in all_shares for start, end in rollouts[s].spans.tolist()]
         turn_reward = flat({s: torch.from_numpy(rollouts[s].rewards).to(device) for s in all_shares})
         token_reward = losses.token_rewards(turn_reward, kl, run.state["kl_coef"], turns)           # [C]

@@ -1,8 +1,8 @@
 """A game of several turns: the model has to find a number from 1 to 64 in six guesses, and is told higher or
 lower. docs/episodes.md has the results.
 
-The model has seen games in which most guesses were any number. In the held-out games both the number and the
-order of the sentences in the prompt are new.
+The model has seen games whose player talks before it plays, or guesses only near the middle of what is left.
+In the held-out games the order of the sentences in the prompt is new, and GRPO has not met the numbers.
 """
 model = "tiny_episodes"
 task = "guess"

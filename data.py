@@ -31,8 +31,8 @@ def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file
     The tasks of problems.py generate `count` distinct problems; count 0 stands for 4,096 of "train" and 128
     of "eval", or all that the task has if it has fewer. gsm8k and file give their first `count` rows, or all
     of them for 0. Without an eval_file task file sets one in eight prompts of train_file aside: their rows
-    are "eval", the others "train". Raises ValueError if there are no such rows, or fewer distinct problems than
-    `count`; a message about a row of a file begins with file:line.
+    are "eval", the others "train". Raises ValueError if there are no such rows, or fewer distinct problems
+    than `count`; a message about a row of a file begins with file:line.
     """
     return [row for _, row in named_rows(task, split, count, seed, difficulty, train_file, eval_file)]
 

@@ -1,6 +1,7 @@
 """
 Conversations that the small model of config/guess.py and config/calculator.py has read: games of
-guess_number.py and arithmetic with calculator.py, seldom played well. config/episodes_base.py names this file.
+guess_number.py and arithmetic with calculator.py, seldom played well. tiny.py reads them by
+config/episodes_base.py.
 
 In most games the player talks before it plays, and in many it guesses only near the middle of the numbers
 that are left. In arithmetic it mostly answers without the tool, which is wrong. GRPO has to find out what

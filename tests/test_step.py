@@ -18,13 +18,10 @@ STILL = [*REAL[:-1], "--learning_rate=1e-9", "--max_steps=2"]
 # An engine that reports other logprobs than it samples from.
 SHIFTED = """
 import runpy, sys, rollout
-generate = rollout.HFEngine.generate
-def shifted(self, *arguments):
-    rollouts = generate(self, *arguments)
-    for r in rollouts:
-        r.logprobs += 0.05
-    return rollouts
-rollout.HFEngine.generate = shifted
+step = rollout.HFEngine.step
+def shifted(self):
+    return [answer._replace(logprobs=[x + 0.05 for x in answer.logprobs]) for answer in step(self)]
+rollout.HFEngine.step = shifted
 del sys.argv[0]
 runpy.run_path("train_grpo.py", run_name="__main__")
 """

@@ -28,8 +28,10 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
+import torch.distributed as dist
 from transformers.utils import get_json_schema
 
+import ranks
 from chat import Template, call_id
 from rewards import TimeUp, accepted, limited, load_from, shown
 from rollout import Answer, Request, Rollout
@@ -113,10 +115,18 @@ class Player:
 
         finish_reason is stop or length, and with an environment also turns (there were max_turns), timeout,
         or error (the environment raised, and the episode gets no score). Raises RuntimeError if a reset
-        fails, if an environment returns what it must not, or if all episodes end by errors.
+        fails, if an environment returns what it must not, or if all episodes, on all ranks, end by errors.
         """
         jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
-        return engine.serve(jobs, lambda jobs: self._play(engine, jobs, (temperature, top_p, top_k)))
+        rollouts = engine.serve(jobs, lambda jobs: self._play(engine, jobs, (temperature, top_p, top_k)))
+        if self.make:
+            problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
+            counts = [len(problems), len(rollouts)]
+            failed, played = ranks.total(counts) if dist.is_initialized() else counts
+            # A rank that has played none leaves this to the others.
+            if problems and failed == played:
+                raise RuntimeError(f"all {played:.0f} episodes ended by errors; the first: {problems[0]}")
+        return rollouts
 
     def _play(self, engine, jobs, sampling):
         s, rollouts, asked = self.settings, {}, 0           # asked: Requests that wait for an Answer
@@ -152,8 +162,6 @@ class Player:
             for i, value, error, seconds in threads.finished(wait=not asked) if threads else ():
                 counts[i]["seconds"] += seconds
                 go_on(i, value, error)
-        if rollouts and all(r.finish_reason == "error" for r in rollouts.values()):
-            raise RuntimeError(f"all {len(jobs)} episodes ended by errors; the first: {counts[0]['problem']}")
         return [rollouts[i] for i in range(len(jobs))]
 
     # ------------------------------------------------------------ one episode

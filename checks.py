@@ -60,7 +60,7 @@ def check_run(settings, world_size):
           f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size} does not divide {world_size} ranks")
     check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
-    check(not 0 < s.timeout <= s.environment_timeout,
+    check(not (s.environment and 0 < s.timeout <= s.environment_timeout),
           f"timeout={s.timeout}: not above environment_timeout={s.environment_timeout}")
     check(s.reward != "none" or s.reward_model or s.environment,
           "reward=none needs a reward_model or an environment")

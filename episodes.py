@@ -33,6 +33,7 @@ from transformers.utils import get_json_schema
 
 import ranks
 from chat import Template, call_id
+from console import one_line
 from rewards import TimeUp, accepted, limited, load_from, shown
 from rollout import Answer, Request, Rollout
 
@@ -258,7 +259,7 @@ class Player:
 
     def _told(self, error):
         return (f"took more than environment_timeout={self.settings.environment_timeout:g} seconds"
-                if isinstance(error, TimeUp) else f"raised {shown(error.__cause__)}")
+                if isinstance(error, TimeUp) else f"raised {one_line(shown(error.__cause__))}")
 
     # ------------------------------------------------------------ tools
 

@@ -10,7 +10,7 @@ import functools
 
 # Stands in a text where it is cut before it is encoded; a character of Unicode's private use area.
 CUT = "\ue000"
-# Turns to try a template on. Those that know thinking know it by the tags of one of them.
+# Turns to try a template on. Templates that know thinking know it by the tags in one of these.
 THOUGHTFUL = ("<think>\nwhy\n</think>\n\nbecause", "<|channel>thought\nwhy\n<channel|>because")
 
 
@@ -35,9 +35,9 @@ class Template:
         return self._encode(self._render(messages, True))
 
     def between(self, turn, reply):
-        """The ids from the end token of a turn to the beginning of the next; reply: the messages between.
+        """The ids after the end token of a turn, up to where the next turn begins.
 
-        Of the turn, a message, only the number of its tool calls counts, and their names.
+        turn: a message, of which only the names of its tool calls matter. reply: the messages that follow it.
         """
         calls = [call["function"]["name"] for call in turn.get("tool_calls", [])]
         # The policy may have made up a name, and with it a control token.
@@ -51,6 +51,12 @@ class Template:
             raise ValueError("the chat template rewrites a turn once something follows it: "
                              + parted(self.tokenizer.decode(before), self.tokenizer.decode(after)))
         return after[len(before):]
+
+    def example(self):
+        """The ids of a question and of a turn that calls the first tool, as the template writes it."""
+        _, ids = self._until_end(tuple(self.names[:1]))
+        begin = len(self.opening([{"role": "user", "content": "?"}]))
+        return ids[:begin], ids[begin:]
 
     def defused(self, text):
         """The text with a CUT inside everything in it that reads like a control token."""
@@ -98,7 +104,7 @@ class Template:
     def _until_end(self, calls):
         # A question and a turn with calls of these tools: the messages, and the ids to the end of the turn.
         messages = [{"role": "user", "content": "?"}, turn_of(self.turns[0], calls)]
-        begin = len(self._encode(self._render(messages[:1], True)))
+        begin = len(self.opening(messages[:1]))
         ids = self._encode(self._render(messages, False))
         # The token that begins a question may be one of them.
         ends = [place for place in range(begin, len(ids)) if ids[place] in self.eos_ids]

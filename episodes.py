@@ -11,7 +11,7 @@ forms. Its methods may be `async def`.
             get_reward()     at the end, if there is such a method
 
 Each episode goes on as soon as it can: its next turn joins those that the engine is working on. Without an
-environment every answer is an episode of one turn, played by the same lines.
+environment every answer is an episode of one turn, played by the same code.
 """
 import asyncio
 import functools
@@ -37,7 +37,7 @@ from console import one_line
 from rewards import TimeUp, accepted, limited, load_from, shown
 from rollout import Answer, Request, Rollout
 
-# A call of a tool in the form that most open models write. One that was cut off is found as well.
+# A call of a tool in the form of Qwen's and many other models. One without its closing tag is found as well.
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -61,7 +61,8 @@ class Player:
         environment, error, _ = outcome(self.make, s.environment_timeout)
         if error:
             raise ValueError(f"environment={s.environment}: {self.name}() {self._told(error)}")
-        # Those of the class, as in TRL: what an object holds is no tool, and a property may need a reset.
+        # Those of the class, as in TRL: an attribute that can be called is no tool, and to read a property
+        # may fail before the first reset.
         methods = {name: getattr(environment, name)
                    for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
                    if not name.startswith("_")}
@@ -92,6 +93,12 @@ class Player:
         if not self.make:
             return
         self.template.check(self._messages(prompts[0].row["prompt"]))
+        if self.tools:
+            before, said = self.template.example()
+            if [call["function"]["name"] for call, _ in self._calls(before, said)] != self.template.names[:1]:
+                raise ValueError(
+                    "the tokenizer has no response_template that reads the calls of its chat template, and "
+                    f"they are not <tool_call>JSON</tool_call>: {self.tokenizer.decode(said)!r:.300}")
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         for prompt in prompts:
             counts = {"calls": 0, "failures": 0}
@@ -105,8 +112,8 @@ class Player:
                         value, error, _ = outcome(wish, self.settings.environment_timeout)
             except RuntimeError as error:
                 raise ValueError(error) from error
-            except StopIteration as end:
-                if end.value.finish_reason in ("error", "timeout"):
+            except StopIteration:
+                if "problem" in counts:
                     raise ValueError(counts["problem"]) from None
 
     # ------------------------------------------------------------ all episodes
@@ -133,10 +140,10 @@ class Player:
         s, rollouts, asked = self.settings, {}, 0           # asked: Requests that wait for an Answer
         counts = [{"calls": 0, "failures": 0, "seconds": 0.0} if self.make else {} for _ in jobs]
         episodes = [self._episode(*job, sampling, count) for job, count in zip(jobs, counts)]
-        threads = Threads(s.environment_workers, s.environment_timeout) if self.make else None
+        threads = Threads(s.environment_workers, s.environment_timeout)
 
         def go_on(i, value=None, error=None):
-            # until episode i has ended, or waits for the engine or for a thread
+            # Runs episode i until it ends, or waits for the engine or for a thread.
             nonlocal asked
             while True:
                 try:
@@ -160,7 +167,7 @@ class Player:
             for answer in engine.step() if asked else ():
                 asked -= 1
                 go_on(answer.name, answer)
-            for i, value, error, seconds in threads.finished(wait=not asked) if threads else ():
+            for i, value, error, seconds in threads.finished(wait=not asked):
                 counts[i]["seconds"] += seconds
                 go_on(i, value, error)
         return [rollouts[i] for i in range(len(jobs))]
@@ -175,7 +182,7 @@ class Player:
             try:
                 environment = yield self.make
                 columns = accepted(environment.reset, deepcopy(row), f"environment {self.name}: reset")
-                ids = self._opening(prompt, (yield functools.partial(environment.reset, **columns)))
+                row, ids = self._opening(prompt, (yield functools.partial(environment.reset, **columns)))
             except (Failed, TimeUp) as error:
                 raise self._broken(f"reset {self._told(error)}", row) from error
         messages, spans, logprobs, rewards, limit = [], [], [], [], len(ids) + s.max_completion_length
@@ -203,7 +210,7 @@ class Player:
                     said |= {"content": CALL.sub("", text).strip(), "tool_calls": [call for call, _ in calls]}
                 ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
                 inserted = [] if ended else self.template.between(said, reply)
-                # What does not fit, with a token that the policy could answer, ends the episode.
+                # If the reply and one token of an answer do not fit, the episode ends.
                 if not ended and len(ids) + len(inserted) >= limit:
                     ended = "length"
                 if not ended:
@@ -227,16 +234,17 @@ class Player:
         return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
 
     def _opening(self, prompt, observation):
-        # The ids of the prompt with what reset returned.
+        # The row and the ids of the prompt, with what reset returned.
         if observation is None:
-            return list(prompt.ids)
+            return prompt.row, list(prompt.ids)
         if not isinstance(observation, str):
             raise self._broken(f"reset returned {shown(observation)}, neither a string nor None", prompt.row)
         ids = self.template.opening(self._messages(prompt.row["prompt"], self.template.defused(observation)))
         if len(ids) > self.settings.max_prompt_length:
             raise self._broken(f"with what reset returned the prompt has {len(ids)} tokens, more than "
                                f"max_prompt_length={self.settings.max_prompt_length}", prompt.row)
-        return ids
+        *earlier, last = prompt.row["prompt"]
+        return prompt.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}, ids
 
     def _checked(self, returned, turn, row):
         # (observation, reward, done), as step has to return them.
@@ -270,8 +278,8 @@ class Player:
                 parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
                 found = [call["function"] for call in parsed.get("tool_calls") or []]
             else:
-                found = CALL.findall(self.tokenizer.decode(
-                    [one for one in sampled if one not in self.eos_ids]))
+                text = self.tokenizer.decode([one for one in sampled if one not in self.eos_ids])
+                found = CALL.findall(text.rpartition("</think>")[2])    # thoughts call nothing
         # A parser may raise anything for text that is not as it expects.
         except Exception as error:
             found = [error]
@@ -310,9 +318,14 @@ class Player:
             except Failed as error:
                 problem = shown(error.__cause__)
             if problem:
-                counts["failures"] += 1
                 result = {"error": problem}
-            reply.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": str(result)})
+            try:
+                result = str(result)
+            # It may be of any kind.
+            except Exception as error:
+                result = problem = shown(error)
+            counts["failures"] += bool(problem)
+            reply.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": result})
         return reply
 
 
@@ -327,8 +340,8 @@ class Failed(Exception):
 def outcome(function, seconds=0):
     """Calls a function of an environment; returns (its value, its error or None, the seconds that it took).
 
-    The error is TimeUp or Failed. seconds: how long it may take, 0: for ever. In a thread this stops an async
-    function alone.
+    The error is TimeUp or Failed. seconds: how long it may take, 0: for ever. In a thread only an async
+    function can be stopped.
     """
     start, value, problem = time.perf_counter(), None, None
     try:
@@ -355,16 +368,25 @@ def event_loop():
     return loop
 
 
-def awaited(coroutine, seconds):
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-    try:
-        return future.result(seconds or None)
-    except TimeoutError:
-        # The coroutine may have raised one of its own.
-        if future.done():
+def awaited(awaitable, seconds):
+    async def guarded():
+        try:
+            return await awaitable, None
+        except asyncio.CancelledError:
             raise
+        # sys.exit would end the loop, and the run would wait for it for ever.
+        except BaseException as error:
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(guarded(), event_loop())
+    try:
+        value, error = future.result(seconds or None)
+    except TimeoutError:
         future.cancel()
         raise TimeUp from None
+    if error:
+        raise error
+    return value
 
 
 class Threads:
@@ -378,7 +400,7 @@ class Threads:
         self.waiting, self.running, self.ended = deque(), {}, queue.SimpleQueue()
 
     def start(self, name, function):
-        """Calls a function as soon as a thread is free. name: of its result."""
+        """Calls a function as soon as a thread is free. name: under which its result is returned."""
         self.waiting.append((name, function))
         self._fill()
 
@@ -386,13 +408,15 @@ class Threads:
         while self.waiting and len(self.running) < self.count:
             name, function = self.waiting.popleft()
             self.running[name] = time.monotonic() + self.timeout
-            work = lambda name, function: self.ended.put((name, *outcome(function, self.seconds)))
-            threading.Thread(target=work, args=(name, function), daemon=True).start()
+            threading.Thread(target=self._work, args=(name, function), daemon=True).start()
+
+    def _work(self, name, function):
+        self.ended.put((name, *outcome(function, self.seconds)))
 
     def finished(self, wait):
         """Returns (name, value, error, seconds) of the calls that have ended or run out of time.
 
-        wait: until there is one.
+        wait: block until there is one.
         """
         results = []
         while self.running:

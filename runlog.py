@@ -105,7 +105,7 @@ class RunLog:
         """Note all ranks' rollouts of the step and keep a few as samples. timeouts: this rank's number."""
         self.metrics |= rollout_metrics(rollouts)
         self.sum("rewards/timeouts", timeouts)
-        first = [r for i, r in enumerate(rollouts) if i == 0 or r.row is not rollouts[i - 1].row]
+        first = [r for i, r in enumerate(rollouts) if i == 0 or r.row != rollouts[i - 1].row]
         self.samples = [{"step": self.metrics["step"], "prompt": r.row["prompt"],
                          "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
                          "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in first[:8]]
@@ -113,9 +113,9 @@ class RunLog:
             self.metrics |= episode_metrics(rollouts)
             seconds = sum(r.counts["seconds"] for r in rollouts)
             self.timing["timing_s/environment"] = seconds / dist.get_world_size()
-            if problems := [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]:
-                self.say(f"step {self.metrics['step']}: {len(problems)} episodes have no score; the first: "
-                         f"{one_line(problems[0])}")
+            if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
+                self.say(f"step {self.metrics['step']}: {len(problems)} episodes failed or took too long; "
+                         f"the first: {one_line(problems[0])}")
 
     def groups(self, stds):
         """Note the spread of the scores of each prompt's rollouts, [P]."""

@@ -340,7 +340,9 @@ def test_what_reset_returns_is_added_to_the_last_message(games):
             # max_completion_length counts what follows it.
             assert len(r.prompt_ids) == len(prompts[0].ids) + 2 * bool(opening)
             assert engine.asked[0].max_tokens == 120
-            assert r.row == kept | {"opening": opening}
+            # Rewards and samples get the prompt that was answered.
+            asked = [*row["prompt"][:-1], row["prompt"][-1] | {"content": text}]
+            assert r.row == kept | {"opening": opening, "prompt": asked}
 
 
 # ---------------------------------------------------------------- how an episode ends

@@ -547,6 +547,134 @@ def reward_source(statement, value="[1.0] * n", after=0):
     return REWARD.replace("AFTER", str(after)).replace("STATEMENT", statement).replace("VALUE", value)
 
 
+# ---- environments ------------------------------------------------------------------------------------------
+GAME = """
+import asyncio, decimal, numpy, sys, time, torch
+calls = 0
+class Unspeakable(Exception):
+    def __str__(self): raise ValueError('unspeakable')
+def linger():
+    while True:
+        try: time.sleep(0.01)
+        except BaseException: pass
+class Game:
+    def __init__(self): pass
+    def reset(self, **row):
+        OPENING
+    def step(self, text):
+        global calls
+        calls += 1
+        if calls > AFTER:
+            STATEMENT
+        return '', 0.5, False
+"""
+TOOL = """
+class Game:
+    def reset(self, **row): pass
+    def look(self, at: str) -> str:
+        '''Looks.
+
+        Args:
+            at: a place
+        '''
+"""
+ENVIRONMENT_NAMES = {
+    "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b", "g.txt:Game"],
+    r"environment.*no such file.*none\.py": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
+ENVIRONMENT_FILES = {  # what is in g.py
+    r"environment.*g\.py": ["1/0", "import sys; sys.exit(0)", "class Game(:", "", "Game = 5", GARBAGE,
+                            FOLDER],
+    r"g\.py:Game: Game\(\) raised": [
+        "class Game:\n    def __init__(self, size): pass", "class Game:\n    def __init__(self): 1/0"],
+    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass", "Game = dict"],
+    "neither a method step nor tools": [
+        "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0",
+        "class Game:\n    step = 5\n    def reset(self): pass"],
+    "the tool look needs": [TOOL.replace(": str", ""), TOOL.replace("at: a place", ""),
+                            "class Game:\n    def reset(self): pass\n    def look(self, at: str): pass"],
+    "Game: reset needs a column colour": [GAME.replace("**row", "colour")], runs(): [TOOL]}
+OPENINGS = {
+    "Game: reset": "raise ValueError; sys.exit(0); raise Unspeakable; return 5; return b'x'; await 1; "
+                   "time.sleep(1000); row['prompt'][0]['nothing']",
+    "with what reset returned .* max_prompt_length=64": "return 'x' * 99",
+    runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
+STEPS = {
+    "environment Game: (it|step|the reward)": """
+        raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise Unspeakable; raise GeneratorExit;
+        raise StopIteration; raise asyncio.CancelledError; time.sleep(1000); while True: pass; return None;
+        return ''; return '', 0.5; return '', 0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5,
+        0.5, False; return b'', 0.5, False; return ['', 0.5, True]; return '', None, True; return '', '1',
+        True; return '', float('nan'), True; return '', float('-inf'), True; return '', 10 ** 400, True;
+        return '', 1j, True; return '', numpy.ones(2), True; return '', torch.tensor(torch.inf), True; yield
+        '', 0.5, True""",
+    runs(): r"""
+        return None, 1, True; return '', True, True; return '', numpy.float32(1), numpy.bool_(True); return
+        '', torch.ones(()), True; return '', decimal.Decimal('0.5'), True; return 5, 0.5, True; return
+        '\ud800\0\n', 0.5, False; return '<|end|>', 0.5, False; return '😀' * 99, 0.5, False;
+        sys.stdout.close(); sys.stdout = sys.stderr = None; print('x' * 10 ** 6); return '', 1e38, True;
+        asyncio.run(asyncio.sleep(0))"""}
+LATE_STEPS = {
+    later("environment Game: (it|step|the reward)"): r"""
+        raise ValueError; raise ValueError('a\nb'); sys.exit(0); raise Unspeakable; return None; return '',
+        float('nan'), True""",
+    # The episodes end there, and count.
+    runs(): "time.sleep(1000); while True: pass", still(): "linger()"}
+# Threads are left to themselves.
+LATE_IN_THREADS = {runs(): "time.sleep(1000); linger()",
+                   later("environment Game: (it|step)"): "sys.exit(0); return None"}
+ENVIRONMENT_SETTINGS = {
+    ITSELF: "max_turns=0; max_turns=-1; max_turns=1.5; environment_workers=-1; environment_workers=x; "
+            "environment_timeout=-1; environment_timeout=nan; timeout=9 reward_step_timeout=1",
+    "chat is False": "chat=false", runs(): "max_turns=1; environment_workers=99; environment_timeout=0; "
+                                           "reward=none; reward="}
+
+
+def environment_cases(add):
+    def of_file(name, expected, content, *more, files={}, script=GRPO):
+        more = with_defaults(more, {"environment": "{dir}/g.py:Game"})
+        add(name, expected, *more, files={"g.py": content} | files, script=script)
+
+    def opens(name, expected, statement, *more):
+        source = game_source("pass", statement)
+        of_file(name, expected, source.replace("def reset", "async def reset") if "await" in name else source,
+                "--environment_timeout=1", *more)
+
+    def does(name, expected, statement, *more, after=0):
+        of_file(name, expected, game_source(statement, after=after), "--environment_timeout=0.3",
+                "--reward_step_timeout=3", "--timeout=5", *more)
+
+    add_all(lambda name, expected, spec: of_file(
+        name, expected, game_source(), f"--environment={{dir}}/{spec}", files={"g.txt": GAME}),
+        ENVIRONMENT_NAMES, "named")
+    add_all(of_file, ENVIRONMENT_FILES, "file")
+    add_all(opens, OPENINGS, "reset")
+    add_all(does, STEPS)
+    # After the trial, four episodes of an evaluation, and a few of the first step.
+    add_all(functools.partial(does, after=9), LATE_STEPS, "later")
+    add_all(lambda *case: does(*case, "--environment_workers=9", after=9), LATE_IN_THREADS, "later, threads")
+    add_all(lambda name, expected, settings: of_file(
+        name, expected.format(settings.partition("=")[0]) if expected == ITSELF else expected, game_source(),
+        *[f"--{setting}" for setting in settings.split(" ")]), ENVIRONMENT_SETTINGS)
+    of_file("its tools alone with reward=none", "environment", TOOL, "--reward=none")
+    of_file("prompts that are strings", "environment.*lists of messages", game_source(), "--task=file",
+            "--train_file={dir}/rows.jsonl", "--train_prompts=0", files={"rows.jsonl": jsonl(*STRINGS)})
+    for name, words, template in (
+            ("none", "chat template", REMOVED), ("without a place for tools", "no place for tools", b"""
+                {% for m in messages %}{{ m.role }}{{ m.content }}<|end|>{% endfor %}"""),
+            ("that rewrites turns", "rewrites earlier turns", b"""{% for m in messages %}{{ m.role }}
+                {% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}<|end|>{% endfor %}"""),
+            ("without an end of a turn", "chat template", b"""
+                {% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}""")):
+        of_file(f"a template {name}", words, TOOL if "tools" in name else game_source(),
+                "--model={dir}/broken", files=broken(MODEL, {TEMPLATE: template}))
+    for script in (DAPO, PPO, SAMPLE):
+        of_file(f"{script}, a step that raises", "environment Game: it", game_source("1/0"), script=script)
+
+
+def game_source(statement="pass", opening="pass", after=0):
+    return GAME.replace("AFTER", str(after)).replace("STATEMENT", statement).replace("OPENING", opening)
+
+
 # ---- models ------------------------------------------------------------------------------------------------
 TEMPLATE, WEIGHTS = "chat_template.jinja", "model.safetensors"
 NO_NORM, SHORT_NORM, NO_HEAD, SHORT_HEAD = (
@@ -844,8 +972,8 @@ def console_cases(add):
 
 
 GROUPS = {"settings": settings_cases, "configs": config_cases, "rows": row_cases, "rewards": reward_cases,
-          "models": model_cases, "folders": folder_cases, "resumes": resume_cases, "sample": sample_cases,
-          "console": console_cases}
+          "environment": environment_cases, "models": model_cases, "folders": folder_cases,
+          "resumes": resume_cases, "sample": sample_cases, "console": console_cases}
 
 
 # ---- the trial ---------------------------------------------------------------------------------------------
@@ -966,9 +1094,9 @@ def report(cases, failures, seconds):
     for group in GROUPS:
         if tried := [case.expected.kind for case in cases if case.group == group]:
             bad = sum(trial.case.group == group for trial, _ in failures)
-            print(f"{group:10} {len(tried):4} cases, {tried.count('runs'):3} of which run, "
+            print(f"{group:11} {len(tried):4} cases, {tried.count('runs'):3} of which run, "
                   f"{len(tried) - bad:4} as expected, {bad:4} not")
-    print(f"all        {len(cases):4} cases in {seconds:.0f} s, {len(failures)} not as expected\n")
+    print(f"all         {len(cases):4} cases in {seconds:.0f} s, {len(failures)} not as expected\n")
     for trial, problem in failures:
         print(f"{trial.case.group}: {trial.case.name!r}: {problem} ({trial.seconds:.0f} s)\n    "
               f"wanted {' '.join(trial.case.expected).strip()!r}, exit codes {trial.codes()}, "

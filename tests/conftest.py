@@ -1,5 +1,7 @@
-"""A small model with random weights, and the process group that FSDP2 asks for."""
+"""Small models with random weights, what rewards them, and the process group that FSDP2 asks for."""
+import json
 import os
+import shutil
 
 # Before torch: models this small lose by a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,3 +50,79 @@ def reward_file(tmp_path_factory):
         'def score(prompts, completions, **_):\n'
         '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
     return f"--reward={path}:score"
+
+
+# What tokens of `talker` stand for, each with a number of its own: the first three in seven are right.
+CALLS = ('{"name": "look", "arguments": {"at": "%d"}}', '{"name": "look", "arguments": {"at": %d}}',
+         '{"arguments": {"at": "%d"}, "name": "look"}', '{"name": "look", "arguments": {"on": "%d"}}',
+         '{"name": "open", "arguments": {"box": "%d"}}', '{"name": "leap%d"}', '{"name": %d')
+
+
+@pytest.fixture(scope="session")
+def talker(folder, tmp_path_factory):
+    """The model `folder` with a tokenizer in which one token in six ends a turn, and one in six is a call.
+
+    In the other models these tokens are bytes over 127. Its turns have about five tokens.
+    """
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("talker") / "model")
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    names = {number: name for name, number in tokenizer["model"]["vocab"].items()}
+    for number in range(140, 188):
+        # A vocabulary of bytes has this letter for a space.
+        names[number] = f"<tool_call>{CALLS[number % len(CALLS)] % number}</tool_call>".replace(" ", "\u0120")
+    tokenizer["model"]["vocab"] = {name: number for number, name in names.items()}
+    file.write_text(json.dumps(tokenizer))
+    end = tiny.make_tokenizer().eos_token_id
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, *range(94, 140)]}))
+    return str(path)
+
+
+GAMES = '''
+def paid(text):
+    return sum(ord(c) % 2 == 0 for c in text) / 12
+
+
+class Letters:
+    """Pays in each turn for even letters, and is over when the number of letters divides by four."""
+    def reset(self, **row):
+        return " Speak."
+
+    def step(self, text):
+        done = len(text) % 4 == 0
+        return None if done else f"{len(text)} heard.", paid(text), done
+
+
+class Desk:
+    """Has two tools. One always fails, and for calls of the other it pays at the end."""
+    def reset(self, **row):
+        self.looks = 0
+
+    def look(self, at: str) -> str:
+        """Looks.
+
+        Args:
+            at: What to look at.
+        """
+        self.looks += 1
+        return f"{at}, {self.looks}"
+
+    def open(self, box: str) -> str:
+        """Opens a box.
+
+        Args:
+            box: Which one.
+        """
+        raise ValueError("stuck")
+
+    def get_reward(self):
+        return self.looks / 4
+'''
+
+
+@pytest.fixture(scope="session")
+def games(tmp_path_factory):
+    """A file with environments that even `talker` is rewarded by."""
+    path = tmp_path_factory.mktemp("games") / "games.py"
+    path.write_text(GAMES)
+    return path

@@ -705,6 +705,29 @@ def test_gae(gamma, lam):
     assert ret.tolist() == pytest.approx([a + v for a, v in zip(expected, values.tolist())])
 
 
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.95), (0.99, 0.0)])
+def test_turns_are_paid_at_their_last_token(gamma, lam):
+    """As train_ppo.py puts them together, with the KL at each token. The third sequence has no score."""
+    turns, kl_coef = [[3, 1, 2], [4], [1, 2], [1, 1, 1]], 0.2
+    paid = [[0.5, -1.0, 2.0], [1.0], [math.nan, math.nan], [0.0, 3.0, -2.0]]
+    lengths = [sum(lens) for lens in turns]
+    kl, values = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    flat = torch.tensor(sum(paid, []), dtype=torch.float64)
+    rewards = losses.token_rewards(flat, kl, kl_coef, sum(turns, []))
+    adv, ret = losses.gae(rewards, values, lengths, gamma, lam)
+    c, expected = 0, []
+    for lens, rewards_of_turns in zip(turns, paid):
+        tokens = []
+        for length, reward in zip(lens, rewards_of_turns):
+            for t in range(length):
+                tokens.append(-kl_coef * kl[c].item() + (reward if t == length - 1 else 0.0))
+                c += 1
+        expected += slow_gae(tokens, values[c - len(tokens):c].tolist(), gamma, lam)
+    assert adv.tolist() == pytest.approx(expected, nan_ok=True)
+    assert ret.tolist() == pytest.approx([a + v for a, v in zip(expected, values.tolist())], nan_ok=True)
+    assert [x.isnan().any().item() for x in adv.split(lengths)] == [False, False, True, False]
+
+
 def test_gae_by_hand():
     rewards, values = torch.tensor([0.0, 0, 1, 2]), torch.tensor([0.0, 0, 0, 0.5])
     adv, ret = losses.gae(rewards, values, [3, 1], 1.0, 0.5)

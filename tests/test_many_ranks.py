@@ -166,20 +166,28 @@ def test_two_launchers_on_one_rendezvous(folder, reward_file, tmp_path):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
 
 
-def test_an_engine_over_two_ranks(folder, reward_file, tmp_path):
+def test_an_engine_over_two_ranks(talker, games, reward_file, tmp_path):
+    """It plays the episodes of both, and they are those of one rank."""
     pytest.importorskip("vllm")
+    settings = {"engine": "vllm", "environment": f"{games}:Letters", "task": "arithmetic", "max_turns": 3,
+                "max_completion_length": 48, "max_steps": 2}
     # The name that vLLM would give it belongs to another run.
     (foreign := Path("/dev/shm/-tp:0-[0-1]-cpushm_0")).touch()
-    one, _ = train("train_grpo.py", folder, tmp_path / "one", reward_file, engine="vllm",
-                   launcher=(sys.executable,))
-    two, _ = train("train_grpo.py", folder, tmp_path / "two", reward_file, engine="vllm", max_steps=2,
-                   vllm_tensor_parallel_size=2, launcher=torchrun(2))
-    for step in (0, 1):
-        assert two[step]["sampling/sampling_logp_difference/max"] < 1e-4
+    one, _ = train("train_grpo.py", talker, tmp_path / "one", reward_file, launcher=(sys.executable,),
+                   **settings)
+    two, _ = train("train_grpo.py", talker, tmp_path / "two", reward_file, launcher=torchrun(2),
+                   vllm_tensor_parallel_size=2, **settings)
+    for line in (*one[:2], *two[:2]):
+        assert 0 < line["sampling/sampling_logp_difference/max"] < 1e-4 and line["episodes/turns"] > 1.2
+        assert line["reward"] == pytest.approx(line["rewards/Letters/mean"] + line["rewards/score/mean"])
     assert [name for name in os.listdir("/dev/shm") if "cpushm" in name] == [foreign.name]
     foreign.unlink()
-    for key in ("reward", "loss", "grad_norm", "num_tokens", "completions/mean_length"):
+    for key in ("reward", "loss", "grad_norm", "num_tokens", "completions/mean_length", "episodes/turns",
+                "episodes/inserted_tokens", "episodes/ended/done", "episodes/ended/length"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-3, abs=1e-6), key
+    said = [[sample["completion"] for sample in lines(tmp_path / name, "samples.jsonl")[:4]]
+            for name in ("one", "two")]
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("setting, count, message", [

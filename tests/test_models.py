@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import losses
 import models
@@ -90,6 +90,32 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert_same_gradients(policy, plain)
+
+
+def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_token(folder, mesh):
+    """Both in one packed row. Each forward reads what stands before a token, observations included, alone."""
+    lists, adv = [[[5, 6, 7], [80, 81, 82], [30, 31], [90], [32], [91, 92]],
+                  [[9, 8], [83], [33, 34, 35], [93, 94]]], torch.tensor([0.7, -1.3])
+    rollouts, plain, num_tokens = [episode(*row) for row in lists], plain_model(folder), 9
+    old_logps, expected = [], 0.0
+    for row, a in zip(lists, adv):
+        ids = torch.tensor(sum(row, []))
+        logps = [plain(ids[None, :place]).logits[0, -1].log_softmax(0)[ids[place]]
+                 for place in sampled_places(row)]
+        old_logps.append(torch.stack(logps).detach() - torch.linspace(-0.4, 0.4, len(logps)))
+        for logp, old_logp in zip(logps, old_logps[-1]):
+            ratio = (logp - old_logp).exp()
+            expected = expected - torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) / num_tokens
+    expected.backward()
+
+    policy = load_policy(folder, mesh, torch.float32)
+    (batch,) = pack(rollouts, [0, 1], 100, "cpu")
+    logp, _ = policy(batch, 1.0)
+    token_loss, low, high = losses.LOSSES["clip"](logp, batch.flat(old_logps), batch.spread(adv))
+    loss = (token_loss / num_tokens).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and 0 < (low | high).sum() < num_tokens
     assert_same_gradients(policy, plain)
 
 
@@ -315,6 +341,40 @@ def test_a_value_is_of_the_state_before_its_token(folder, mesh):
     for s, part in token_values(critic, rollouts, range(5), 200).items():
         alone = critic(pack(rollouts, [s], 200, "cpu")[0]).detach()
         torch.testing.assert_close(part, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_value_of_a_turn_is_read_behind_the_observation_before_it(folder, mesh):
+    """A critic's values by a plain forward of each prefix, and the advantages that PPO makes of them."""
+    critic = load_critic(folder, mesh, torch.float32)
+    torch.nn.init.normal_(critic.hf.score.weight.to_local())
+    torch.nn.init.constant_(critic.hf.score.bias.to_local(), 0.5)
+    weight, bias = (p.full_tensor().detach() for p in (critic.hf.score.weight[0], critic.hf.score.bias))
+    plain = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    lists = random_parts(6, 256, longest=6, parts=(2, 4, 6))
+    rollouts, rng = [episode(*row) for row in lists], random.Random(0)
+    values = token_values(critic, rollouts, range(6), 60)
+    kl = [torch.randn(len(values[s])) for s in range(6)]
+    paid = [[rng.gauss(0, 1) for _ in row[1::2]] for row in lists]
+    turns = [len(part) for row in lists for part in row[1::2]]
+    flat = lambda tensors: torch.cat([tensors[s] for s in range(6)])
+    rewards = losses.token_rewards(torch.tensor(sum(paid, [])), flat(kl), 0.1, turns)
+    lengths = [len(values[s]) for s in range(6)]
+    adv, ret = (x.split(lengths) for x in losses.gae(rewards, flat(values), lengths, 0.9, 0.8))
+    for s, row in enumerate(lists):
+        ids, places = torch.tensor(sum(row, [])), sampled_places(row)
+        with torch.no_grad():
+            slow = [(plain(ids[None, :place]).last_hidden_state[0, -1] @ weight + bias).item()
+                    for place in places]
+        assert values[s].tolist() == pytest.approx(slow, abs=1e-4)
+        # From the last token back.
+        given, expected, following = dict(zip(places, kl[s].tolist())), [], (0.0, 0.0)
+        ends = [sum(map(len, row[:i + 1])) - 1 for i in range(1, len(row), 2)]
+        for place, value in reversed(list(zip(places, slow))):
+            reward = -0.1 * given[place] + (paid[s][ends.index(place)] if place in ends else 0.0)
+            following = value, reward + 0.9 * following[0] - value + 0.9 * 0.8 * following[1]
+            expected.insert(0, following[1])
+        assert adv[s].tolist() == pytest.approx(expected, abs=1e-3)
+        assert ret[s].tolist() == pytest.approx([a + v for a, v in zip(expected, slow)], abs=1e-3)
 
 
 def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):

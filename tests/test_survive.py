@@ -64,12 +64,18 @@ def wait_for(condition, process, seconds=120):
 
 @pytest.mark.parametrize("script, engine, launcher", [
     ("train_grpo.py", "vllm", (sys.executable,)), ("train_ppo.py", "hf", (*TORCHRUN, "--nproc_per_node=2"))])
-def test_a_run_that_is_killed_again_and_again(folder, reward_file, tmp_path, request, script, engine,
-                                              launcher):
-    """Half of the kills fall into a save; in the end every figure is that of a run that was never killed."""
+def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file, tmp_path, request, script,
+                                              engine, launcher):
+    """Half of the kills fall into a save; in the end every figure is that of a run that was never killed.
+
+    vLLM plays episodes of several turns with an environment.
+    """
     pytest.importorskip("vllm") if engine == "vllm" else None
     kills, rng = request.config.getoption("--kills"), random.Random(0)
     steps = {"max_steps": max(12, 3 * kills), "engine": engine}
+    if engine == "vllm":
+        folder = talker
+        steps |= {"environment": f"{games}:Letters", "task": "arithmetic", "max_completion_length": 48}
     launch(*command(script, folder, tmp_path / "whole", reward_file, **steps), launcher=launcher)
     out_dir, log, killed, in_a_save = tmp_path / "run", tmp_path / "log", 0, 0
     again = command(script, folder, out_dir, reward_file, resume="auto", **steps)

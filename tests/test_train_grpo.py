@@ -46,6 +46,8 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
     for line in metrics[:2]:
         assert not set(NAMES) - set(line) and line["grad_norm"] > 0
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
+        # Nothing of an environment.
+        assert not [name for name in line if name.startswith(("episodes/", "tools/", "timing_s/environment"))]
     # The first and the last model are evaluated.
     for line in (metrics[0], metrics[2]):
         assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/nested_linear/mean@2"} <= set(line)
@@ -57,6 +59,7 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
     samples = lines(out_dir, "samples.jsonl")
     assert {s["step"] for s in samples} == {0, 1} and set(samples[0]) == {
         "step", "prompt", "completion", "reward", "finish_reason", "truth"}
+    assert all(isinstance(sample["completion"], str) for sample in samples)
     with open(os.path.join(out_dir, "config.json")) as file:
         assert json.load(file)["prompts_per_step"] == 4
     assert "4 prompts x 4 completions = 16 sequences" in output and "engine hf" in output

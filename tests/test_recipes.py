@@ -54,7 +54,9 @@ def test_a_step_of(name, files, tmp_path):
     if script == "tiny.py":
         return make_a_base(name, recipe, tmp_path)
     needed = SMALL | ({"critic_warmup_steps": 0} if script == "train_ppo.py" else {})
-    if recipe.get("task", "algebra") != "algebra":
+    if "environment" in recipe:
+        needed |= {"model": "tiny_episodes", "max_prompt_length": 96}
+    elif recipe.get("task", "algebra") != "algebra":
         needed |= {"task": "file", "train_file": files / "rows.jsonl"}
     if recipe.get("reward") == "none":
         needed |= {"reward_model": files / "judge"}
@@ -73,6 +75,6 @@ def test_a_step_of(name, files, tmp_path):
 def make_a_base(name, recipe, tmp_path):
     small = {"train_prompts": 64, "harder_prompts": 64, "layers": 1, "hidden_size": 64,
              "intermediate_size": 64, "heads": 2, "steps": 2, "batch_size": 2}
-    assert recipe.keys() - small == {"difficulty"}
+    assert recipe.keys() - small <= {"difficulty", "transcripts"}
     forked(tmp_path / "log", "tiny.py", name, f"--out={tmp_path}/base", *runs.with_defaults([], small))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config.num_hidden_layers == 1

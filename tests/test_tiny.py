@@ -1,6 +1,7 @@
 """tiny.py: the tokenizer, the two styles of answer, the shipped weights, and a model made anew."""
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -114,8 +115,10 @@ def test_styles(monkeypatch):
     by_text = {row["prompt"][0]["content"]: row for row in rows + harder}
     early, late = [], []
     for step, batch in enumerate(tiny.batches(rows, harder, tokenizer, random.Random(0))):
-        for prompt, completion in batch:
-            assert completion[-1] == tokenizer.eos_token_id
+        for ids, learned in batch:
+            first = learned.index(True)
+            prompt, completion = ids[:first], ids[first:]
+            assert completion[-1] == tokenizer.eos_token_id and all(learned[first:])
             row = by_text[tokenizer.decode(prompt[1:-2])]
             (early if step < 120 else late).append((row, tokenizer.decode(completion[:-1])))
     assert len(early) + len(late) == 200 * tiny.batch_size
@@ -126,6 +129,24 @@ def test_styles(monkeypatch):
     right = sum(text == f"Answer: {row['answer']}" for row, text in quick) / len(quick)
     # The others may be right by chance.
     assert tiny.quick_right - 0.03 <= right < tiny.quick_right + 0.2
+
+
+def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):
+    monkeypatch.setattr(tiny, "transcripts", "environments/transcripts.py:draw")
+    monkeypatch.setattr(tiny, "steps", 8)
+    monkeypatch.chdir(tiny.HERE)
+    tokenizer, prompts, calls = tiny.make_tokenizer(), set(), 0
+    for ids, learned in sum(tiny.conversation_batches(tokenizer, random.Random(0)), []):
+        text = tokenizer.decode(ids)
+        said = re.findall(r"<\|assistant\|>(.*?<\|end\|>)", text)
+        assert tokenizer.decode([one for one, is_learned in zip(ids, learned) if is_learned]) == "".join(said)
+        prompts.add(re.search(r"<\|user\|>(.*?)<\|end\|>", text)[1])
+        calls += "<tool_call>" in text
+    assert len(prompts) > 20 and calls and not any(map(data.held_out, prompts))
+
+
+def test_the_shipped_base_of_the_episodes_is_small():
+    assert os.path.getsize(os.path.join(tiny.HERE, "tiny_episodes.safetensors")) <= 2e6
 
 
 def test_no_held_out_problem_is_read():

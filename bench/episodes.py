@@ -3,10 +3,10 @@ How much it helps that every episode goes on as soon as it can, and that slow en
 
     python -m bench.episodes
 
-The model is tiny.py's, with random weights, so that a turn ends by chance: turns have `turn_length` tokens on
-average, many have a few, some have hundreds. The first table plays the same episodes with an engine that hands
-out its answers when the slowest of a turn is finished. In the second one every step of the environment takes
-`delay` seconds.
+The model is tiny.py's with random weights, so that a turn ends by chance: turns have `turn_length` tokens on
+average, many have a few, some have hundreds. For the first table the same episodes are also played with an
+engine that hands out its answers when the slowest of a turn is finished. In the second table every step of
+the environment takes `delay` seconds.
 """
 import statistics
 import tempfile
@@ -123,7 +123,7 @@ with tempfile.TemporaryDirectory() as folder:
             taken, tokens = seconds(sampler, which, rows, threads)
             times[name].append(taken)
     times["delay, no workers"] = [seconds(sampler, "Slow", rows)[0]] * 2
-    print(f"{delayed_episodes} episodes of 3 turns, {tokens:,} sampled tokens, {delay} s per step of the environment")
+    print(f"{delayed_episodes} episodes of 3 turns, {tokens:,} sampled tokens, {delay} s per environment step")
     for name, each in times.items():
         print(f"    {name:20} {statistics.median(each[1:]):6.2f} s")
     ratio = statistics.median(b / a for a, b in list(zip(*list(times.values())[:2]))[1:])

@@ -1,9 +1,11 @@
 """
-Draw the README's pictures from what runs have logged: default_run.svg, and with runs of PPO ppo_and_grpo.svg.
+Draw the pictures of README.md and docs/ from what runs have logged: default_run.svg, with runs of PPO also
+ppo_and_grpo.svg, and episodes.svg.
 
     for seed in 0 1 2; do torchrun train_grpo.py --seed=$seed --out_dir=out/grpo$seed; done
     for seed in 0 1 2; do torchrun train_ppo.py --seed=$seed --out_dir=out/ppo$seed; done
     python -m bench.pictures --grpo=out/grpo0,out/grpo1,out/grpo2 --ppo=out/ppo0,out/ppo1,out/ppo2
+    python -m bench.pictures --guess=out/game0,out/game1,out/game2 --calculator=out/sums0,out/sums1,out/sums2
 """
 import json
 import math
@@ -13,6 +15,8 @@ from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 grpo = ""                       # folders of runs of train_grpo.py, with commas between them
 ppo = ""                        # folders of runs of train_ppo.py; empty: only default_run.svg is drawn
+guess = ""                      # folders of runs of train_grpo.py with config/guess.py
+calculator = ""                 # the same with config/calculator.py
 out = "assets"                  # the folder for the pictures
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
@@ -102,15 +106,17 @@ def picture(name, description, *panels):
     print(path)
 
 
-check(grpo, "grpo is empty: name the folders of runs of train_grpo.py")
-grpo_runs = read(grpo)
-lengths = curves(grpo_runs, "step", "completions/mean_length")
-picture("default_run.svg", "The default run: held-out accuracy and the length of completions, by step",
-        panel(LEFT[0], "Held-out accuracy, a line per run", "step", [
-            ("mean@4", ORANGE, curves(grpo_runs, "step", "eval/mean@4")),
-            ("pass@4", GREY, curves(grpo_runs, "step", "eval/pass@4"))], 1),
-        panel(LEFT[1], "Tokens per completion, a line per run", "step", [("", BLUE, lengths)],
-              1.1 * max(y for run in lengths for _, y in run)))
+check(grpo or guess and calculator, "name the folders of runs: grpo, or guess and calculator")
+check(grpo or not ppo, "ppo needs grpo to compare with")
+if grpo:
+    grpo_runs = read(grpo)
+    lengths = curves(grpo_runs, "step", "completions/mean_length")
+    picture("default_run.svg", "The default run: held-out accuracy and the length of completions, by step",
+            panel(LEFT[0], "Held-out accuracy, a line per run", "step", [
+                ("mean@4", ORANGE, curves(grpo_runs, "step", "eval/mean@4")),
+                ("pass@4", GREY, curves(grpo_runs, "step", "eval/pass@4"))], 1),
+            panel(LEFT[1], "Tokens per completion, a line per run", "step", [("", BLUE, lengths)],
+                  1.1 * max(y for run in lengths for _, y in run)))
 if ppo:
     ppo_runs = read(ppo)
     picture("ppo_and_grpo.svg", "Held-out accuracy of GRPO and PPO, by completions and by time", *(
@@ -120,3 +126,11 @@ if ppo:
         for left, by, x_label, x in (
             (LEFT[0], "samples", "completions sampled for training", "completions"),
             (LEFT[1], "time", "seconds, without evaluation and saving", "seconds"))))
+if guess and calculator:
+    games, sums = read(guess), read(calculator)
+    picture("episodes.svg", "Episodes: held-out success in a game and with a tool, and calls of the tool",
+            panel(LEFT[0], "Held-out success, a line per run", "step", [
+                ("game", ORANGE, curves(games, "step", "eval/mean@16")),
+                ("tool", BLUE, curves(sums, "step", "eval/mean@4"))], 1),
+            panel(LEFT[1], "Calls of the tool per problem", "step", [
+                ("", BLUE, curves(sums, "step", "tools/call_frequency"))], 1.1))

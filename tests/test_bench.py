@@ -33,6 +33,13 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
     assert "logprob gap" in output
 
 
+def test_episodes_at_their_own_pace():
+    output = launch("-m", "bench.episodes", "--episodes=12", "--pairs=1", "--delay=0.01", "--engine=hf",
+                    "--delayed_episodes=4", "--turn_length=8", "--delayed_turn_length=8", "--workers=2")
+    assert re.search(r"12 episodes of 1 to 6 turns, \d+ sampled tokens", output)
+    assert re.search(r"4 episodes of 3 turns, \d+ sampled tokens", output) and output.count("ratio") == 2
+
+
 def test_what_fails_is_named_at_the_end(tmp_path):
     output = launch("-m", "bench.gpu", "--parts=base", f"--out_dir={tmp_path}/out", "--base=--layers=x",
                     code=1)

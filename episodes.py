@@ -420,18 +420,21 @@ class Threads:
         """
         results = []
         while self.running:
-            now = time.monotonic()
-            results += [(name, None, TimeUp(), self.timeout)
-                        for name, end in self.running.items() if end <= now]
+            # First those that have ended, because a step of the engine may take longer than a call has time.
             try:
                 while True:
-                    blocks = wait and not results
-                    left = min(self.running.values()) - now if blocks else None
-                    results.append(self.ended.get(blocks, left))
+                    left = max(0, min(self.running.values(), default=0) - time.monotonic())
+                    name, value, error, seconds = self.ended.get(wait and not results, left)
+                    # One that ran out of time earlier is not among those that run.
+                    if self.running.pop(name, None):
+                        late = seconds > self.timeout
+                        results.append((name, *((None, TimeUp()) if late else (value, error)), seconds))
             except queue.Empty:
                 pass
-            # One that ran out of time earlier is not among those that run.
-            results = [result for result in results if self.running.pop(result[0], None)]
+            now = time.monotonic()
+            for name in [name for name, end in self.running.items() if end <= now]:
+                del self.running[name]
+                results.append((name, None, TimeUp(), self.timeout))
             self._fill()
             if results or not wait:
                 break

@@ -2,6 +2,7 @@
 import math
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -635,6 +636,21 @@ def test_a_thread_that_hangs_leaves_the_others_theirs():
     threads.start(5, lambda: 5)
     assert [name for name, *_ in threads.finished(wait=True)] == [5]
     assert threads.finished(wait=True) == threads.finished(wait=False) == []
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_call_has_its_own_time_however_late_the_engine_looks(wait):
+    """As after a long step of an engine: one call has long ended, one took too long, and one still runs."""
+    threads, release = episodes.Threads(3, 0.3), threading.Event()
+    for name, function in enumerate([lambda: 1, lambda: time.sleep(0.5), lambda: release.wait(60)]):
+        threads.start(name, function)
+    time.sleep(1)
+    results = {}
+    while len(results) < 3:
+        results |= {name: (value, type(error)) for name, value, error, _ in threads.finished(wait)}
+    late = (None, episodes.TimeUp)
+    assert results == {0: (1, type(None)), 1: late, 2: late}
+    release.set()
 
 
 # ---------------------------------------------------------------- environments that are refused

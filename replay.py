@@ -123,7 +123,8 @@ ref_logps = logprobs_by(reference) if kl_coef > 0 else {}
 left_out = (stds == 0).repeat_interleave(G) & filter_groups                             # [N]
 shaped, total_kl = scores, torch.zeros(N, device=device)
 if overlong_buffer:
-    shaped = shaped + overlong_penalty * losses.overlong_penalty(lengths, max_completion_length,
+    behind = torch.tensor([len(r.ids) - len(r.prompt_ids) for r in rollouts], device=device)        # [N]
+    shaped = shaped + overlong_penalty * losses.overlong_penalty(behind, max_completion_length,
                                                                  overlong_buffer)
 if kl_coef > 0 and kl_in == "reward":
     total_kl = torch.stack([losses.kl_penalty(engine_logps[s], ref_logps[s], kl_estimator).sum()

@@ -43,7 +43,8 @@ def test_generation(task):
     (("file", "eval", -1), "eval_prompts must not be negative, but is -1"),
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
                                    "not 1000000: lower eval_prompts"),
-    (("algebr", "train", 10), "task must be algebra, countdown, gsm8k or file, not 'algebr'"),
+    (("algebr", "train", 10),
+     "task must be algebra, countdown, guess, arithmetic, gsm8k or file, not 'algebr'"),
     (("file", "train", 10), "task file needs train_file"),
     (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
     (("file", "eval", 10), "task file needs eval_file, or train_file"),

@@ -13,6 +13,7 @@ import tempfile
 import time
 
 import torch
+import torch.distributed as dist
 
 import ranks
 import rollout
@@ -112,7 +113,9 @@ with tempfile.TemporaryDirectory() as folder:
     sampler.close()
 
     eos_ids = end_tokens(delayed_turn_length)
-    ranks.set_up()
+    # vLLM ends the process group with its engine.
+    if not dist.is_initialized():
+        ranks.set_up()
     sampler = kind(f"{folder}/model", torch.float32, 1000, eos_ids, 0.4)
     rows = [row(3)] * delayed_episodes
     cases = {"no delay": ("Game", 0), f"delay, {workers} workers": ("Slow", workers),

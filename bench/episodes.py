@@ -3,17 +3,17 @@ How much it helps that every episode goes on as soon as it can, and that slow en
 
     python -m bench.episodes
 
-The model is tiny.py's with random weights, so that a turn ends by chance: turns have `turn_length` tokens on
-average, many have a few, some have hundreds. For the first table the same episodes are also played with an
-engine that hands out its answers when the slowest of a turn is finished. In the second table every step of
-the environment takes `delay` seconds.
+The model is tiny.py's with random weights, and the lengths of turns are drawn: most have a few tokens, one in
+eight has many. For the first table the same episodes are also played with an engine that hands out its
+answers when the slowest of a turn is finished. In the second table every step of the environment takes
+`delay` seconds.
 """
+import random
 import statistics
 import tempfile
 import time
 
 import torch
-import torch.distributed as dist
 
 import ranks
 import rollout
@@ -25,10 +25,11 @@ from episodes import Player
 from loading import load_tokenizer
 # ------------------------------------------------------------------------------------------------------------
 episodes = 256                  # of one to six turns
-turn_length = 32                # tokens, the mean
+short = 16                      # tokens, the longest of most turns
+long = 256                      # tokens, the longest of one turn in eight
 delay = 0.2                     # seconds
 delayed_episodes = 64           # of three turns
-delayed_turn_length = 96        # tokens, the mean
+delayed_short = 128             # tokens, as `short` for these
 workers = 16
 engine = "vllm"
 pairs = 5                       # of measurements; the tables show medians
@@ -49,25 +50,27 @@ class Slow(Game):
 '''
 
 
-class Lockstep:
-    """An engine that answers a turn's requests all at once."""
+class Paced:
+    """An engine whose turns have drawn lengths; in lockstep it answers a turn's requests all at once."""
 
-    def __init__(self, engine):
-        self.engine, self.asked = engine, 0
+    def __init__(self, engine, lockstep=False):
+        self.engine, self.lockstep, self.asked = engine, lockstep, 0
 
     def serve(self, jobs, play):
         return self.engine.serve(jobs, play)
 
     def add(self, request):
-        self.engine.add(request)
+        rng = random.Random(request.seed)
+        low, high = (long // 4, long) if rng.random() < 1 / 8 else (short // 4, short)
+        self.engine.add(request._replace(max_tokens=min(rng.randint(low, high), request.max_tokens)))
         self.asked += 1
 
     def step(self):
-        answers = []
-        while len(answers) < self.asked:
+        answers = self.engine.step()
+        while self.lockstep and len(answers) < self.asked:
             answers += self.engine.step()
-        self.asked = 0
-        return answers
+        self.asked -= len(answers)
+        return [answer._replace(finish_reason="stop") for answer in answers]
 
 
 def seconds(sampler, name, rows, threads=0):
@@ -81,11 +84,6 @@ def seconds(sampler, name, rows, threads=0):
     return time.perf_counter() - started, sum(len(r.logprobs) for r in rollouts)
 
 
-def end_tokens(mean):
-    # The template's own end token, and as many others as give turns of this mean length.
-    return [tokenizer.eos_token_id, *range(len(tokenizer) // mean - 1)]
-
-
 ranks.set_up()
 with tempfile.TemporaryDirectory() as folder:
     tokenizer = tiny.make_tokenizer()
@@ -96,13 +94,13 @@ with tempfile.TemporaryDirectory() as folder:
     kind = rollout.engine_class(engine)
     row = lambda turns: {"prompt": [{"role": "user", "content": "Begin."}], "turns": turns}
 
-    eos_ids = end_tokens(turn_length)
+    eos_ids = [tokenizer.eos_token_id]
     sampler = kind(f"{folder}/model", torch.float32, 1000, eos_ids, 0.4)
     rows = [row(1 + i % 6) for i in range(episodes)]
     times = {"one waits for all": [], "each goes on": []}
     for _ in range(pairs + 1):
-        times["one waits for all"].append(seconds(Lockstep(sampler), "Game", rows)[0])
-        taken, tokens = seconds(sampler, "Game", rows)
+        times["one waits for all"].append(seconds(Paced(sampler, lockstep=True), "Game", rows)[0])
+        taken, tokens = seconds(Paced(sampler), "Game", rows)
         times["each goes on"].append(taken)
     print(f"{episodes} episodes of 1 to 6 turns, {tokens:,} sampled tokens, engine {engine}")
     # The first of each is a warm-up.
@@ -110,23 +108,18 @@ with tempfile.TemporaryDirectory() as folder:
     for name, each in times.items():
         print(f"    {name:20} {statistics.median(each[1:]):6.2f} s")
     print(f"    ratio                {ratio:6.2f}")
-    sampler.close()
 
-    eos_ids = end_tokens(delayed_turn_length)
-    # vLLM ends the process group with its engine.
-    if not dist.is_initialized():
-        ranks.set_up()
-    sampler = kind(f"{folder}/model", torch.float32, 1000, eos_ids, 0.4)
+    short = delayed_short
     rows = [row(3)] * delayed_episodes
     cases = {"no delay": ("Game", 0), f"delay, {workers} workers": ("Slow", workers),
              "delay, no workers": ("Slow", 0)}
     times = {name: [] for name in cases}
     for _ in range(pairs + 1):
         for name, (which, threads) in list(cases.items())[:2]:
-            taken, tokens = seconds(sampler, which, rows, threads)
+            taken, tokens = seconds(Paced(sampler), which, rows, threads)
             times[name].append(taken)
-    times["delay, no workers"] = [seconds(sampler, "Slow", rows)[0]] * 2
-    print(f"{delayed_episodes} episodes of 3 turns, {tokens:,} sampled tokens, {delay} s per environment step")
+    times["delay, no workers"] = [seconds(Paced(sampler), "Slow", rows)[0]] * 2
+    print(f"{delayed_episodes} episodes of 3 turns, {tokens:,} sampled tokens, delay {delay} s per step")
     for name, each in times.items():
         print(f"    {name:20} {statistics.median(each[1:]):6.2f} s")
     ratio = statistics.median(b / a for a, b in list(zip(*list(times.values())[:2]))[1:])

@@ -35,7 +35,7 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
 
 def test_episodes_at_their_own_pace():
     output = launch("-m", "bench.episodes", "--episodes=12", "--pairs=1", "--delay=0.01", "--engine=hf",
-                    "--delayed_episodes=4", "--turn_length=8", "--delayed_turn_length=8", "--workers=2")
+                    "--delayed_episodes=4", "--short=4", "--long=16", "--delayed_short=8", "--workers=2")
     assert re.search(r"12 episodes of 1 to 6 turns, \d+ sampled tokens", output)
     assert re.search(r"4 episodes of 3 turns, \d+ sampled tokens", output) and output.count("ratio") == 2
 

@@ -23,7 +23,7 @@ SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3
             "reward_model_weight": 1.0, "reward_weight": 1.0}
 TOKENIZER = tiny.make_tokenizer()
 USER, ASSISTANT, END = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
-# With so many end tokens even a random model comes to an end.
+# With this many end tokens even a random model comes to an end.
 ENDS = [END, *range(0, 256, 8)]
 
 GAMES = '''
@@ -366,9 +366,9 @@ ON, LAST, FAR = ["on", 0.5, False], ["", 2.0, True], ["x" * 100, 0.5, False]
     (["exit", ON], ["a<|end|>"], "error", 1, [math.nan])])
 def test_how_an_episode_ends(games, replies, texts, reason, turns, rewards):
     other = ([LAST], ["z<|end|>"])
-    r, beside = played(games, "Script", [{"replies": replies}, {"replies": other[0]}], [texts, other[1]],
+    r, neighbour = played(games, "Script", [{"replies": replies}, {"replies": other[0]}], [texts, other[1]],
                        max_completion_length=60)
-    assert (r.finish_reason, len(r.spans)) == (reason, turns) and beside.finish_reason == "stop"
+    assert (r.finish_reason, len(r.spans)) == (reason, turns) and neighbour.finish_reason == "stop"
     assert np.array_equal(r.rewards, np.array(rewards, np.float32), equal_nan=True)
     # The row ends with the last turn, whose answer nobody reads.
     assert r.spans[-1, 1] == len(r.ids) and len(r.ids) - len(r.prompt_ids) <= 60

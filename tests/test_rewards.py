@@ -245,7 +245,7 @@ def test_a_reward_that_raises(tmp_path):
     # It raises after the one that hangs.
     with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'"):
         rewards.score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)
-    # It raises for all together, but for none alone.
+    # It raises for all together and for none alone.
     reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
     with pytest.raises(RuntimeError, match="reward raised AssertionError: .*; the completion is 'Answer: 0'"):
         rewards.score(reward, ROWS, TEXTS, 5)

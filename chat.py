@@ -135,10 +135,14 @@ def call_id(number):
     return f"call{number:05}"
 
 
+def tool_call(number, name, arguments):
+    """A turn's tool call, as transformers writes it in a message."""
+    return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def turn_of(text, names):
     # A turn of the policy that calls these tools.
-    calls = [{"id": call_id(number), "type": "function", "function": {"name": name, "arguments": {}}}
-             for number, name in enumerate(names)]
+    calls = [tool_call(number, name, {}) for number, name in enumerate(names)]
     return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 

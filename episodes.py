@@ -32,7 +32,7 @@ import torch.distributed as dist
 from transformers.utils import get_json_schema
 
 import ranks
-from chat import Template, call_id
+from chat import Template, tool_call
 from console import one_line
 from rewards import TimeUp, accepted, limited, load_from, shown
 from rollout import Answer, Request, Rollout
@@ -282,13 +282,11 @@ class Player:
                 found = CALL.findall(text.rpartition("</think>")[2])    # thoughts call nothing
         # A parser may raise anything for text that is not as it expects.
         except Exception as error:
-            found = [error]
+            return [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
         calls = []
         for number, one in enumerate(found):
             name, arguments, problem = "unknown", {}, ""
             try:
-                if isinstance(one, Exception):
-                    raise one
                 one = json.loads(one) if isinstance(one, str) else one
                 name, arguments = one["name"], one.get("arguments") or {}
                 arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -298,8 +296,7 @@ class Player:
                     problem = "the arguments have to be an object"
             except Exception as error:
                 problem = f"this is no call of a tool: {error!r}"
-            function = {"name": str(name), "arguments": arguments}
-            calls.append(({"id": call_id(number), "type": "function", "function": function}, problem))
+            calls.append((tool_call(number, str(name), arguments), problem))
         return calls
 
     def _results(self, environment, calls, counts):

@@ -13,19 +13,20 @@ from configurator import check, input_errors
 POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
     token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
     kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns""".split()
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout""".split()
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
     correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
     reward_step_timeout timeout train_prompts eval_prompts top_k show environment_workers
-    environment_timeout""".split()
+    environment_timeout max_staleness""".split()
 SHARES = ("gamma", "lam", "cov_share", "top_p", "vllm_gpu_memory_utilization")
 LARGEST = 1e9                   # of numbers that must not be negative; more is a slip of the hand
 DECAYS = ("constant", "linear", "cosine")
 CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS, "entropy_decay": DECAYS,
            "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward"), "advantage": losses.ADVANTAGES,
            "loss_type": losses.LOSSES, "loss_aggregation": losses.AGGREGATIONS,
-           "engine_correction": losses.CORRECTIONS, "kl_estimator": losses.KL_ESTIMATORS}
+           "engine_correction": losses.CORRECTIONS, "kl_estimator": losses.KL_ESTIMATORS,
+           "stale": ("wait", "drop")}
 
 
 def check_values(settings):
@@ -106,6 +107,23 @@ def check_grpo(settings):
           "itself corrects for the engine")
     check(s.correction_low < s.correction_high,
           f"correction_low={s.correction_low} is not below correction_high={s.correction_high}")
+
+
+def check_placement(settings, world_size):
+    """What train_async.py adds to GRPO; world_size is that of torchrun, of all roles."""
+    s = SimpleNamespace(**settings)
+    check_values(settings)
+    check(world_size > 1, "trainers and engines need a process each at least: torchrun --nproc_per_node=2 "
+                          "train_async.py")
+    check(s.rollout_ranks < world_size,
+          f"rollout_ranks={s.rollout_ranks} leaves no trainer: there are {world_size} ranks")
+    check(s.rollout_ranks % s.vllm_tensor_parallel_size == 0,
+          f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size} does not divide "
+          f"rollout_ranks={s.rollout_ranks}")
+    check(s.max_staleness > 0 or not s.in_flight,
+          "in_flight=True with max_staleness=0: engines that wait for the trainers have nothing in flight")
+    check(s.in_flight or s.stale == "wait",
+          "stale=drop needs --in_flight=true: otherwise nothing becomes older than max_staleness")
 
 
 def check_dapo(settings):

@@ -16,6 +16,7 @@ environment every answer is an episode of one turn, played by the same code.
 import asyncio
 import functools
 import inspect
+import itertools
 import json
 import math
 import queue
@@ -23,7 +24,7 @@ import re
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -102,7 +103,7 @@ class Player:
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         for prompt in prompts:
             counts = {"calls": 0, "failures": 0}
-            episode, value, error, turn = self._episode(prompt, 0, (), counts), None, None, 0
+            episode, value, error, turn = self.episode(prompt, 0, (), counts), None, None, 0
             try:
                 while turn < 2:
                     wish = episode.throw(error) if error else episode.send(value)
@@ -125,58 +126,37 @@ class Player:
         or error (the environment raised, and the episode gets no score). Raises RuntimeError if a reset
         fails, if an environment returns what it must not, or if all episodes, on all ranks, end by errors.
         """
+        def play(jobs):
+            table, ended = Table(self, engine), {}
+            table.add("all", jobs, (temperature, top_p, top_k))
+            while not ended:
+                ended = table.step()
+            return ended["all"]
+
         jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
-        rollouts = engine.serve(jobs, lambda jobs: self._play(engine, jobs, (temperature, top_p, top_k)))
-        if self.make:
-            problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
-            counts = [len(problems), len(rollouts)]
-            failed, played = ranks.total(counts) if dist.is_initialized() else counts
-            # A rank that has played none leaves this to the others.
-            if problems and failed == played:
-                raise RuntimeError(f"all {played:.0f} episodes ended by errors; the first: {problems[0]}")
+        rollouts = engine.serve(jobs, play)
+        self.check_errors(rollouts)
         return rollouts
 
-    def _play(self, engine, jobs, sampling):
-        s, rollouts, asked = self.settings, {}, 0           # asked: Requests that wait for an Answer
-        counts = [{"calls": 0, "failures": 0, "seconds": 0.0} if self.make else {} for _ in jobs]
-        episodes = [self._episode(*job, sampling, count) for job, count in zip(jobs, counts)]
-        threads = Threads(s.environment_workers, s.environment_timeout)
-
-        def go_on(i, value=None, error=None):
-            # Runs episode i until it ends, or waits for the engine or for a thread.
-            nonlocal asked
-            while True:
-                try:
-                    wish = episodes[i].throw(error) if error else episodes[i].send(value)
-                except StopIteration as end:
-                    rollouts[i] = end.value
-                    return
-                if isinstance(wish, Request):
-                    engine.add(wish._replace(name=i))
-                    asked += 1
-                    return
-                if s.environment_workers:
-                    threads.start(i, wish)
-                    return
-                value, error, seconds = outcome(wish, s.environment_timeout)
-                counts[i]["seconds"] += seconds
-
-        for i in range(len(jobs)):
-            go_on(i)
-        while len(rollouts) < len(jobs):
-            for answer in engine.step() if asked else ():
-                asked -= 1
-                go_on(answer.name, answer)
-            for i, value, error, seconds in threads.finished(wait=not asked):
-                counts[i]["seconds"] += seconds
-                go_on(i, value, error)
-        return [rollouts[i] for i in range(len(jobs))]
+    def check_errors(self, rollouts):
+        """Raises RuntimeError if all episodes, on all ranks, ended by errors. A collective."""
+        if not self.make:
+            return
+        problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
+        counts = [len(problems), len(rollouts)]
+        failed, played = ranks.total(counts) if dist.is_initialized() else counts
+        # A rank that has played none leaves this to the others.
+        if problems and failed == played:
+            raise RuntimeError(f"all {played:.0f} episodes ended by errors; the first: {problems[0]}")
 
     # ------------------------------------------------------------ one episode
 
-    def _episode(self, prompt, seed, sampling, counts):
-        # A generator. It yields Requests, and gets their Answers, and functions that call the environment,
-        # and gets what they return; TimeUp and Failed are raised where it yields. It returns a Rollout.
+    def episode(self, prompt, seed, sampling, counts):
+        """A generator of one episode, which returns its Rollout.
+
+        It yields Requests, and gets their Answers, and functions that call the environment, and gets what
+        they return; TimeUp and Failed are raised where it yields. counts: a dict, in which it counts.
+        """
         s, row, ids, environment, ended = self.settings, prompt.row, list(prompt.ids), None, ""
         if self.make:
             try:
@@ -185,12 +165,14 @@ class Player:
                 row, ids = self._opening(prompt, (yield functools.partial(environment.reset, **columns)))
             except (Failed, TimeUp) as error:
                 raise self._broken(f"reset {self._told(error)}", row) from error
-        messages, spans, logprobs, rewards, limit = [], [], [], [], len(ids) + s.max_completion_length
+        messages, spans, logprobs, versions, rewards = [], [], [], {}, []
+        limit = len(ids) + s.max_completion_length
         while not ended:
             turn = len(spans) + 1
             turn_seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
             answer = yield Request(None, ids, turn_seed, limit - len(ids), *sampling)
             spans.append((len(ids), len(ids) + len(answer.ids)))
+            versions |= {len(logprobs) + start: version for start, version in answer.versions}
             before, ids, logprobs = ids, ids + answer.ids, logprobs + answer.logprobs
             text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
             said = {"role": "assistant", "content": text}
@@ -223,7 +205,7 @@ class Player:
         rewards = np.array(rewards, np.float32) * (math.nan if ended == "error" else 1)
         return Rollout(np.array(ids, np.int32), np.array(spans, np.int32), np.array(logprobs, np.float32),
                        ended, row, text if isinstance(row["prompt"], str) else messages, counts=counts,
-                       rewards=rewards if self.rewards_as else None)
+                       rewards=rewards if self.rewards_as else None, versions=tuple(versions.items()))
 
     def _messages(self, prompt, observation=""):
         # The messages before the first turn. An observation is added to the last one, as in TRL.
@@ -324,6 +306,71 @@ class Player:
             counts["failures"] += bool(problem)
             reply.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": result})
         return reply
+
+
+class Table:
+    """Where an engine plays episodes: add more at any time, and each step returns what is complete.
+
+    player, engine: who plays, and on what.
+    """
+
+    def __init__(self, player, engine):
+        self.player, self.engine, self.settings = player, engine, player.settings
+        self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
+        self.numbers = itertools.count()
+        self.groups, self.playing = {}, {}      # {key: its Rollouts}; {number: (episode, counts, key, place)}
+        self.left = Counter()                   # {key: how many of its episodes have not ended}
+        self.asked = 0                          # Requests that wait for an Answer
+
+    def __len__(self):
+        return len(self.playing)
+
+    def add(self, key, jobs, sampling):
+        """Begins an episode for each (prompt, seed) in jobs. sampling: temperature, top_p and top_k.
+
+        key: under which step returns their Rollouts, when all have ended.
+        """
+        self.groups[key], self.left[key] = [None] * len(jobs), len(jobs)
+        for place, (prompt, seed) in enumerate(jobs):
+            counts, number = {}, next(self.numbers)
+            if self.player.make:
+                counts |= {"calls": 0, "failures": 0, "seconds": 0.0}
+            self.playing[number] = self.player.episode(prompt, seed, sampling, counts), counts, key, place
+            self._go_on(number)
+
+    def _go_on(self, number, value=None, error=None):
+        # Runs an episode until it ends, or waits for the engine or for a thread.
+        episode, counts, key, place = self.playing[number]
+        while True:
+            try:
+                wish = episode.throw(error) if error else episode.send(value)
+            except StopIteration as end:
+                self.groups[key][place] = end.value
+                self.left[key] -= 1
+                del self.playing[number]
+                return
+            if isinstance(wish, Request):
+                self.engine.add(wish._replace(name=number))
+                self.asked += 1
+                return
+            if self.settings.environment_workers:
+                self.threads.start(number, wish)
+                return
+            value, error, seconds = outcome(wish, self.settings.environment_timeout)
+            counts["seconds"] += seconds
+
+    def step(self):
+        """Takes a step of the engine, if an episode waits for it; returns {key: Rollouts} of what ended."""
+        for answer in self.engine.step() if self.asked else ():
+            self.asked -= 1
+            self._go_on(answer.name, answer)
+        for number, value, error, seconds in self.threads.finished(wait=self.playing and not self.asked):
+            self.playing[number][1]["seconds"] += seconds
+            self._go_on(number, value, error)
+        complete = [key for key, left in self.left.items() if not left]
+        for key in complete:
+            del self.left[key]
+        return {key: self.groups.pop(key) for key in complete}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,13 @@ import torch.distributed as dist
 import console
 
 
-def set_up(timeout=0.0):
+def set_up(timeout=0.0, role=None):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
 
-    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. Returns rank, world_size,
-    device, and the mesh of all ranks, over which FSDP2 shards.
+    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. role: a function that
+    returns the store, rank and world_size of the group to join instead, where torchrun's ranks have roles
+    (placement.py). Returns rank, world_size, device, and the mesh of all ranks of the group, over which FSDP2
+    shards.
     """
     console.escape_the_unknown()
     watchdog.start()
@@ -34,7 +36,7 @@ def set_up(timeout=0.0):
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    group = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps the store itself. If it was killed while its workers were importing, joining would
         # try again and again to connect, until the limit below.
@@ -43,9 +45,11 @@ def set_up(timeout=0.0):
             socket.create_connection(store, timeout=60).close()
         except OSError as error:
             sys.exit(f"torchrun is gone: its store at {store[0]}:{store[1]} does not answer ({error})")
+    if role:
+        group = role()
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **alone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
     world_size = dist.get_world_size()
     return dist.get_rank(), world_size, device, dist.init_device_mesh(device.type, (world_size,))
 
@@ -127,6 +131,8 @@ def gathered(items):
 
 def from_master(value):
     """Rank 0's value, on every rank."""
+    if dist.get_world_size() == 1:
+        return value
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]

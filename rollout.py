@@ -7,7 +7,8 @@ attributes name, weight_names and allocated.
     load_weights(named_tensors)     later steps use them
     close()
 
-generate() calls these in a loop; episodes.py adds requests while others are still being answered.
+generate() calls these in a loop; episodes.py adds requests while others are still being answered, and
+train_async.py changes the weights in between.
 
 Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in
 nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each request
@@ -46,6 +47,7 @@ class Rollout:
     parts: dict = field(default_factory=dict)   # the named parts of the score
     rewards: np.ndarray = None                  # float32 [S]: the share of each span in the score
     counts: dict = field(default_factory=dict)  # of an episode: tool calls, failures, the environment's time
+    versions: tuple = ((0, 0),)                 # from which of the sampled tokens on, by which weights
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason):
@@ -74,6 +76,38 @@ class Answer(NamedTuple):
     ids: list                # what was sampled
     logprobs: list           # of these tokens
     finish_reason: str       # stop: the last of them is an end token; length: it is cut off
+    versions: tuple = ((0, 0),)                 # as in Rollout
+
+
+def as_json(rollout):
+    """A Rollout as a dict that JSON can hold; of its row, the prompt and the answer."""
+    r = rollout
+    return {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
+            "finish_reason": r.finish_reason, "score": r.score, "completion": r.completion, "parts": r.parts,
+            "rewards": None if r.rewards is None else r.rewards.tolist(), "counts": r.counts,
+            "versions": r.versions, "row": {key: r.row.get(key) for key in ("prompt", "answer")}}
+
+
+def from_json(entry):
+    """The Rollout of such a dict, of which all up to the score has to be there. Raises ValueError."""
+    try:
+        ids, spans = np.array(entry["ids"]), np.array(entry["spans"])
+        logprobs = np.array(entry["logprobs"], np.float32)
+        starts, ends = spans.T
+        if not (ids.ndim == logprobs.ndim == 1 and spans.ndim == 2
+                and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min() and ids.max() < 2 ** 31 and np.isfinite(logprobs).all()
+                and 0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
+                and ends[-1] <= len(ids) and (ends - starts).sum() == len(logprobs)):
+            raise ValueError("its ids, spans and logprobs do not fit")
+        rest = {key: entry[key] for key in ("row", "completion", "parts", "counts") if key in entry}
+        if entry.get("rewards") is not None:
+            rest["rewards"] = np.array(entry["rewards"], np.float32)
+        if "versions" in entry:
+            rest["versions"] = tuple((int(start), int(version)) for start, version in entry["versions"])
+        return Rollout(ids.astype(np.int32), spans.astype(np.int32), logprobs, entry["finish_reason"],
+                       score=float(entry["score"]), **rest)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError) as error:
+        raise ValueError(f"{error!r:.200}") from error
 
 
 def save_rollouts(path, settings, rollouts, greedy=None):
@@ -88,8 +122,7 @@ def save_rollouts(path, settings, rollouts, greedy=None):
         with opened(part, "w") as file:
             file.write(json.dumps(settings) + "\n")
             for s, r in enumerate(rollouts):
-                line = {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
-                        "finish_reason": r.finish_reason, "score": r.score, "completion": r.completion}
+                line = as_json(r)
                 if group and s % group == 0:
                     line["greedy"] = float(greedy[s // group])
                 file.write(json.dumps(line) + "\n")
@@ -108,21 +141,10 @@ def load_rollouts(path):
                 if number == 1:
                     settings = dict(entry)
                     continue
-                ids, spans = np.array(entry["ids"]), np.array(entry["spans"])
-                logprobs = np.array(entry["logprobs"], np.float32)
-                starts, ends = spans.T
-                if not (ids.ndim == logprobs.ndim == 1 and spans.ndim == 2
-                        and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min()
-                        and ids.max() < 2 ** 31 and np.isfinite(logprobs).all()
-                        and 0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
-                        and ends[-1] <= len(ids) and (ends - starts).sum() == len(logprobs)):
-                    raise ValueError("its ids, spans and logprobs do not fit")
-                r = Rollout(ids.astype(np.int32), spans.astype(np.int32), logprobs, entry["finish_reason"],
-                            score=float(entry["score"]))
-            except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+                rollouts.append(from_json(entry))
+                greedy += [float(entry["greedy"])] if "greedy" in entry else []
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a line of kept rollouts: {error!r:.200}") from error
-            rollouts.append(r)
-            greedy += [float(entry["greedy"])] if "greedy" in entry else []
     group = settings.get("num_generations")
     if type(group) is not int or not rollouts or group < 1 or len(rollouts) % group:
         raise ValueError(f"{path}: {len(rollouts)} rollouts are no groups of num_generations={group}")
@@ -240,7 +262,32 @@ def take_kernels(model):
 
 
 class Engine:
-    """What both engines have in common."""
+    """What both engines have in common.
+
+    version: the number of the weights, which is that of the last switch. incoming: the function that switch
+    gets the weights of a version from; train_async.py sets it.
+    """
+    version, incoming = 0, None
+
+    def add(self, request):
+        self.added.append(request)
+        self.versions[request.name] = {0: self.version}
+
+    def answer(self, name, *sampled):
+        # The ranks that follow know no versions, and nobody asks them.
+        return Answer(name, *sampled, tuple(self.versions.pop(name, {}).items()))
+
+    def switch(self, version):
+        """Go on with the weights of this version, also in the middle of requests; their KV cache stays."""
+        so_far = self.so_far()
+        for name, versions in self.versions.items():
+            versions[so_far.get(name, 0)] = version
+        self.version = version
+        self.load_weights(self.incoming(version))
+
+    def so_far(self):
+        """Returns {name of a request: how many tokens have been sampled for it}; one it lacks has none."""
+        return {}
 
     def serve(self, jobs, play):
         """Returns play(jobs): a list with an entry for each job, made by adding requests and by steps.
@@ -257,7 +304,7 @@ class Engine:
             answers = {}
             while len(answers) < len(jobs):
                 answers |= {answer.name: answer for answer in self.step()}
-            return [Rollout.single(prompt, *answers[name][1:]) for name, (prompt, _) in enumerate(jobs)]
+            return [Rollout.single(prompt, *answers[name][1:4]) for name, (prompt, _) in enumerate(jobs)]
 
         jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
         return self.serve(jobs, play)
@@ -266,16 +313,18 @@ class Engine:
 class VLLMEngine(Engine):
     """vLLM in this process, on this rank's device.
 
-    On a GPU it sleeps while the trainer works, and its memory is free.
+    On a GPU it sleeps while the trainer works, and its memory is free; unless it is `apart`, on devices where
+    no trainer works.
     """
     name, weight_names = "vllm", "checkpoint"
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
-                 float32_head=True):
+                 float32_head=True, apart=False):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine runs in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self.cuda, self.asleep = torch.cuda.is_available(), set()
+        self.sleeps, self.apart = self.cuda and not apart, apart
         if not self.cuda:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
@@ -285,7 +334,7 @@ class VLLMEngine(Engine):
         import vllm
         from vllm.sampling_params import RequestOutputKind
         self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
-        self.eos_ids, self.added = eos_ids, []
+        self.eos_ids, self.added, self.versions = eos_ids, [], {}
         before = torch.cuda.memory_allocated() if self.cuda else 0
         shared = tensor_parallel_size > 1 and not self.cuda
         if shared:
@@ -302,7 +351,7 @@ class VLLMEngine(Engine):
                 arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
             self.llm = vllm.LLM(
                 **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
-                enable_sleep_mode=self.cuda, gpu_memory_utilization=gpu_memory_utilization,
+                enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
                 tensor_parallel_size=tensor_parallel_size,
                 hf_overrides={"head_dtype": "float32" if float32_head else "model"},
                 logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
@@ -340,16 +389,25 @@ class VLLMEngine(Engine):
                 results = play(sum(everyones, []))
                 self.group.broadcast_object(None)              # nothing more to follow
             else:
-                while (requests := self.group.broadcast_object()) is not None:
-                    self._step(requests)
+                while (message := self.group.broadcast_object()) is not None:
+                    if isinstance(message, int):
+                        super().switch(message)
+                    else:
+                        self._step(message)
             results = self.group.broadcast_object(results)
             before = sum(map(len, everyones[:place]))
             results = results[before:before + len(jobs)]
         self._sleep()
         return results
 
-    def add(self, request):
-        self.added.append(request)
+    def switch(self, version):
+        if self.group.world_size > 1:
+            self.group.broadcast_object(version)               # the followers switch as well
+        super().switch(version)
+
+    def so_far(self):
+        states = self.llm.llm_engine.output_processor.request_states.values()
+        return {int(state.external_req_id): state.detokenizer.num_output_tokens() for state in states}
 
     def step(self):
         requests, self.added = self.added, []
@@ -361,12 +419,15 @@ class VLLMEngine(Engine):
         self._wake()
         engine = self.llm.llm_engine
         for name, ids, seed, max_tokens, temperature, top_p, top_k in requests:
-            engine.add_request(str(name), {"prompt_token_ids": ids}, self.SamplingParams(
+            # Apart from the trainer, weights change while rows are in work, so the prefix cache cannot be
+            # emptied. The salt makes it find only what these weights have computed.
+            salt = {"cache_salt": str(self.version)} if self.apart else {}
+            engine.add_request(str(name), {"prompt_token_ids": ids} | salt, self.SamplingParams(
                 seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
                 logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))                 # these alone end it
-        return [Answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
-                       sample.finish_reason)
+        return [self.answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
+                            sample.finish_reason)
                 for output in engine.step() if output.finished for sample in output.outputs]
 
     def load_weights(self, named_tensors):
@@ -391,25 +452,25 @@ class VLLMEngine(Engine):
 
     def _name_shared_memory(self):
         # vLLM 0.32's CPU build gives the memory that the ranks of an engine share the same name in every run,
-        # so two runs would write into each other's. With the port of torchrun's store the name is this run's
-        # own. To be removed once vLLM makes it unique.
+        # so two runs would write into each other's. With the port of torchrun's store and the role of this
+        # rank the name is the engine's own. To be removed once vLLM makes it unique.
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+        self.prefix = f"{os.environ['MASTER_PORT']}-{os.environ.get('ROLE_NAME', '')}"
         make_name = _CPUSHMDistributed.make_group_name
         _CPUSHMDistributed.make_group_name = staticmethod(
-            lambda communicator: f"{os.environ['MASTER_PORT']}-" + make_name(communicator).replace("/", ""))
+            lambda communicator: f"{self.prefix}-" + make_name(communicator).replace("/", ""))
         self._unlink_shared_memory()
 
-    @staticmethod
-    def _unlink_shared_memory():
+    def _unlink_shared_memory(self):
         # The processes that have it mapped keep it; a kill -9 leaves nothing behind.
         dist.barrier()
-        for path in glob.glob(f"/dev/shm/{os.environ['MASTER_PORT']}-*-cpushm*"):
+        for path in glob.glob(f"/dev/shm/{self.prefix}-*-cpushm*"):
             with contextlib.suppress(FileNotFoundError):       # another rank may be first
                 os.unlink(path)
         dist.barrier()
 
     def _sleep(self):
-        if self.cuda and len(self.asleep) < 2:
+        if self.sleeps and len(self.asleep) < 2:
             self._wake()                                       # it falls asleep as a whole, or not at all
             self.llm.sleep(level=1)                            # weights to host memory, KV cache dropped
             self.asleep = {"weights", "kv_cache"}
@@ -432,7 +493,7 @@ class HFEngine(Engine):
     max_seqs = 256           # sequences generated at once
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
-                 float32_head=True):
+                 float32_head=True, apart=False):
         self.device = (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available()
                        else "cpu")
         config = AutoConfig.from_pretrained(model)
@@ -444,16 +505,13 @@ class HFEngine(Engine):
                                                   float32_head)[:, None]                        # [B, 1, V]
         # A tied head is in it twice.
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.eos_ids, self.added = torch.tensor(eos_ids, device=self.device), []
+        self.eos_ids, self.added, self.versions = torch.tensor(eos_ids, device=self.device), [], {}
         try:
             # A cache that is not what this engine expects shows here.
             self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
         except Exception as error:
             raise ValueError(f"engine=hf cannot run {model}: {type(error).__name__}: "
                              f"{str(error)[:300]}") from error
-
-    def add(self, request):
-        self.added.append(request)
 
     @torch.no_grad()
     def step(self):
@@ -497,7 +555,7 @@ class HFEngine(Engine):
                 rows, mask = rows[kept], mask[kept]
                 cache.reorder_cache(kept)
             logits = self._forward(tokens[rows, t][:, None], mask, cache)
-        return [Answer(request.name, ids[:length], logps[:length], "stop" if stop else "length")
+        return [self.answer(request.name, ids[:length], logps[:length], "stop" if stop else "length")
                 for request, ids, logps, length, stop in zip(requests, *(
                     x.tolist() for x in (tokens, logprobs, lengths, ended)))]
 

@@ -101,8 +101,11 @@ class RunLog:
         for name in names:
             self.mean(name, [])
 
-    def rollouts(self, rollouts, timeouts):
-        """Note all ranks' rollouts of the step and keep a few as samples. timeouts: this rank's number."""
+    def rollouts(self, rollouts, timeouts, engines=None):
+        """Note all ranks' rollouts of the step and keep a few as samples.
+
+        timeouts: this rank's number. engines: how many sampled them, if it was not one per rank.
+        """
         self.metrics |= rollout_metrics(rollouts)
         self.sum("rewards/timeouts", timeouts)
         first = [r for i, r in enumerate(rollouts) if i == 0 or r.row != rollouts[i - 1].row]
@@ -112,7 +115,7 @@ class RunLog:
         if any(r.counts for r in rollouts):
             self.metrics |= episode_metrics(rollouts)
             seconds = sum(r.counts["seconds"] for r in rollouts)
-            self.timing["timing_s/environment"] = seconds / dist.get_world_size()
+            self.timing["timing_s/environment"] = seconds / (engines or dist.get_world_size())
             if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
                 self.say(f"step {self.metrics['step']}: {len(problems)} episodes failed or took too long; "
                          f"the first: {one_line(problems[0])}")

@@ -209,7 +209,7 @@ class SleepyLLM:
 @pytest.mark.skipif("vllm" not in ENGINES, reason="needs vLLM")
 def test_vllm_sleeps_except_to_sample_and_to_take_weights(folder, model, mesh):
     engine = rollout.VLLMEngine(folder, torch.float32, 64, [10, 20, 30], 0.4)
-    engine.llm, engine.cuda = SleepyLLM(engine.llm), True
+    engine.llm, engine.cuda, engine.sleeps = SleepyLLM(engine.llm), True, True
     engine._sleep()
     for _ in range(3):
         # An evaluation and a rollout. Afterwards the memory is the trainer's.

@@ -13,7 +13,8 @@ from configurator import check, input_errors
 POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max_completion_length
     token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
     kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout""".split()
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks
+    sync_timeout""".split()
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
     correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
@@ -122,6 +123,8 @@ def check_placement(settings, world_size):
           f"rollout_ranks={s.rollout_ranks}")
     check(s.max_staleness > 0 or not s.in_flight,
           "in_flight=True with max_staleness=0: engines that wait for the trainers have nothing in flight")
+    check(not 0 < s.timeout <= s.sync_timeout,
+          f"timeout={s.timeout}: not above sync_timeout={s.sync_timeout}, which names what did not come")
     check(s.in_flight or s.stale == "wait",
           "stale=drop needs --in_flight=true: otherwise nothing becomes older than max_staleness")
 

@@ -41,8 +41,7 @@ class Sampled:
     rollouts: list
     timeouts: int            # of the reward
     position: int            # in the sequence of prompts, behind these
-    seconds: dict            # that an engine took to sample and score them, and, since it sent something
-                             # before, has waited for weights and has passed altogether
+    figures: dict            # of their making, for the log: means over the engines
 
     def as_json(self):
         return self.__dict__ | {"rollouts": [rollout.as_json(r) for r in self.rollouts]}
@@ -55,7 +54,7 @@ class Sampled:
             if not entry["rollouts"] or type(position) is not int or position < 0:
                 raise ValueError(f"position={position!r:.100}")
             return cls([rollout.from_json(one) for one in entry["rollouts"]], int(entry["timeouts"]),
-                       position, {key: float(value) for key, value in entry["seconds"].items()})
+                       position, {key: float(value) for key, value in entry["figures"].items()})
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"not what engines have sampled: {error!r:.300}") from error
 
@@ -67,10 +66,10 @@ class Bridge:
     allocated and close. trains: whether this rank is a trainer. engines: how many there are; engine: the
     number of this rank's, from 0.
     """
-    allocated, waited = 0, 0.0      # waited: the seconds that this role has waited for the other
+    allocated = 0
 
     def __init__(self, settings):
-        self.seconds = settings["sync_timeout"]
+        self.seconds, self.waited, self.since = settings["sync_timeout"], 0.0, time.monotonic()
         self.ranks, self.share = settings["rollout_ranks"], settings["vllm_tensor_parallel_size"]
         self.engines = self.ranks // self.share
         each = f" on {self.share} ranks each" if self.share > 1 else ""
@@ -106,9 +105,14 @@ class Bridge:
         self.boxes = [{} for _ in range(self.engines)]         # {name: message} of each engine
         if not self.trains:
             self.told, self.staged, self.news = {}, {}, threading.Condition()
-            self.outgoing, self.sent = queue.SimpleQueue(), time.monotonic()
+            self.outgoing = queue.SimpleQueue()
             in_background(self._listen)
             in_background(self._post)
+
+    def busy(self):
+        """The share of the time since the last call that this role has not waited for the other."""
+        waited, since, self.waited, self.since = self.waited, self.since, 0.0, time.monotonic()
+        return 1 - waited / (self.since - since)
 
     # ------------------------------------------------------------ the trainers' end
 
@@ -143,8 +147,8 @@ class Bridge:
         parts = ranks.from_master([box.pop(name) for box in self.boxes] if self.leads else None)
         self.waited += time.monotonic() - began
         return Sampled([r for part in parts for r in part.rollouts], sum(part.timeouts for part in parts),
-                       parts[0].position, {key: sum(part.seconds[key] for part in parts) / len(parts)
-                                           for key in parts[0].seconds})
+                       parts[0].position, {key: sum(part.figures[key] for part in parts) / len(parts)
+                                           for key in parts[0].figures})
 
     def _receive(self, tensor, leader, name):
         self._bounded(self.messages.recv([tensor], 1 + leader - self.trainers, 0),
@@ -188,9 +192,7 @@ class Bridge:
 
     def send(self, name, sampled):
         """Send the trainers what was Sampled under this name; they may take it much later."""
-        now = time.monotonic()
-        sampled.seconds |= {"wait_for_weights": self.waited, "passed": now - self.sent}
-        self.waited, self.sent = 0.0, now
+        sampled.figures |= {"timing_s/wait_for_weights": self.waited, "perf/engines_busy": self.busy()}
         self.outgoing.put(pickle.dumps((name, sampled)))
 
     def _await(self, condition, what):
@@ -278,38 +280,29 @@ def loaded(entries, folder):
         raise ValueError(f"{folder}: ahead in its state.json is {error}") from error
 
 
-def metrics(sampled, step):
-    """What a log says of a step's rollouts, and timing_s/... of the engines that made them."""
-    mean, largest = staleness(sampled.rollouts, step)
-    waited, passed = sampled.seconds["wait_for_weights"], sampled.seconds["passed"]
-    times = {f"timing_s/{name}": sampled.seconds[name] for name in ("gen", "reward", "wait_for_weights")}
-    return {"async/staleness/mean": mean, "async/staleness/max": largest,
-            "perf/engines_busy": 1 - waited / passed}, times
-
-
 def note(settings, engines, before):
-    """Lines that tell how the run is placed. before: the number of engines of the run that it goes on from."""
+    """Tells how the run is placed. before: the number of engines of the run that it goes on from."""
     s, lines = SimpleNamespace(**settings), []
     if s.max_staleness:
-        lines.append(f"The completions of a step are sampled with weights up to {s.max_staleness} steps older. "
-                     "sampling/... compare the two policies; evaluations compare engine and trainer with the "
-                     "same weights.")
+        lines.append(f"A step's completions are sampled with weights that are up to {s.max_staleness} steps "
+                     "older. sampling/... compare these two policies;\nan evaluation compares engine and "
+                     "trainer with the same weights.")
     if s.in_flight:
-        lines.append("in_flight: weights enter whenever they come, so the run does not repeat bit for bit")
+        lines.append("in_flight: weights enter when they come, so the run does not repeat bit for bit")
     if before != engines:
-        lines.append(f"{before} engines sampled before, and {engines} do now: logprobs round differently, so "
-                     "the steps are not bit for bit those of an unbroken run")
+        lines.append(f"{before} engines sampled before, and {engines} do now: sums round differently, so the "
+                     "steps are not bit for bit those of an unbroken run")
     return "\n".join(lines)
 
 
 def staleness(rollouts, step):
-    """By how many steps the policy of `step` is ahead of those that sampled each token: mean and largest."""
+    """By how many steps the policy of `step` is ahead of those that sampled the tokens: mean and largest."""
     ages, counts = [], []
     for r in rollouts:
         starts, versions = np.array(r.versions).T
         ages += (step - versions).tolist()
         counts += np.diff(starts, append=len(r.logprobs)).tolist()
-    return float(np.average(ages, weights=counts)), max(ages)
+    return {"async/staleness/mean": float(np.average(ages, weights=counts)), "async/staleness/max": max(ages)}
 
 
 def buckets(named_tensors, size=BUCKET):

@@ -2,8 +2,7 @@
 GRPO with trainers and engines on devices of their own: while the trainers update, the engines sample.
 
     torchrun --nproc_per_node=2 train_async.py                              # one trainer, one engine
-    torchrun --nproc_per_node=8 train_async.py config/gsm8k.py --rollout_ranks=4 --max_staleness=2
-    torchrun --nproc_per_node=8 train_async.py --rollout_ranks=6 --in_flight=true
+    torchrun --nproc_per_node=8 train_async.py config/gsm8k.py --rollout_ranks=4 --in_flight=true
 
 This is train_grpo.py, with these differences:
 1. The last rollout_ranks ranks are engines: they hold no trained policy, sample, score, and send what they
@@ -14,10 +13,10 @@ This is train_grpo.py, with these differences:
    CPU, also after a resume, because a checkpoint holds what was sampled ahead.
 3. With in_flight=True the engines take new weights at once, in the middle of their completions, and begin
    those of step t as soon as they have version t - max_staleness. Such a run does not repeat.
-4. The ratio of the loss is to the trainer's own logprobs, before the first update of the step. What lies
-   between these and the older policy that sampled is the business of engine_correction.
+4. The loss's ratio is to the trainer's own logprobs, before the first update of the step. For the distance
+   between these and the older policy that sampled there is engine_correction.
 5. Engine and trainer are compared, and the run stopped if they differ, where both have the same version: at
-   each evaluation, and in the steps whose completions are of the trainers' version, such as the first.
+   each evaluation, and in steps whose completions are of that version, such as the first.
 """
 import math
 import os
@@ -39,7 +38,7 @@ from episodes import Player, Table
 from loading import check_trainable, load_policy, load_tokenizer, precision
 from models import offload, token_logprobs
 from packing import deal, micro_batches
-from placement import Bridge, Sampled, loaded, metrics, note, staleness
+from placement import Bridge, Sampled, loaded, note, staleness
 from run import Run
 from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -85,9 +84,9 @@ epsilon_high = 0.2              # the ratio is clipped above 1 + epsilon_high; D
 dual_clip = 0.0                 # for negative advantages the ratio is clipped here as well, e.g. 3; 0: not
 cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov act on
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
-engine_correction = "auto"      # auto: none with max_staleness=0, otherwise token_truncate. Or one of none,
-                                # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
-                                # geometric_mask: weights by the ratio of trainer to engine
+engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
+                                # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
+                                # max_staleness is 0, otherwise token_truncate
 correction_low = 0.5            # masks: weight 0 where that ratio is lower
 correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
 entropy_coef = 0.0              # weight of the entropy bonus
@@ -106,9 +105,8 @@ save_interval = 20              # steps; the last model is always saved
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 if engine_correction == "auto":
-    engine_correction = settings["engine_correction"] = (
-        "token_truncate" if max_staleness and old_logprobs == "trainer" else "none")
-
+    auto = "token_truncate" if max_staleness and old_logprobs == "trainer" else "none"
+    engine_correction = settings["engine_correction"] = auto
 # ---------------------------------------------------------------- set-up of both roles
 check_placement(settings, int(os.environ.get("WORLD_SIZE", 1)))
 check_run(settings, rollout_ranks)
@@ -126,8 +124,7 @@ with input_errors():
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
 
 
-def evaluated(step):
-    return step == max_steps or step % eval_interval == 0
+evaluated = {*range(0, max_steps, eval_interval), max_steps}    # steps that begin with an evaluation
 
 
 # ---------------------------------------------------------------- the engines
@@ -151,11 +148,11 @@ def sample_for_trainers(_):
         for name, rollouts in table.step().items():
             (began, behind), sampled = begun.pop(name), time.perf_counter()
             timeouts = scorer(rollouts)
-            seconds = {"gen": sampled - began, "reward": time.perf_counter() - sampled}
-            bridge.send(name, Sampled(rollouts, timeouts, behind, seconds))
+            figures = {"timing_s/gen": sampled - began, "timing_s/reward": time.perf_counter() - sampled}
+            bridge.send(name, Sampled(rollouts, timeouts, behind, figures))
 
     while True:
-        if evaluated(version):
+        if version in evaluated:
             begin(f"eval {version}", [eval_set[i] for i in own_eval], eval_samples,
                   [f"eval {i}" for i in own_eval])
             while f"eval {version}" in begun:
@@ -190,7 +187,7 @@ if not bridge.trains:
     rollout_engine.version, rollout_engine.incoming = opening["version"], bridge.weights
     rollout_engine.serve([], sample_for_trainers)               # does not return
 
-# ---------------------------------------------------------------- the trainers: models, and what a step needs
+# ---------------------------------------------------------------- the trainers: their run, models, a step's parts
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
 # These terms of the loss have a gradient even where the advantage is 0. If you add such a term in section 5,
 # add its condition here, or rollouts with advantage 0 do not get it.
@@ -198,15 +195,13 @@ moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov
 # With one update per step the policy's own forward gives the old logprobs, because it has not changed since
 # the step began. For several updates they have to be computed before the first one.
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
-weight_names = rollout.engine_class(engine).weight_names
 run = Run(settings, __file__, engines=bridge.engines, ahead=[])
 with input_errors():
     run.check_data(train_set, eval_set)
     start = run.resumed or base
-    # {name: Sampled}: what the run before had sampled for its next steps.
-    ahead = loaded(run.state["ahead"], run.resumed)
-    if run.state["settings"].get("max_staleness") != max_staleness:
-        ahead = {}                                              # it would be too old, or too new
+    # {name: Sampled} for the next steps, by the run before; with another max_staleness it has another age.
+    same = run.state["settings"].get("max_staleness") == max_staleness
+    ahead = loaded(run.state["ahead"], run.resumed) if same else {}
     bridge.tell({"start": start, "version": run.first_step,
                  "number": run.first_step + sum(name.startswith("step") for name in ahead),
                  "position": [run.state["position"], *(one.position for one in ahead.values())][-1]})
@@ -240,9 +235,10 @@ def take(name):
 
 def keep_ahead(step):
     """Put what was sampled for this step and later ones into the run's state, so that a resume has it."""
-    for number in range(step, min(step + max_staleness, max_steps)):
-        for name in [f"step {number}"] + [f"greedy {number}"] * (advantage == "remax"):
-            ahead[name] = take(name)
+    if step > run.first_step and not in_flight:
+        for number in range(step, min(step + max_staleness, max_steps)):
+            for name in [f"step {number}"] + [f"greedy {number}"] * (advantage == "remax"):
+                ahead[name] = take(name)
     run.state["ahead"] = [[name, sampled.as_json()] for name, sampled in ahead.items()]
 
 
@@ -251,12 +247,11 @@ def evaluate(step):
     rollouts = take(f"eval {step}").rollouts
     # Stops the run if the engines do not have the policy's weights; a few rollouts are enough to see that.
     share = deal(rollouts, range(min(32 * world_size, len(rollouts))), world_size)[rank]
-    logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
-    rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
+    rollout.compare_logprobs(rollouts, token_logprobs(policy, rollouts, share, token_budget, temperature),
+                             gap_bound, tokenizer)
     return rewards.evaluation(rollouts, eval_samples)
 
 
-# ---------------------------------------------------------------- two variants; plain GRPO calls none of it
 def kl_to_reference(rollouts):
     """For kl_in=reward: KL to the initial model, summed over the tokens of each rollout, [N]."""
     sums = torch.zeros(N, device=device)
@@ -286,31 +281,28 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
-    if step == max_steps or (evaluated(step) and not stopping):
+    if step == max_steps or (step in evaluated and not stopping):
         with log.timed("eval"):
             log.evaluation(evaluate(step))
     if step == max_steps or step % save_interval == 0 or stopping:
-        if step > run.first_step and not in_flight:
-            keep_ahead(step)
+        keep_ahead(step)
         run.save(networks, tokenizer)                           # not where the run has just begun
     if step == max_steps or stopping:
         break
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
-    dropped_before = dropped
+    log.metrics["async/dropped"] = 0
     with log.timed("wait_for_rollouts"):
         sampled = take(f"step {step + dropped}")
-        while stale == "drop" and staleness(sampled.rollouts, step)[1] > max_staleness:
-            dropped += 1
+        while stale == "drop" and staleness(sampled.rollouts, step)["async/staleness/max"] > max_staleness:
+            dropped, log.metrics["async/dropped"] = dropped + 1, log.metrics["async/dropped"] + N
             sampled = take(f"step {step + dropped}")
         greedy = (torch.tensor([r.score for r in take(f"greedy {step + dropped}").rollouts], device=device)
                   if advantage == "remax" else None)
     rollouts, run.state["position"] = sampled.rollouts, sampled.position                # N, on every rank
     player.check_errors(rollouts)
     log.rollouts(rollouts, sampled.timeouts if rank == 0 else 0, bridge.engines)
-    figures, times = metrics(sampled, step)
-    log.metrics |= figures | {"async/dropped": (dropped - dropped_before) * N}
-    log.timing |= times
+    log.metrics |= sampled.figures | staleness(rollouts, step)
     run.keep_rollouts(rollouts, greedy)                         # in this step's checkpoint, if it has one
 
     # ------------------------------------------------------------ 3 advantage
@@ -400,9 +392,11 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):
-        bridge.publish(step + 1, full_weights(policy, compute_dtype, weight_names))
+        names = rollout.engine_class(engine).weight_names
+        bridge.publish(step + 1, full_weights(policy, compute_dtype, names))
 
     # ------------------------------------------------------------ 7 log
+    log.metrics["perf/trainers_busy"] = bridge.busy()
     run.end_step(rollouts)
 
 # ---------------------------------------------------------------- teardown

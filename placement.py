@@ -62,8 +62,8 @@ class Sampled:
 class Bridge:
     """This process's role, and its end of the bridge.
 
-    settings: what configure returned. For a training script the bridge stands for the engines: it has a name,
-    allocated and close. trains: whether this rank is a trainer. engines: how many there are; engine: the
+    settings: what configure returned. To the trainers the bridge is their engine: it has its attributes name,
+    weight_names and allocated, and close. trains: whether this rank is a trainer. engines: how many there are; engine: the
     number of this rank's, from 0.
     """
     allocated = 0
@@ -73,7 +73,8 @@ class Bridge:
         self.ranks, self.share = settings["rollout_ranks"], settings["vllm_tensor_parallel_size"]
         self.engines = self.ranks // self.share
         each = f" on {self.share} ranks each" if self.share > 1 else ""
-        self.name = f"{rollout.engine_class(settings['engine']).name}, {self.engines} apart{each}"
+        kind = rollout.engine_class(settings["engine"])
+        self.name, self.weight_names = f"{kind.name}, {self.engines} apart{each}", kind.weight_names
 
     def join(self):
         """Take this rank's role; returns the group that ranks.set_up joins. A collective of all ranks."""

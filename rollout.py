@@ -85,7 +85,7 @@ def as_json(rollout):
     return {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
             "finish_reason": r.finish_reason, "score": r.score, "completion": r.completion, "parts": r.parts,
             "rewards": None if r.rewards is None else r.rewards.tolist(), "counts": r.counts,
-            "versions": r.versions, "row": {key: r.row.get(key) for key in ("prompt", "answer")}}
+            "versions": r.versions, "row": r.row and {key: r.row.get(key) for key in ("prompt", "answer")}}
 
 
 def from_json(entry):

@@ -111,7 +111,7 @@ if engine_correction == "auto":
 check_placement(settings, int(os.environ.get("WORLD_SIZE", 1)))
 check_run(settings, rollout_ranks)
 check_grpo(settings)
-bridge = Bridge(settings)                                       # between this role and the other
+bridge = Bridge(settings)                                       # this rank's role, and the way to the other
 rank, world_size, device, mesh = ranks.set_up(timeout, bridge.join)     # all of them the role's own
 G, N = num_generations, prompts_per_step * num_generations      # completions per prompt, and per step
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
@@ -162,10 +162,10 @@ def sample_for_trainers(_):
             while (number <= min(version + max_staleness, max_steps - 1)
                    or stale == "drop" and len(table) < B * G):
                 picked, position = train_set.draw(position, prompts_per_step, seed)
-                prompts, names = [picked[i] for i in own], [f"{number} {i}" for i in own]
-                begin(f"step {number}", prompts, G, names)
+                own_prompts, names = [picked[i] for i in own], [f"{number} {i}" for i in own]
+                begin(f"step {number}", own_prompts, G, names)
                 if advantage == "remax":
-                    begin(f"greedy {number}", prompts, 1, names, temperature=0)
+                    begin(f"greedy {number}", own_prompts, 1, names, temperature=0)
                 number += 1
             if not begun or in_flight and bridge.arrived(version + 1):
                 break
@@ -187,7 +187,7 @@ if not bridge.trains:
     rollout_engine.version, rollout_engine.incoming = opening["version"], bridge.weights
     rollout_engine.serve([], sample_for_trainers)               # does not return
 
-# ---------------------------------------------------------------- the trainers: their run, models, a step's parts
+# ---------------------------------------------------------------- the trainers
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
 # These terms of the loss have a gradient even where the advantage is 0. If you add such a term in section 5,
 # add its condition here, or rollouts with advantage 0 do not get it.
@@ -245,7 +245,7 @@ def keep_ahead(step):
 def evaluate(step):
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     rollouts = take(f"eval {step}").rollouts
-    # Stops the run if the engines do not have the policy's weights; a few rollouts are enough to see that.
+    # Stops the run if the engines do not have the policy's weights; a few rollouts are enough.
     share = deal(rollouts, range(min(32 * world_size, len(rollouts))), world_size)[rank]
     rollout.compare_logprobs(rollouts, token_logprobs(policy, rollouts, share, token_budget, temperature),
                              gap_bound, tokenizer)
@@ -392,8 +392,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):
-        names = rollout.engine_class(engine).weight_names
-        bridge.publish(step + 1, full_weights(policy, compute_dtype, names))
+        bridge.publish(step + 1, full_weights(policy, compute_dtype, bridge.weight_names))
 
     # ------------------------------------------------------------ 7 log
     log.metrics["perf/trainers_busy"] = bridge.busy()

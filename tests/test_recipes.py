@@ -64,7 +64,8 @@ def test_a_step_of(name, files, tmp_path):
         needed |= {"reward": f"{files}/rewards.py:score"}
     # What stands further right counts.
     arguments = [name] * bool(recipe) + runs.with_defaults([], needed)
-    metrics, _ = runs.train(script, tmp_path / "run", arguments, {})
+    metrics, _ = runs.train(script, tmp_path / "run", arguments, {},
+                            ranks=2 if script == "train_async.py" else 1)
     assert [line["step"] for line in metrics] == [0, 1] and "eval/mean@1" in metrics[1]
     assert metrics[0]["grad_norm"] > 0 and metrics[0].get("critic/grad_norm", 1) > 0
     settings = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -1,0 +1,132 @@
+"""
+A weight sync of a model of 0.5 B parameters: colocated, and over the bridge to an engine of its own.
+
+    python -m bench.sync
+
+The model has the shape of Qwen2.5-0.5B and random weights. Memory is what the process holds during a sync, at
+most, above what it holds before; the seconds are medians over the syncs after the first.
+"""
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import ranks
+import tiny
+from configurator import configure
+from loading import load_policy
+from placement import Bridge
+from rollout import engine_class
+from weights import full_weights
+# ------------------------------------------------------------------------------------------------------------
+layers = 24
+hidden_size = 896
+vocab_size = 151936
+syncs = 4
+engine = "vllm"
+# ------------------------------------------------------------------------------------------------------------
+configure(globals())
+
+
+def make_model(folder):
+    tokenizer = tiny.make_tokenizer()
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=hidden_size * 38 // 7,
+        num_hidden_layers=layers, num_attention_heads=hidden_size // 64, num_key_value_heads=2,
+        max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=0)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class Memory(threading.Thread):
+    """Notes the most memory that this process holds from now on."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.most, self.done = 0, threading.Event()
+        self.before = self.now()
+        self.start()
+
+    def now(self):
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def run(self):
+        while not self.done.wait(0.01):
+            self.most = max(self.most, self.now() - self.before)
+
+    def most_more(self):
+        """Ends it; returns GB."""
+        self.done.set()
+        return max(self.most, 0) / 1e9
+
+
+def measured(what, action):
+    """Runs action(version) for each sync and prints what it took."""
+    seconds, memory = [], []
+    for version in range(1, syncs + 1):
+        watch, began = Memory(), time.perf_counter()
+        action(version)
+        seconds.append(time.perf_counter() - began)
+        memory.append(watch.most_more())
+    print(f"{what:36} {statistics.median(seconds[1:]):6.2f} s {max(memory[1:]):6.2f} GB", flush=True)
+
+
+def make_engine(folder, apart):
+    return engine_class(engine)(folder, torch.float32, 64, [0], 0.4, apart=apart)
+
+
+def colocated(folder):
+    *_, mesh = ranks.set_up()
+    policy, one = load_policy(folder, mesh, torch.float32), make_engine(folder, apart=False)
+    measured("colocated", lambda _: one.load_weights(full_weights(policy, torch.float32, one.weight_names)))
+
+
+def apart(folder):
+    bridge = Bridge({"engine": engine, "rollout_ranks": 1, "vllm_tensor_parallel_size": 1,
+                     "sync_timeout": 600.0})
+    *_, mesh = ranks.set_up(role=bridge.join)
+    if bridge.trains:
+        policy = load_policy(folder, mesh, torch.float32)
+        bridge.tell("begin")
+        bridge.store.wait(["ready"])
+
+        def publish(version):
+            bridge.publish(version, full_weights(policy, torch.float32, bridge.weight_names))
+
+        measured("apart, trainer: gather and send", publish)
+        bridge.store.wait(["loaded"])
+        bridge.close()
+    else:
+        bridge.opening()
+        one = make_engine(folder, apart=True)
+        one.incoming = bridge.weights
+        bridge.store.set("ready", "")
+        measured("apart, engine: wait, receive and load", one.switch)
+        bridge.store.set("loaded", "")
+        time.sleep(600)                                         # the trainer ends it
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(folder)
+        for ways in ("colocated", "apart"):
+            subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                            f"--nproc_per_node={1 + (ways == 'apart')}", "-m", "bench.sync", *sys.argv[1:]],
+                           env=os.environ | {"FOLDER": folder, "OMP_NUM_THREADS": "1"}, check=True)
+
+
+if __name__ == "__main__":
+    if "FOLDER" not in os.environ:
+        main()
+    elif os.environ["WORLD_SIZE"] == "1":
+        colocated(os.environ["FOLDER"])
+    else:
+        apart(os.environ["FOLDER"])
+    ranks.leave()

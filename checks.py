@@ -111,7 +111,7 @@ def check_grpo(settings):
 
 
 def check_placement(settings, world_size):
-    """What train_async.py adds to GRPO; world_size is that of torchrun, of all roles."""
+    """What train_async.py adds to GRPO; world_size is torchrun's, that of both roles together."""
     s = SimpleNamespace(**settings)
     check_values(settings)
     check(world_size > 1, "trainers and engines need a process each at least: torchrun --nproc_per_node=2 "

@@ -128,12 +128,13 @@ class Player:
         """
         def play(jobs):
             table, ended = Table(self, engine), {}
-            table.add("all", jobs, (temperature, top_p, top_k))
+            table.add("all", jobs)
             while not ended:
                 ended = table.step()
             return ended["all"]
 
-        jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
+        jobs = [(prompt, seed + j, (temperature, top_p, top_k))
+                for prompt, seed in zip(prompts, seeds) for j in range(n)]
         rollouts = engine.serve(jobs, play)
         self.check_errors(rollouts)
         return rollouts
@@ -325,13 +326,13 @@ class Table:
     def __len__(self):
         return len(self.playing)
 
-    def add(self, key, jobs, sampling):
-        """Begins an episode for each (prompt, seed) in jobs. sampling: temperature, top_p and top_k.
+    def add(self, key, jobs):
+        """Begins an episode for each of the jobs: prompt, seed, and a triple of temperature, top_p and top_k.
 
         key: under which step returns their Rollouts, when all have ended.
         """
         self.groups[key], self.left[key] = [None] * len(jobs), len(jobs)
-        for place, (prompt, seed) in enumerate(jobs):
+        for place, (prompt, seed, sampling) in enumerate(jobs):
             counts, number = {}, next(self.numbers)
             if self.player.make:
                 counts |= {"calls": 0, "failures": 0, "seconds": 0.0}

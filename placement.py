@@ -2,16 +2,15 @@
 Trainers and engines on devices of their own: two roles under one torchrun, and the bridge between them.
 
 The last rollout_ranks ranks are engines, the others trainers. All trainers form one process group, and so do
-the ranks of each engine, so that no collective of FSDP2 or of vLLM reaches out of its role. This crosses:
+the ranks of each engine, so that no collective of FSDP2 or of vLLM reaches out of its role. The first trainer
+and all ranks of engines are on the bridge, which carries
 
-    weights     from the trainers to every rank of every engine, where they wait in host memory until the
-                engine wants them
-    messages    from each engine to the trainers: what it has sampled, under a name. They wait at the engine
+    weights     from the trainers to every rank of every engine, into host memory, until the engine wants them
+    rollouts    from the first rank of each engine to the trainers
 
-Only the first trainer and the engines are on the bridge. A wait for the other role ends after sync_timeout,
-and where one rank fails, all others end with its message.
+The first trainer and the engines wait for each other for at most sync_timeout. Where one rank fails, all
+others end with its message.
 """
-import atexit
 import contextlib
 import datetime
 import os
@@ -21,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -33,15 +33,19 @@ import rollout
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
+# What was sampled for later steps does not fit a run that goes on with another value of these.
+SAMPLED_WITH = ("max_staleness", "advantage", "temperature", "max_completion_length", "max_turns",
+                "reward_weight", "reward_model_weight")
 
 
 @dataclass
 class Sampled:
-    """Rollouts that belong together, scored: those of a step, of an evaluation, or ReMax's greedy ones."""
+    """Rollouts of a step or of an evaluation, scored: an engine's share, or all."""
     rollouts: list
+    greedy: list             # ReMax's scores of one greedy completion per prompt, or empty
     timeouts: int            # of the reward
-    position: int            # in the sequence of prompts, behind these
-    figures: dict            # of their making, for the log: means over the engines
+    position: int            # in the sequence of prompts, after these
+    figures: dict            # of how they were made, for the log
 
     def as_json(self):
         return self.__dict__ | {"rollouts": [rollout.as_json(r) for r in self.rollouts]}
@@ -53,59 +57,65 @@ class Sampled:
             position = entry["position"]
             if not entry["rollouts"] or type(position) is not int or position < 0:
                 raise ValueError(f"position={position!r:.100}")
-            return cls([rollout.from_json(one) for one in entry["rollouts"]], int(entry["timeouts"]),
-                       position, {key: float(value) for key, value in entry["figures"].items()})
+            return cls([rollout.from_json(one) for one in entry["rollouts"]],
+                       [float(score) for score in entry["greedy"]], int(entry["timeouts"]), position,
+                       {name: float(value) for name, value in entry["figures"].items()})
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"not what engines have sampled: {error!r:.300}") from error
 
 
 class Bridge:
-    """This process's role, and its end of the bridge.
+    """This rank's role, and its end of the bridge.
 
-    settings: what configure returned. To the trainers the bridge is their engine: it has its attributes name,
-    weight_names and allocated, and close. trains: whether this rank is a trainer. engines: how many there are; engine: the
-    number of this rank's, from 0.
+    settings: what configure returned. trains: whether this rank is a trainer. engines: how many there are;
+    engine: the number of this rank's, from 0. For a trainer the bridge takes the place of an engine: it has
+    the attributes name, weight_names and allocated, and close.
     """
     allocated = 0
 
     def __init__(self, settings):
         self.seconds, self.waited, self.since = settings["sync_timeout"], 0.0, time.monotonic()
-        self.ranks, self.share = settings["rollout_ranks"], settings["vllm_tensor_parallel_size"]
-        self.engines = self.ranks // self.share
-        each = f" on {self.share} ranks each" if self.share > 1 else ""
+        self.rollout_ranks = settings["rollout_ranks"]
+        self.ranks_per_engine = settings["vllm_tensor_parallel_size"]
+        self.engines = self.rollout_ranks // self.ranks_per_engine
         kind = rollout.engine_class(settings["engine"])
-        self.name, self.weight_names = f"{kind.name}, {self.engines} apart{each}", kind.weight_names
+        self.name, self.weight_names = f"{kind.name}, {self.engines} apart", kind.weight_names
 
     def join(self):
-        """Take this rank's role; returns the group that ranks.set_up joins. A collective of all ranks."""
-        self.store, self.rank, world_size = next(dist.rendezvous("env://"))
-        self.trainers = world_size - self.ranks
-        self.trains = self.rank < self.trainers
-        self.engine, place = divmod(self.rank - self.trainers, self.share)
-        role, rank, size = (("trainer", self.rank, self.trainers) if self.trains
-                            else (f"engine {self.engine}", place, self.share))
-        self.me, self.leads = f"rank {self.rank} ({role})", rank == 0
+        """Take this rank's role and return the group that ranks.set_up joins. A collective of all ranks."""
+        # Not all may come.
+        ranks.watchdog.limit(self.seconds)
+        self.store, self.number, world_size = next(dist.rendezvous("env://"))
+        self.trainers = world_size - self.rollout_ranks
+        self.trains = self.number < self.trainers
+        self.engine, place = divmod(self.number - self.trainers, self.ranks_per_engine)
+        role, rank, size = (("trainer", self.number, self.trainers) if self.trains
+                            else (f"engine {self.engine}", place, self.ranks_per_engine))
+        self.me, self.speaks = f"rank {self.number} ({role})", self.number == 0
         # From here on these are the role's; vLLM reads them.
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "ROLE_NAME": role.replace(" ", "")}
         in_background(self._await_failure)
-        atexit.register(self._report_failure)
-        if self.leads or not self.trains:
+        sys.excepthook = self._fail
+        if self.speaks or not self.trains:
             self._build()
+        ranks.watchdog.limit(0)
         return {"store": dist.PrefixStore(f"{role}/", self.store), "rank": rank, "world_size": size}
 
     def _build(self):
         def group(name, kind):
             # The first trainer has place 0, the ranks of engines have those from 1 on.
-            place = 0 if self.trains else 1 + self.rank - self.trainers
-            return kind(dist.PrefixStore(f"{name}/", self.store), place, 1 + self.ranks, FOREVER)
+            place = 0 if self.trains else 1 + self.number - self.trainers
+            return kind(dist.PrefixStore(f"{name}/", self.store), place, 1 + self.rollout_ranks, FOREVER)
 
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-        self.messages = group("messages", dist.ProcessGroupGloo)
-        self.wire = group("weights", dist.ProcessGroupNCCL) if cuda else self.messages
-        self.boxes = [{} for _ in range(self.engines)]         # {name: message} of each engine
-        if not self.trains:
-            self.told, self.staged, self.news = {}, {}, threading.Condition()
+        self.gloo = group("gloo", dist.ProcessGroupGloo)
+        self.wire = group("nccl", dist.ProcessGroupNCCL) if cuda else self.gloo         # of the weights
+        if self.trains:
+            # Of each engine: {("step" or "eval", number): Sampled}, and how many steps of it were dropped.
+            self.boxes, self.dropped = [{} for _ in range(self.engines)], [0] * self.engines
+        else:
+            self.opening, self.staged, self.news = None, {}, threading.Condition()
             self.outgoing = queue.SimpleQueue()
             in_background(self._listen)
             in_background(self._post)
@@ -118,53 +128,74 @@ class Bridge:
     # ------------------------------------------------------------ the trainers' end
 
     def tell(self, words):
-        """Tell all engines something: how the run begins, or None: that it is over."""
-        if self.leads:
+        """Tell all engines something: how the run begins, or None, which ends them."""
+        if self.speaks:
             data = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), data):
-                self._bounded(self.messages.broadcast(tensor, 0), "the engines to listen")
+                self._bounded(self.gloo.broadcast(tensor, 0), "the engines to listen")
 
     def publish(self, version, named_tensors):
         """Send all engines the whole tensors of weights.full_weights. A collective of the trainers."""
         for bucket in buckets(named_tensors):
             self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
-            if self.leads:
+            if self.speaks:
                 flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
                 self._bounded(self.wire.broadcast(flat.to(self.device), 0),
                               f"the engines to take the weights of step {version}")
         self.tell((version, None, None))                       # that was all of them
 
-    def take(self, name):
-        """Returns the Sampled of all engines under this name as one. A collective of the trainers."""
-        began = time.monotonic()
-        for e in range(self.engines if self.leads else 0):
-            leader = self.trainers + e * self.share
-            while name not in self.boxes[e]:
-                size = torch.empty(1, dtype=torch.int64)
-                self._receive(size, leader, name)
-                data = torch.empty(size.item(), dtype=torch.uint8)
-                self._receive(data, leader, name)
-                self.boxes[e] |= [pickle.loads(data.numpy())]
-        parts = ranks.from_master([box.pop(name) for box in self.boxes] if self.leads else None)
-        self.waited += time.monotonic() - began
-        return Sampled([r for part in parts for r in part.rollouts], sum(part.timeouts for part in parts),
-                       parts[0].position, {key: sum(part.figures[key] for part in parts) / len(parts)
-                                           for key in parts[0].figures})
+    def take(self, kind, number, max_staleness=None):
+        """Returns what all engines sent under this kind and number, as one Sampled. A collective of trainers.
 
-    def _receive(self, tensor, leader, name):
-        self._bounded(self.messages.recv([tensor], 1 + leader - self.trainers, 0),
-                      f"rank {leader} (engine {(leader - self.trainers) // self.share}) to send {name}")
+        max_staleness: an engine's rollouts that are older are dropped, and later ones of it taken instead.
+        """
+        began, dropped, parts = time.monotonic(), 0, []
+        for e in range(self.engines if self.speaks else 0):
+            while True:
+                part = self._receive(e, (kind, number + self.dropped[e] * (kind == "step")))
+                if max_staleness is None or staleness(part.rollouts, number)[1] <= max_staleness:
+                    break
+                self.dropped[e] += 1
+                dropped += len(part.rollouts)
+            parts.append(part)
+        parts, dropped = ranks.from_master((parts, dropped))
+        self.waited += time.monotonic() - began
+        figures = {name: sum(part.figures[name] for part in parts) / len(parts) for name in parts[0].figures}
+        return Sampled([r for part in parts for r in part.rollouts],
+                       [score for part in parts for score in part.greedy],
+                       sum(part.timeouts for part in parts), max(part.position for part in parts),
+                       figures | {"async/dropped": dropped})
+
+    def _receive(self, e, key):
+        # What comes before it waits in the box.
+        first, box = self.trainers + e * self.ranks_per_engine, self.boxes[e]
+        what = f"rank {first} (engine {e}) to send its rollouts of {' '.join(map(str, key))}"
+        while key not in box:
+            size = torch.empty(1, dtype=torch.int64)
+            self._bounded(self.gloo.recv([size], 1 + first - self.trainers, 0), what)
+            data = torch.empty(size.item(), dtype=torch.uint8)
+            self._bounded(self.gloo.recv([data], 1 + first - self.trainers, 0), what)
+            other, sampled = pickle.loads(data.numpy())
+            box[other] = sampled
+        return box.pop(key)
 
     def _bounded(self, work, what):
         try:
             work.wait(datetime.timedelta(seconds=self.seconds))
         except RuntimeError as error:
-            late = "imed out" in str(error)
-            raise self._in_vain(what, "" if late else f"the connection broke: {error}") from error
+            reason = "" if "imed out" in str(error) else f"the connection broke: {error}"
+            raise self._in_vain(what, reason) from error
 
     def _in_vain(self, what, reason=""):
         return RuntimeError(f"{self.me} waited for {what}, but "
                             + (reason or f"sync_timeout={self.seconds:g} seconds have passed"))
+
+    def signalled(self):
+        """Whether an engine has got a signal to stop."""
+        # Without a store torchrun is gone, which a trainer sees by itself.
+        with contextlib.suppress(RuntimeError):
+            return self.speaks and self.store.check(["signal"])
+        return False
 
     def close(self):
         """End the engines: the run is over."""
@@ -174,27 +205,35 @@ class Bridge:
 
     # ------------------------------------------------------------ the engines' end
 
-    def opening(self):
-        """Returns the first words of the trainers. From here on signals are for them alone to act on."""
+    def begin(self):
+        """Returns how the trainers say that the run begins. From here on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, signal.SIG_IGN)
+            signal.signal(name, lambda *_: self.store.set("signal", ""))
         ranks.watchdog.can_save = True
-        self._await(lambda: self.told, "rank 0 (trainer) to begin")
-        return self.told
+        self._await(lambda: self.opening, "rank 0 (trainer) to begin")
+        return self.opening
+
+    def send(self, kind, number, sampled):
+        """Send the trainers rollouts, which they may take much later."""
+        if kind == "step":
+            sampled.figures |= {"timing_s/wait_for_weights": self.waited, "perf/engines_busy": self.busy()}
+        self.outgoing.put(pickle.dumps(((kind, number), sampled)))
 
     def arrived(self, version):
         """Whether the weights of this version are here."""
         return version in self.staged
 
     def weights(self, version):
-        """Returns the named tensors of a version, as soon as they are here."""
+        """Returns the named tensors of a version as soon as they are here, and forgets older ones."""
         self._await(lambda: version in self.staged, f"rank 0 (trainer) to send the weights of step {version}")
-        return self.staged.pop(version)
+        with self.news:
+            for other in [other for other in self.staged if other < version]:
+                del self.staged[other]
+            return self.staged.pop(version)
 
-    def send(self, name, sampled):
-        """Send the trainers what was Sampled under this name; they may take it much later."""
-        sampled.figures |= {"timing_s/wait_for_weights": self.waited, "perf/engines_busy": self.busy()}
-        self.outgoing.put(pickle.dumps((name, sampled)))
+    def wait_for_the_end(self):
+        """The trainers may take long to save the last model; then they end this process."""
+        threading.Event().wait()
 
     def _await(self, condition, what):
         began = time.monotonic()
@@ -205,12 +244,12 @@ class Bridge:
 
     def _listen(self):
         # Takes weights into host memory while the engine works, and ends this process with the run.
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             opening, tensors = self._hear(), []
             with self.news:
-                self.told = opening
+                self.opening = opening
                 self.news.notify()
             while (words := self._hear()) is not None:
                 version, layout, dtype = words
@@ -224,75 +263,83 @@ class Bridge:
                 self.wire.broadcast(flat, 0).wait(FOREVER)
                 tensors += [(name, piece.view(shape))
                             for (name, shape), piece in zip(layout, flat.cpu().split(sizes))]
-        except RuntimeError as error:
-            self._end(f"the connection to the trainers broke: {error}")
-        os._exit(0)
+        except Exception as error:
+            self._end(f"the trainers are gone: {error}")
+        ranks.end(0)
 
     def _hear(self):
         size = torch.empty(1, dtype=torch.int64)
-        self.messages.broadcast(size, 0).wait(FOREVER)
+        self.gloo.broadcast(size, 0).wait(FOREVER)
         data = torch.empty(size.item(), dtype=torch.uint8)
-        self.messages.broadcast(data, 0).wait(FOREVER)
+        self.gloo.broadcast(data, 0).wait(FOREVER)
         return pickle.loads(data.numpy())
 
     def _post(self):
-        while True:
-            data = torch.frombuffer(bytearray(self.outgoing.get()), dtype=torch.uint8)
-            # If the trainers are gone, _listen says so.
-            with contextlib.suppress(RuntimeError):
+        try:
+            while True:
+                data = torch.frombuffer(bytearray(self.outgoing.get()), dtype=torch.uint8)
                 for tensor in (torch.tensor([len(data)]), data):
-                    self.messages.send([tensor], 0, 0).wait(FOREVER)
+                    self.gloo.send([tensor], 0, 0).wait(FOREVER)
+        except Exception as error:
+            self._end(f"the trainers are gone: {error}")
 
     # ------------------------------------------------------------ failures
 
-    def _report_failure(self):
-        # At the end of the interpreter, which a run that comes to its own end leaves out.
-        error = getattr(sys, "last_value", None) or sys.exc_info()[1]
-        # What SystemExit has to say has been printed, and the ranks may all have said it.
-        if error is not None and not isinstance(error, SystemExit):
-            with contextlib.suppress(RuntimeError):
-                self.store.set("failure", f"{self.rank} {self.me}: {error}")
+    def _fail(self, kind, error, trace):
+        # Python's own end would wait for PyTorch's threads, and they for a rank that hangs.
+        traceback.print_exception(kind, error, trace)
+        with contextlib.suppress(RuntimeError):
+            own = str(error).startswith(self.me)
+            self.store.set("failure", f"{self.number} {'' if own else self.me + ' failed: '}{error}")
+        ranks.end(1)
 
     def _await_failure(self):
-        # Asking waits for the answer, and nobody else could ask by the same connection meanwhile.
+        # By a connection of its own, because the store answers nobody else while it is asked for this.
         store = self.store.clone()
         store.set_timeout(FOREVER)
         # Without a store, torchrun is gone, and the watchdog looks to that.
         with contextlib.suppress(RuntimeError):
-            rank, message = store.get("failure").decode().split(" ", 1)
-            if rank != str(self.rank):
+            number, message = store.get("failure").decode().split(" ", 1)
+            if number != str(self.number):
                 self._end(message)
 
     def _end(self, message):
         with contextlib.suppress(OSError, ValueError):
-            print(f"{self.me} ends. {message}", file=sys.stderr, flush=True)
-        os._exit(1)
+            print(f"{self.me} ends: {message}", file=sys.stderr)
+        ranks.end(1)
 
 
 def in_background(function):
     threading.Thread(target=function, daemon=True).start()
 
 
-def loaded(entries, folder):
-    """{name: Sampled} of the entries [name, as_json()] in a checkpoint's state. Raises ValueError."""
+def kept_ahead(state, settings, folder):
+    """{step: Sampled}: what a checkpoint's state holds for the next steps, if these settings fit it.
+
+    Raises ValueError if it is damaged. folder: the checkpoint, for the message.
+    """
     try:
-        return {name: Sampled.from_json(entry) for name, entry in entries}
+        kept = {int(step): Sampled.from_json(entry) for step, entry in state["ahead"]}
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}: ahead in its state.json is {error}") from error
+    fits = all(state["settings"].get(key) == settings[key] for key in SAMPLED_WITH)
+    return kept if fits else {}
 
 
-def note(settings, engines, before):
-    """Tells how the run is placed. before: the number of engines of the run that it goes on from."""
+def note(settings, engines, state, ahead):
+    """Says how the run is placed. state, ahead: of the checkpoint that it goes on from."""
     s, lines = SimpleNamespace(**settings), []
     if s.max_staleness:
         lines.append(f"A step's completions are sampled with weights that are up to {s.max_staleness} steps "
-                     "older. sampling/... compare these two policies;\nan evaluation compares engine and "
+                     "older: sampling/... compare these two policies.\nAn evaluation compares engine and "
                      "trainer with the same weights.")
     if s.in_flight:
         lines.append("in_flight: weights enter when they come, so the run does not repeat bit for bit")
-    if before != engines:
-        lines.append(f"{before} engines sampled before, and {engines} do now: sums round differently, so the "
-                     "steps are not bit for bit those of an unbroken run")
+    if state["engines"] != engines:
+        lines.append(f"{state['engines']} engines sampled before, and {engines} do now: sums round "
+                     "differently, so the steps are not bit for bit those of an unbroken run")
+    if state["ahead"] and not ahead:
+        lines.append("what was sampled for the next steps does not fit the settings, and is sampled again")
     return "\n".join(lines)
 
 
@@ -303,7 +350,7 @@ def staleness(rollouts, step):
         starts, versions = np.array(r.versions).T
         ages += (step - versions).tolist()
         counts += np.diff(starts, append=len(r.logprobs)).tolist()
-    return {"async/staleness/mean": float(np.average(ages, weights=counts)), "async/staleness/max": max(ages)}
+    return float(np.average(ages, weights=counts)), max(ages)
 
 
 def buckets(named_tensors, size=BUCKET):

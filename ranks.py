@@ -1,7 +1,7 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
-All functions except `keep_freed_memory`, `orphaned` and `leave` are collectives: every rank has to call them,
-in the same order. The watchdog ends a rank that would wait in one for ever.
+All functions except `keep_freed_memory`, `orphaned`, `leave` and `end` are collectives: every rank has to
+call them, in the same order. The watchdog ends a rank that would wait in one for ever.
 """
 import contextlib
 import ctypes
@@ -87,11 +87,16 @@ def leave():
     # Closing vLLM has ended the group already.
     if dist.is_initialized():
         dist.destroy_process_group()
+    end(0)
+
+
+def end(code):
+    """End the process at once, with what it has printed; from any thread."""
     for stream in (sys.stdout, sys.stderr):
         # A reward may have put anything in its place.
-        with contextlib.suppress(AttributeError, ValueError):
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def total(values):

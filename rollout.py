@@ -95,7 +95,8 @@ def from_json(entry):
         logprobs = np.array(entry["logprobs"], np.float32)
         starts, ends = spans.T
         if not (ids.ndim == logprobs.ndim == 1 and spans.ndim == 2
-                and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min() and ids.max() < 2 ** 31 and np.isfinite(logprobs).all()
+                and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min() and ids.max() < 2 ** 31
+                and np.isfinite(logprobs).all()
                 and 0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
                 and ends[-1] <= len(ids) and (ends - starts).sum() == len(logprobs)):
             raise ValueError("its ids, spans and logprobs do not fit")
@@ -349,6 +350,10 @@ class VLLMEngine(Engine):
             if not self.cuda:
                 stateful = config.is_hybrid or config.is_attention_free
                 arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
+            # Apart from the trainer, weights change between two steps; vLLM must not have begun the second with
+            # the old ones.
+            if apart:
+                arguments["async_scheduling"] = False
             self.llm = vllm.LLM(
                 **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
                 enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,

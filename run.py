@@ -147,9 +147,12 @@ class Run:
             print("\nThis step will be finished and saved, then the run stops. Ctrl-C again ends it at once.",
                   file=sys.stderr, flush=True)
 
-    def stopping(self):
-        """Whether a signal has come, or torchrun has died, on any rank. A collective."""
-        self.stopped = any(ranks.gathered([bool(self.signals) or ranks.orphaned()]))
+    def stopping(self, signalled=False):
+        """Whether a signal has come, or torchrun has died, on any rank. A collective.
+
+        signalled: whether this rank knows of a signal elsewhere.
+        """
+        self.stopped = any(ranks.gathered([bool(self.signals) or signalled or ranks.orphaned()]))
         return self.stopped
 
     def may_step(self, name, norm):

@@ -5,18 +5,18 @@ GRPO with trainers and engines on devices of their own: while the trainers updat
     torchrun --nproc_per_node=8 train_async.py config/gsm8k.py --rollout_ranks=4 --in_flight=true
 
 This is train_grpo.py, with these differences:
-1. The last rollout_ranks ranks are engines: they hold no trained policy, sample, score, and send what they
-   have to the trainers, which are the other ranks (placement.py). What an engine does is sample_for_trainers.
+1. The last rollout_ranks ranks are engines, which sample, score and send (sample_for_trainers). The others
+   are trainers. What crosses between them, and how, is in placement.py.
 2. Version v of the weights is the policy after v steps. The completions of step t are sampled with version
    t - max_staleness. With 0 engines and trainers take turns, and the figures are those of train_grpo.py; with
-   1 they are sampled while the step before is trained. Each value gives a run that repeats bit for bit on a
-   CPU, also after a resume, because a checkpoint holds what was sampled ahead.
-3. With in_flight=True the engines take new weights at once, in the middle of their completions, and begin
-   those of step t as soon as they have version t - max_staleness. Such a run does not repeat.
-4. The loss's ratio is to the trainer's own logprobs, before the first update of the step. For the distance
-   between these and the older policy that sampled there is engine_correction.
-5. Engine and trainer are compared, and the run stopped if they differ, where both have the same version: at
-   each evaluation, and in steps whose completions are of that version, such as the first.
+   1 the engines sample for the next step while the trainers update. For each value a run repeats bit for bit
+   on a CPU, also after a resume: a checkpoint holds what was sampled ahead.
+3. With in_flight=True the engines begin a step's completions with the same version, but take newer ones in
+   the middle of them, as soon as they come. Such a run does not repeat.
+4. The loss's ratio is to the trainer's own logprobs at the start of the step. How far these are from the
+   older policy that sampled is what engine_correction weights by.
+5. Whether engine and trainer compute the same is checked where they have the same weights: at evaluations, and
+   with max_staleness=0 at each step.
 """
 import math
 import os
@@ -38,7 +38,7 @@ from episodes import Player, Table
 from loading import check_trainable, load_policy, load_tokenizer, precision
 from models import offload, token_logprobs
 from packing import deal, micro_batches
-from placement import Bridge, Sampled, loaded, note, staleness
+from placement import Bridge, Sampled, kept_ahead, note, staleness
 from run import Run
 from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ from settings import *          # dtype, reward_model, vllm_* and others: see se
 rollout_ranks = 1               # the last ranks, which are engines; the others are trainers
 max_staleness = 1               # steps that the trained policy is ahead of the one that sampled
 in_flight = False               # new weights enter in the middle of completions; such a run does not repeat
-stale = "wait"                  # engines wait where what they sample would be older than max_staleness; drop,
-                                # with in_flight: they never wait, and trainers drop what is older
+stale = "wait"                  # engines wait before they sample what would be older than max_staleness; or,
+                                # with in_flight, drop: they never wait, and trainers drop what is older
 sync_timeout = 1800.0           # seconds; the run stops if one role waits longer for the other
 vllm_gpu_memory_utilization = 0.9  # share of the GPU's memory that vLLM may take, where nothing else runs
 # algorithm
@@ -105,11 +105,11 @@ save_interval = 20              # steps; the last model is always saved
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 if engine_correction == "auto":
-    auto = "token_truncate" if max_staleness and old_logprobs == "trainer" else "none"
-    engine_correction = settings["engine_correction"] = auto
+    engine_correction = "token_truncate" if max_staleness and old_logprobs == "trainer" else "none"
+    settings["engine_correction"] = engine_correction
 # ---------------------------------------------------------------- set-up of both roles
 check_placement(settings, int(os.environ.get("WORLD_SIZE", 1)))
-check_run(settings, rollout_ranks)
+check_run(settings | {"vllm_tensor_parallel_size": 1}, rollout_ranks // vllm_tensor_parallel_size)
 check_grpo(settings)
 bridge = Bridge(settings)                                       # this rank's role, and the way to the other
 rank, world_size, device, mesh = ranks.set_up(timeout, bridge.join)     # all of them the role's own
@@ -124,87 +124,89 @@ with input_errors():
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
 
 
-evaluated = {*range(0, max_steps, eval_interval), max_steps}    # steps that begin with an evaluation
-
+eval_steps = {*range(0, max_steps, eval_interval), max_steps}   # those that begin with an evaluation
 
 # ---------------------------------------------------------------- the engines
 def sample_for_trainers(_):
     """What an engine does until the run is over: it samples, scores, sends, and takes the next weights."""
-    version, number, position = opening["version"], opening["number"], opening["position"]
+    version, number, position = opening["version"], opening["step"], opening["position"]
     B = prompts_per_step // bridge.engines                      # prompts of a step that are this engine's
     own = range(bridge.engine * B, (bridge.engine + 1) * B)
     own_eval = range(bridge.engine, len(eval_set), bridge.engines)
-    table, begun = Table(player, rollout_engine), {}            # {name: when it began, position}
+    table, work = Table(player, rollout_engine), {}             # {(kind, number): when it began, position}
 
-    def begin(name, prompts, n, names, temperature=temperature):
-        # n rollouts per prompt, adjacent. A prompt's name makes its seed, the same for any number of engines.
-        seeds = [zlib.crc32(f"{seed} {one}".encode()) for one in names]
-        jobs = [(prompt, first + j) for prompt, first in zip(prompts, seeds) for j in range(n)]
-        table.add(name, jobs, (temperature, 1.0, 0))
-        begun[name] = time.perf_counter(), position
+    def may_begin():                                            # step `number`: this is the schedule
+        return (len(table) < B * G if stale == "drop"
+                else number <= version + max_staleness and number < max_steps)
+
+    def begin(kind, number, prompts, n, names):
+        # n completions per prompt, adjacent. A prompt's name makes its seed, for any number of engines.
+        seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
+        jobs = [(prompt, one + j, (temperature, 1.0, 0)) for prompt, one in zip(prompts, seeds) for j in range(n)]
+        if kind == "step" and advantage == "remax":
+            jobs += [(prompt, one, (0, 1.0, 0)) for prompt, one in zip(prompts, seeds)]
+        table.add((kind, number), jobs)
+        work[kind, number] = time.perf_counter(), position
 
     def go_on():
-        # A step of the engine. What is complete after it is scored and sent.
-        for name, rollouts in table.step().items():
-            (began, behind), sampled = begun.pop(name), time.perf_counter()
-            timeouts = scorer(rollouts)
-            figures = {"timing_s/gen": sampled - began, "timing_s/reward": time.perf_counter() - sampled}
-            bridge.send(name, Sampled(rollouts, timeouts, behind, figures))
+        # A step of the engine; what is complete after it is scored and sent.
+        for (kind, number), rollouts in table.step().items():
+            (began, behind), ended = work.pop((kind, number)), time.perf_counter()
+            count = B * G if kind == "step" else len(rollouts)
+            rollouts, greedy = rollouts[:count], rollouts[count:]       # what is greedy comes last
+            timeouts, _ = scorer(rollouts), scorer(greedy)
+            times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
+            bridge.send(kind, number, Sampled(rollouts, [r.score for r in greedy], timeouts, behind, times))
 
     while True:
-        if version in evaluated:
-            begin(f"eval {version}", [eval_set[i] for i in own_eval], eval_samples,
+        if version in eval_steps:
+            begin("eval", version, [eval_set[i] for i in own_eval], eval_samples,
                   [f"eval {i}" for i in own_eval])
-            while f"eval {version}" in begun:
+            while ("eval", version) in work:
                 go_on()
-        while True:
-            # The completions of step `number` may begin; or those of any, where what is stale is dropped.
-            while (number <= min(version + max_staleness, max_steps - 1)
-                   or stale == "drop" and len(table) < B * G):
+        if version == max_steps:
+            bridge.wait_for_the_end()
+        while not (in_flight and bridge.arrived(version + 1)):
+            while may_begin():
                 picked, position = train_set.draw(position, prompts_per_step, seed)
-                own_prompts, names = [picked[i] for i in own], [f"{number} {i}" for i in own]
-                begin(f"step {number}", own_prompts, G, names)
-                if advantage == "remax":
-                    begin(f"greedy {number}", own_prompts, 1, names, temperature=0)
+                begin("step", number, [picked[i] for i in own], G, [f"{number} {i}" for i in own])
                 number += 1
-            if not begun or in_flight and bridge.arrived(version + 1):
+            if not work:
                 break
             go_on()
         version += 1
+        while in_flight and version not in eval_steps and bridge.arrived(version + 1):
+            version += 1                                        # an engine that is late takes the newest
         rollout_engine.switch(version)                          # waits for these weights
 
 
 if not bridge.trains:
-    opening = bridge.opening()
+    opening = bridge.begin()
     with input_errors():
         scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
         samples = train_set.draw(0, 1, seed)[0] + eval_set[:1]
         player.try_on(samples)
         scorer.try_on([prompt.row for prompt in samples])
         rollout_engine = rollout.engine_class(engine)(
-            opening["start"], compute_dtype, max_prompt_length + max_completion_length, eos_ids,
+            opening["model"], compute_dtype, max_prompt_length + max_completion_length, eos_ids,
             vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head, apart=True)
     rollout_engine.version, rollout_engine.incoming = opening["version"], bridge.weights
+    bridge.send("ready", 0, Sampled([], [], 0, 0, {}))
     rollout_engine.serve([], sample_for_trainers)               # does not return
 
 # ---------------------------------------------------------------- the trainers
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# These terms of the loss have a gradient even where the advantage is 0. If you add such a term in section 5,
-# add its condition here, or rollouts with advantage 0 do not get it.
+# These terms of the loss have a gradient even where the advantage is 0. If you add one, add it here as well.
 moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
-# With one update per step the policy's own forward gives the old logprobs, because it has not changed since
-# the step began. For several updates they have to be computed before the first one.
+# With one update per step its own forward gives the old logprobs, because nothing has changed before it.
 old_needs_forward = updates_per_step > 1 and old_logprobs == "trainer"
 run = Run(settings, __file__, engines=bridge.engines, ahead=[])
 with input_errors():
     run.check_data(train_set, eval_set)
     start = run.resumed or base
-    # {name: Sampled} for the next steps, by the run before; with another max_staleness it has another age.
-    same = run.state["settings"].get("max_staleness") == max_staleness
-    ahead = loaded(run.state["ahead"], run.resumed) if same else {}
-    bridge.tell({"start": start, "version": run.first_step,
-                 "number": run.first_step + sum(name.startswith("step") for name in ahead),
-                 "position": [run.state["position"], *(one.position for one in ahead.values())][-1]})
+    ahead = kept_ahead(run.state, settings, start)              # {step: Sampled}, by the run before
+    bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
+                 max([run.state["position"], *(one.position for one in ahead.values())])})
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
     reference = (load_policy(base, mesh, compute_dtype, trained=False, float32_head=float32_head)
                  if kl_coef > 0 else None)
@@ -214,8 +216,9 @@ if offload_optimizer:
     offload(optimizer, device)                                  # to host memory, except while it steps
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 log = run.begin(networks, bridge, data_note, f"{updates_per_step} optimizer step(s)")
-log.say(note(settings, bridge.engines, run.state["engines"]))
-run.state["engines"], dropped = bridge.engines, 0
+log.say(note(settings, bridge.engines, run.state, ahead))
+run.state |= {"engines": bridge.engines, "ahead": []}
+bridge.take("ready", 0)                                         # no weights while an engine is being made
 
 
 def decay(kind, progress):                                      # of the learning rate and the entropy bonus
@@ -228,26 +231,25 @@ def learning_rate_at(step):
     return learning_rate * decay(lr_decay, (step - warmup_steps) / max(1, max_steps - warmup_steps))
 
 
-def take(name):
-    """What the engines have sampled under this name."""
-    return ahead.pop(name) if name in ahead else bridge.take(name)
+def take(step):
+    """The rollouts of this step, by all engines."""
+    return ahead.pop(step, None) or bridge.take("step", step, max_staleness if stale == "drop" else None)
 
 
 def keep_ahead(step):
     """Put what was sampled for this step and later ones into the run's state, so that a resume has it."""
-    if step > run.first_step and not in_flight:
-        for number in range(step, min(step + max_staleness, max_steps)):
-            for name in [f"step {number}"] + [f"greedy {number}"] * (advantage == "remax"):
-                ahead[name] = take(name)
-    run.state["ahead"] = [[name, sampled.as_json()] for name, sampled in ahead.items()]
+    count = max_staleness if step > run.first_step and not in_flight else 0
+    ahead.update({one: take(one) for one in range(step, min(step + count, max_steps))})
+    run.state["ahead"] = [[one, sampled.as_json()] for one, sampled in ahead.items()] if rank == 0 else []
 
 
 def evaluate(step):
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    rollouts = take(f"eval {step}").rollouts
-    # Stops the run if the engines do not have the policy's weights; a few rollouts are enough.
-    share = deal(rollouts, range(min(32 * world_size, len(rollouts))), world_size)[rank]
-    rollout.compare_logprobs(rollouts, token_logprobs(policy, rollouts, share, token_budget, temperature),
+    rollouts = bridge.take("eval", step).rollouts
+    player.check_errors(rollouts)
+    # Stops the run if the engines do not have the policy's weights.
+    few = deal(rollouts, range(min(32 * world_size, len(rollouts))), world_size)[rank]
+    rollout.compare_logprobs(rollouts, token_logprobs(policy, rollouts, few, token_budget, temperature),
                              gap_bound, tokenizer)
     return rewards.evaluation(rollouts, eval_samples)
 
@@ -256,10 +258,11 @@ def kl_to_reference(rollouts):
     """For kl_in=reward: KL to the initial model, summed over the tokens of each rollout, [N]."""
     sums = torch.zeros(N, device=device)
     share = deal(rollouts, range(N), world_size)[rank]
+    # The policy that sampled may be older than the one that is trained, whose KL this is.
+    logps = token_logprobs(policy, rollouts, share, token_budget, temperature) if max_staleness else {}
     for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
-        # The engine's logprobs, because the trainer's are not computed yet.
-        engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
-        sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
+        logp = logps[s] if logps else torch.from_numpy(rollouts[s].logprobs).to(device)
+        sums[s] = losses.kl_penalty(logp, ref_logp, kl_estimator).sum()
     return torch.tensor(ranks.total(sums), device=device)
 
 
@@ -280,8 +283,8 @@ for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
-    if step == max_steps or (step in evaluated and not stopping):
+    stopping = run.stopping(bridge.signalled())                 # after Ctrl-C or SIGTERM
+    if step == max_steps or (step in eval_steps and not stopping):
         with log.timed("eval"):
             log.evaluation(evaluate(step))
     if step == max_steps or step % save_interval == 0 or stopping:
@@ -291,18 +294,14 @@ for step in range(run.first_step, max_steps + 1):
         break
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
-    log.metrics["async/dropped"] = 0
     with log.timed("wait_for_rollouts"):
-        sampled = take(f"step {step + dropped}")
-        while stale == "drop" and staleness(sampled.rollouts, step)["async/staleness/max"] > max_staleness:
-            dropped, log.metrics["async/dropped"] = dropped + 1, log.metrics["async/dropped"] + N
-            sampled = take(f"step {step + dropped}")
-        greedy = (torch.tensor([r.score for r in take(f"greedy {step + dropped}").rollouts], device=device)
-                  if advantage == "remax" else None)
+        sampled = take(step)
     rollouts, run.state["position"] = sampled.rollouts, sampled.position                # N, on every rank
+    greedy = torch.tensor(sampled.greedy, device=device) if advantage == "remax" else None
     player.check_errors(rollouts)
     log.rollouts(rollouts, sampled.timeouts if rank == 0 else 0, bridge.engines)
-    log.metrics |= sampled.figures | staleness(rollouts, step)
+    log.metrics |= sampled.figures
+    log.metrics["async/staleness/mean"], log.metrics["async/staleness/max"] = staleness(rollouts, step)
     run.keep_rollouts(rollouts, greedy)                         # in this step's checkpoint, if it has one
 
     # ------------------------------------------------------------ 3 advantage
@@ -363,8 +362,9 @@ for step in range(run.first_step, max_steps + 1):
                 correction = losses.correction_weights(
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
-                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
-                      else torch.zeros_like(logp))                                      # [C]
+                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator,
+                                        engine_logp if max_staleness else old_logp)
+                      if kl_in_loss else torch.zeros_like(logp))                        # [C]
                 token_loss = correction * token_loss + kl_coef * kl     # not corrected: the KL, as in TRL
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_weight * entropy
@@ -379,12 +379,11 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # sampling/... compare the policy of this step with the one that sampled. Where both are the
-                # same, a mean difference over gap_bound stops the run.
-                same = all(version == step for r in rollouts for _, version in r.versions)
+                # sampling/... compare the policy with the one that sampled. Where it is the same, their
+                # difference has a limit.
+                bound = 1e9 if in_flight or log.metrics["async/staleness/max"] else gap_bound
                 trainer_logps = old_logps if old_needs_forward else new_logps
-                log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps,
-                                                        gap_bound if same else math.inf, tokenizer)
+                log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # a gradient with NaN is skipped
                 optimizer.step()

@@ -49,6 +49,10 @@ def run_in_child(script, arguments, log, env, forbidden, errors):
     sys.argv = [script, *map(str, arguments)]
     try:
         runpy.run_path(script, run_name="__main__")
+    except Exception:
+        # multiprocessing would only print it.
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
     finally:
         # A process of one's own does this at its end, a forked one does not.
         atexit._run_exitfuncs()

@@ -350,8 +350,8 @@ class VLLMEngine(Engine):
             if not self.cuda:
                 stateful = config.is_hybrid or config.is_attention_free
                 arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
-            # Apart from the trainer, weights change between two steps; vLLM must not have begun the second with
-            # the old ones.
+            # Apart from the trainer, weights change between two steps, and the second must not have begun by
+            # then.
             if apart:
                 arguments["async_scheduling"] = False
             self.llm = vllm.LLM(

@@ -64,10 +64,10 @@ DISTRIBUTIONS = {
 class Engines:
     """Engines that work at the same time, one in each row of the arrays.
 
-    Counted in engine steps, a sequence ends `length` after its start, and it starts when it has a place. The
-    queue is first in, first out, so what arrives later changes neither. The seconds between two engine steps
-    follow from how many steps and how many tokens there are between them. So the simulation jumps from one
-    arrival of weights to the next, and computes nothing for a single token.
+    In engine steps, a sequence starts when there is a place for it and ends `length` steps later. The queue is
+    first in, first out, so what arrives later changes neither. How many seconds pass between two engine steps
+    follows from the number of steps and of tokens between them. So the simulation jumps from one load of
+    weights to the next.
     """
 
     def __init__(self, count):
@@ -138,8 +138,9 @@ def simulate(batches, engines, trainers, staleness, in_flight=False):
         delivered = np.select([last[t] > fleet.step, last[t] == fleet.step],
                               [fleet.now + fleet.seconds_until(last[t]), fleet.now - sync_seconds])
         made.append(max(made[-1], delivered.max()) + training[t])
-    # Steps are counted at the loads: trainers are ahead at first, and that lasts if they are hardly faster.
-    # The mean is right and a median is not: in flight, a long step is often followed by several short ones.
+    # Time is taken from load to load and not from training step to training step, because the trainers start
+    # with a stock of batches, which lasts long where they are hardly faster than the engines. It is a mean,
+    # because in flight a long step is often followed by several short ones, so that a median would mislead.
     (first, begun, busy_before), (final, ended, busy) = history[warm_up - 1], history[-1]
     return (made, (ended.max() - begun.max()) / steps, ((busy - busy_before) / (ended - begun)).mean(),
             sum(training[first:final]) / (made[final] - made[first]))
@@ -164,16 +165,16 @@ if __name__ == "__main__":
         check(globals()[key] >= lowest, f"{key}={globals()[key]}: must be at least {lowest}")
     check(engine_fixed > 0, f"engine_fixed={engine_fixed}: must be above 0")
 
-    print(f"engine step {engine_fixed:g} s + {engine_per_sequence:g} s per running sequence, of which there are "
-          f"at most {max_running}; training step {train_fixed:g} s + {train_per_token:g} s per token of a "
-          f"trainer's share; weight sync {sync_seconds:g} s")
+    print(f"engine step {engine_fixed:g} s + {engine_per_sequence:g} s per running sequence, at most {max_running} "
+          f"of them; training step {train_fixed:g} s + {train_per_token:g} s per token of a trainer's share; "
+          f"weight sync {sync_seconds:g} s")
     line = "{:>4}  {:<11}{:<15}{:>16}{:>10}{:>10}{:>14}{:>15}".format
     print(line("gpus", "lengths", "max_staleness", "engines+trainers", "s/step", "speed-up", "engines busy",
                "trainers busy"))
     for size in sizes:
         counts = sorted({max(1, size * part // 8) for part in range(1, 8)})
         splits = [(count, size - count) for count in counts]
-        # Colocated GPUs are engines and trainers, all of them, that wait for each other.
+        # Colocated is a split in which every GPU is both, and with no staleness one waits for the other.
         cases = [("colocated", [(size, size)], 0, False)]
         for limit in limits:
             cases += [(f"{limit}", splits, limit, False), (f"{limit}, in flight", splits, limit, True)]

@@ -264,7 +264,7 @@ class Bridge:
                 tensors += [(name, piece.view(shape))
                             for (name, shape), piece in zip(layout, flat.cpu().split(sizes))]
         except Exception as error:
-            self._end(f"the trainers are gone: {error}")
+            self._gone(error)
         ranks.end(0)
 
     def _hear(self):
@@ -281,13 +281,16 @@ class Bridge:
                 for tensor in (torch.tensor([len(data)]), data):
                     self.gloo.send([tensor], 0, 0).wait(FOREVER)
         except Exception as error:
-            self._end(f"the trainers are gone: {error}")
+            self._gone(error)
 
     # ------------------------------------------------------------ failures
 
     def _fail(self, kind, error, trace):
-        # Python's own end would wait for PyTorch's threads, and they for a rank that hangs.
-        traceback.print_exception(kind, error, trace)
+        # Python's own end would wait for PyTorch's threads, and they for a rank that hangs. PyTorch's own hook
+        # calls this one with another stderr.
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+            sys.__stderr__.flush()
         with contextlib.suppress(RuntimeError):
             own = str(error).startswith(self.me)
             self.store.set("failure", f"{self.number} {'' if own else self.me + ' failed: '}{error}")
@@ -302,6 +305,11 @@ class Bridge:
             number, message = store.get("failure").decode().split(" ", 1)
             if number != str(self.number):
                 self._end(message)
+
+    def _gone(self, error):
+        # A rank that has failed, and not been killed, has a better message, which comes soon.
+        time.sleep(3)
+        self._end(f"rank 0 (trainer) is gone: {error}")
 
     def _end(self, message):
         with contextlib.suppress(OSError, ValueError):

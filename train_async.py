@@ -15,8 +15,8 @@ This is train_grpo.py, with these differences:
    the middle of them, as soon as they come. Such a run does not repeat.
 4. The loss's ratio is to the trainer's own logprobs at the start of the step. How far these are from the
    older policy that sampled is what engine_correction weights by.
-5. Whether engine and trainer compute the same is checked where they have the same weights: at evaluations, and
-   with max_staleness=0 at each step.
+5. Whether engine and trainer compute the same is checked where they have the same weights: at evaluations,
+   and with max_staleness=0 at each step.
 """
 import math
 import os
@@ -142,14 +142,13 @@ def sample_for_trainers(_):
     def begin(kind, number, prompts, n, names):
         # n completions per prompt, adjacent. A prompt's name makes its seed, for any number of engines.
         seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-        jobs = [(prompt, one + j, (temperature, 1.0, 0)) for prompt, one in zip(prompts, seeds) for j in range(n)]
+        jobs = [(p, one + j, (temperature, 1.0, 0)) for p, one in zip(prompts, seeds) for j in range(n)]
         if kind == "step" and advantage == "remax":
-            jobs += [(prompt, one, (0, 1.0, 0)) for prompt, one in zip(prompts, seeds)]
+            jobs += [(p, one, (0, 1.0, 0)) for p, one in zip(prompts, seeds)]
         table.add((kind, number), jobs)
         work[kind, number] = time.perf_counter(), position
 
-    def go_on():
-        # A step of the engine; what is complete after it is scored and sent.
+    def go_on():                                                # what is complete is scored and sent
         for (kind, number), rollouts in table.step().items():
             (began, behind), ended = work.pop((kind, number)), time.perf_counter()
             count = B * G if kind == "step" else len(rollouts)

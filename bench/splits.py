@@ -72,7 +72,7 @@ class Engines:
 
     def __init__(self, count):
         self.now, self.busy = np.zeros(count), np.zeros(count)      # seconds
-        self.step = np.zeros(count, int)                            # engine steps so far
+        self.step, self.ended = np.zeros(count, int), np.zeros(count)   # the last engine step, and when it ended
         self.places = np.zeros((count, max_running), int)           # the engine step at which each gets free
         self.starts = self.ends = np.zeros((count, 0), int)         # engine steps, of each sequence
 
@@ -108,7 +108,7 @@ class Engines:
                 there = self.now + self.seconds_until(middle) >= made - 1e-9
                 low, step = np.where(there, low, middle + 1), np.where(there, middle, step)
         sampling = self.seconds_until(step)
-        self.busy = self.busy + sampling
+        self.busy, self.ended = self.busy + sampling, np.where(step > self.step, self.now + sampling, self.ended)
         self.now, self.step = np.maximum(self.now + sampling, made) + sync_seconds, step
         alive = (self.ends > step[:, None]).any(axis=0)
         self.starts, self.ends = (np.maximum(part[:, alive], step[:, None])
@@ -133,10 +133,9 @@ def simulate(batches, engines, trainers, staleness, in_flight=False):
             fleet.load(made[version], in_flight)
             last.append(fleet.add(shares[version + staleness]))
         history.append((version, fleet.now, fleet.busy))
-        # A share that ended before the load did not delay the trainers, who were making that version, unless
-        # it ended with the very engine step that the load had to wait for.
+        # Shares that ended before the engine step that the load waited for did not delay the trainers.
         delivered = np.select([last[t] > fleet.step, last[t] == fleet.step],
-                              [fleet.now + fleet.seconds_until(last[t]), fleet.now - sync_seconds])
+                              [fleet.now + fleet.seconds_until(last[t]), fleet.ended])
         made.append(max(made[-1], delivered.max()) + training[t])
     # Time is taken from load to load and not from training step to training step, because the trainers start
     # with a stock of batches, which lasts long where they are hardly faster than the engines. It is a mean,

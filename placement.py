@@ -286,7 +286,7 @@ class Bridge:
     # ------------------------------------------------------------ failures
 
     def _fail(self, kind, error, trace):
-        # Python's own end would wait for PyTorch's threads, and they for a rank that hangs. PyTorch's own hook
+        # Python's own end would wait for PyTorch's threads, and these for a rank that hangs. PyTorch's hook
         # calls this one with another stderr.
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)

@@ -5,8 +5,8 @@ Computes a loss on rollouts that a run has kept: its value, its gradient and its
     python replay.py out/grpo-algebra-.../checkpoint-40 config/gspo.py --epsilon=1e-3
     python replay.py out/grpo-algebra-.../checkpoint-20 --new_policy=out/grpo-algebra-.../checkpoint-40
 
-Each checkpoint of train_grpo.py and train_dapo.py, except a run's last, holds the rollouts that its policy
-sampled next. Sections 3 to 5 of those scripts are computed again on them, as one update; no parameter changes
+Each checkpoint of train_grpo.py, train_dapo.py and train_async.py, except a run's last, holds the rollouts
+that its policy was trained on next. Sections 3 to 5 of those scripts are computed again on them, as one update; no parameter changes
 and nothing is written. If you changed the loss in a script of your own, make the same change here. Settings
 of the engine and of the optimizer do not exist here; in a config file they are passed over.
 

@@ -172,7 +172,7 @@ class Run:
         return finite
 
     def keep_rollouts(self, rollouts, greedy=None):
-        """Write the step's rollouts into the checkpoint whose policy sampled them, if any, for replay.py."""
+        """Write the step's rollouts into the checkpoint whose policy they train, if any, for replay.py."""
         folder = os.path.join(self.out_dir, f"checkpoint-{self.state['step']}")
         exists = os.path.isdir(folder) and not os.path.islink(folder)
         if dist.get_rank() == 0 and self.state["step"] > 0 and exists:

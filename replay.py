@@ -6,9 +6,10 @@ Computes a loss on rollouts that a run has kept: its value, its gradient and its
     python replay.py out/grpo-algebra-.../checkpoint-20 --new_policy=out/grpo-algebra-.../checkpoint-40
 
 Each checkpoint of train_grpo.py, train_dapo.py and train_async.py, except a run's last, holds the rollouts
-that its policy was trained on next. Sections 3 to 5 of those scripts are computed again on them, as one update; no parameter changes
-and nothing is written. If you changed the loss in a script of your own, make the same change here. Settings
-of the engine and of the optimizer do not exist here; in a config file they are passed over.
+that its policy was trained on next. Sections 3 to 5 of those scripts are computed again on them, as one
+update; no parameter changes and nothing is written. If you changed the loss in a script of your own, make the
+same change here. Settings of the engine and of the optimizer do not exist here; in a config file they are
+passed over.
 
 Next to each result stands what the run logged for that step. The two agree if no setting differs, dtype=auto
 means the same here, and the step made one update. With filter_groups the run's reward, reward_std and

@@ -11,6 +11,7 @@ and all ranks of engines are on the bridge, which carries
 The first trainer and the engines wait for each other for at most sync_timeout. Where one rank fails, all
 others end with its message.
 """
+import atexit
 import contextlib
 import datetime
 import os
@@ -33,6 +34,7 @@ import rollout
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
+SOON = 3                        # seconds, in which a rank that has failed tells the others why
 # What was sampled for later steps does not fit a run that goes on with another value of these.
 SAMPLED_WITH = ("max_staleness", "advantage", "temperature", "max_completion_length", "max_turns",
                 "reward_weight", "reward_model_weight")
@@ -132,7 +134,7 @@ class Bridge:
         if self.speaks:
             data = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), data):
-                self._bounded(self.gloo.broadcast(tensor, 0), "the engines to listen")
+                self._bounded("the engines to listen", self.gloo.broadcast, tensor, 0)
 
     def publish(self, version, named_tensors):
         """Send all engines the whole tensors of weights.full_weights. A collective of the trainers."""
@@ -140,8 +142,8 @@ class Bridge:
             self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
             if self.speaks:
                 flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
-                self._bounded(self.wire.broadcast(flat.to(self.device), 0),
-                              f"the engines to take the weights of step {version}")
+                self._bounded(f"the engines to take the weights of step {version}", self.wire.broadcast,
+                              flat.to(self.device), 0)
         self.tell((version, None, None))                       # that was all of them
 
     def take(self, kind, number, max_staleness=None):
@@ -168,23 +170,27 @@ class Bridge:
 
     def _receive(self, e, key):
         # What comes before it waits in the box.
-        first, box = self.trainers + e * self.ranks_per_engine, self.boxes[e]
-        what = f"rank {first} (engine {e}) to send its rollouts of {' '.join(map(str, key))}"
+        place, box, (kind, number) = 1 + e * self.ranks_per_engine, self.boxes[e], key
+        task = "be ready" if kind == "ready" else f"send its rollouts of {kind} {number}"
+        what = f"rank {self.trainers - 1 + place} (engine {e}) to {task}"
         while key not in box:
             size = torch.empty(1, dtype=torch.int64)
-            self._bounded(self.gloo.recv([size], 1 + first - self.trainers, 0), what)
+            self._bounded(what, self.gloo.recv, [size], place, 0)
             data = torch.empty(size.item(), dtype=torch.uint8)
-            self._bounded(self.gloo.recv([data], 1 + first - self.trainers, 0), what)
+            self._bounded(what, self.gloo.recv, [data], place, 0)
             other, sampled = pickle.loads(data.numpy())
             box[other] = sampled
         return box.pop(key)
 
-    def _bounded(self, work, what):
+    def _bounded(self, what, begin, *arguments):
         try:
-            work.wait(datetime.timedelta(seconds=self.seconds))
+            # A connection that is broken already fails here before the wait.
+            begin(*arguments).wait(datetime.timedelta(seconds=self.seconds))
         except RuntimeError as error:
-            reason = "" if "imed out" in str(error) else f"the connection broke: {error}"
-            raise self._in_vain(what, reason) from error
+            if "imed out" in str(error):
+                raise self._in_vain(what) from error
+            time.sleep(SOON)
+            raise self._in_vain(what, f"the connection broke: {error}") from error
 
     def _in_vain(self, what, reason=""):
         return RuntimeError(f"{self.me} waited for {what}, but "
@@ -211,6 +217,8 @@ class Bridge:
             signal.signal(name, lambda *_: self.store.set("signal", ""))
         ranks.watchdog.can_save = True
         self._await(lambda: self.opening, "rank 0 (trainer) to begin")
+        # Python only gets to its own end after sys.exit.
+        atexit.register(self._tell_failure, f"{self.me} stops, and its message says why")
         return self.opening
 
     def send(self, kind, number, sampled):
@@ -291,10 +299,14 @@ class Bridge:
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)
             sys.__stderr__.flush()
-        with contextlib.suppress(RuntimeError):
-            own = str(error).startswith(self.me)
-            self.store.set("failure", f"{self.number} {'' if own else self.me + ' failed: '}{error}")
+        self._tell_failure(f"{'' if str(error).startswith(self.me) else self.me + ' failed: '}{error}")
         ranks.end(1)
+
+    def _tell_failure(self, message):
+        with contextlib.suppress(RuntimeError):
+            self.store.set("failure", f"{self.number} {message}")
+        # This process may be the one that keeps the store.
+        time.sleep(1)
 
     def _await_failure(self):
         # By a connection of its own, because the store answers nobody else while it is asked for this.
@@ -307,8 +319,7 @@ class Bridge:
                 self._end(message)
 
     def _gone(self, error):
-        # A rank that has failed, and not been killed, has a better message, which comes soon.
-        time.sleep(3)
+        time.sleep(SOON)
         self._end(f"rank 0 (trainer) is gone: {error}")
 
     def _end(self, message):

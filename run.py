@@ -83,7 +83,9 @@ class Run:
                      "eval_prompts": data.checksum(prompt.row for prompt in eval_set)}
         for key in ("reward", "environment"):
             if ":" in s[key]:
-                checksums[key] = checkpoint.checksum(s[key].rpartition(":")[0])
+                path = s[key].rpartition(":")[0]
+                check(os.path.isfile(path), f"{key}: no such file: {path}")
+                checksums[key] = checkpoint.checksum(path)
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
         # Another number of held-out prompts is no other data.
         same["eval_prompts"] |= s["eval_prompts"] != before.get("eval_prompts")

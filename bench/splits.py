@@ -64,17 +64,17 @@ DISTRIBUTIONS = {
 class Engines:
     """Engines that work at the same time, one in each row of the arrays.
 
-    In engine steps, a sequence starts when there is a place for it and ends `length` steps later. The queue is
-    first in, first out, so what arrives later changes neither. How many seconds pass between two engine steps
-    follows from the number of steps and of tokens between them. So the simulation jumps from one load of
-    weights to the next.
+    A sequence starts when there is a place for it and ends as many engine steps later as it has tokens. The
+    queue is first in, first out, so what arrives later changes neither of the two. How many seconds pass
+    between two engine steps follows from the numbers of steps and tokens between them. So the simulation can
+    jump from one load of weights to the next.
     """
 
     def __init__(self, count):
-        self.now, self.busy = np.zeros(count), np.zeros(count)      # seconds
-        self.step, self.ended = np.zeros(count, int), np.zeros(count)   # the last engine step, and when it ended
-        self.places = np.zeros((count, max_running), int)           # the engine step at which each gets free
-        self.starts = self.ends = np.zeros((count, 0), int)         # engine steps, of each sequence
+        self.now = self.busy = self.ended = np.zeros(count)     # seconds; ended: of the last engine step
+        self.step = np.zeros(count, int)                        # engine steps so far
+        self.places = np.zeros((count, max_running), int)       # the engine step at which each becomes free
+        self.starts = self.ends = np.zeros((count, 0), int)     # engine steps, of each sequence
 
     def add(self, lengths):
         """Queue sequences, [engines, sequences]; returns the engine steps at which all of them have ended."""
@@ -108,7 +108,8 @@ class Engines:
                 there = self.now + self.seconds_until(middle) >= made - 1e-9
                 low, step = np.where(there, low, middle + 1), np.where(there, middle, step)
         sampling = self.seconds_until(step)
-        self.busy, self.ended = self.busy + sampling, np.where(step > self.step, self.now + sampling, self.ended)
+        self.busy = self.busy + sampling
+        self.ended = np.where(step > self.step, self.now + sampling, self.ended)
         self.now, self.step = np.maximum(self.now + sampling, made) + sync_seconds, step
         alive = (self.ends > step[:, None]).any(axis=0)
         self.starts, self.ends = (np.maximum(part[:, alive], step[:, None])
@@ -164,9 +165,9 @@ if __name__ == "__main__":
         check(globals()[key] >= lowest, f"{key}={globals()[key]}: must be at least {lowest}")
     check(engine_fixed > 0, f"engine_fixed={engine_fixed}: must be above 0")
 
-    print(f"engine step {engine_fixed:g} s + {engine_per_sequence:g} s per running sequence, at most {max_running} "
-          f"of them; training step {train_fixed:g} s + {train_per_token:g} s per token of a trainer's share; "
-          f"weight sync {sync_seconds:g} s")
+    print(f"engine step {engine_fixed:g} s + {engine_per_sequence:g} s per running sequence (at most "
+          f"{max_running}); training step {train_fixed:g} s + {train_per_token:g} s per token of a trainer's "
+          f"share; weight sync {sync_seconds:g} s")
     line = "{:>4}  {:<11}{:<15}{:>16}{:>10}{:>10}{:>14}{:>15}".format
     print(line("gpus", "lengths", "max_staleness", "engines+trainers", "s/step", "speed-up", "engines busy",
                "trainers busy"))

@@ -25,7 +25,7 @@ def token_by_token(batches, count, staleness, in_flight):
         for batch in {batch for batch, _ in before} - {batch for batch, _ in e.work}:
             delivered[batch].append(e.now)
         while len(delivered[t := len(made) - 1]) == count:
-            made.append(max(made[-1], *delivered[t]) + splits.train_fixed + splits.train_per_token * sum(batches[t]) / count)
+            made.append(max(made[-1], *delivered[t]) + 3 + splits.train_per_token * sum(batches[t]) / count)
     return made[:41]
 
 
@@ -35,13 +35,13 @@ def settings():
                         train_per_token=0.25, sync_seconds=2, warm_up=10, steps=30)
 
 
-# With 0.5 many things happen at the same time.
-@pytest.mark.parametrize("per_sequence, in_flight", [(0.5, False), (0.5, True), (0.0719, False), (0.0719, True)])
-@pytest.mark.parametrize("engines, staleness, sync", [(1, 0, 2), (1, 1, 2), (1, 2, 9), (2, 2, 9), (3, 4, 9)])
-def test_every_token(engines, staleness, sync, per_sequence, in_flight):
-    vars(splits).update(engine_per_sequence=per_sequence, sync_seconds=sync,
-                        train_fixed=0.5, train_per_token=0.01)
-    batches = [np.random.default_rng(i).integers(1, 20, 25) for i in range(50)]
+# With 0.5 many things happen at the same time, and with 25 sequences some have to wait for a place.
+@pytest.mark.parametrize("in_flight, per_sequence", [(0, 0.5), (0, 0.0719), (1, 0.5), (1, 0.0719)])
+@pytest.mark.parametrize("engines, staleness, sequences", [
+    (1, 0, 25), (1, 1, 25), (2, 2, 8), (3, 4, 25), (5, 4, 8)])
+def test_every_token(engines, staleness, sequences, per_sequence, in_flight):
+    vars(splits).update(engine_per_sequence=per_sequence, train_per_token=0.05)
+    batches = [np.random.default_rng(i).integers(1, 20, sequences) for i in range(50)]
     made, *_ = splits.simulate(batches, engines, engines, staleness, in_flight)
     assert made == pytest.approx(token_by_token(batches, engines, staleness, in_flight), rel=1e-9)
 

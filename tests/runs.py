@@ -131,11 +131,11 @@ def forked(log, script, *arguments, ranks=1, code=0, forbidden=()):
     return finish(begin(log, script, *arguments, ranks=ranks, forbidden=forbidden), log, code)
 
 
-def refused(arguments, message, tmp_path, script="train_grpo.py"):
+def refused(arguments, message, tmp_path, script="train_grpo.py", ranks=1):
     """Assert that a script refuses its arguments by one clear line at the end, before it loads a model."""
     forbidden = ["models"] + ["vllm"] * ("HIDE_VLLM" in arguments)
     plain = [argument for argument in arguments if argument != "HIDE_VLLM"]
-    output = forked(tmp_path / "log", script, *plain, code=2, forbidden=forbidden)
+    output = forked(tmp_path / "log", script, *plain, ranks=ranks, code=2, forbidden=forbidden)
     assert message in output.splitlines()[-1] and "Traceback" not in output, output
 
 

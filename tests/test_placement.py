@@ -1,0 +1,524 @@
+"""Trainers and engines apart: the same figures as together, older weights, kills, and a role that is gone."""
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import checkpoint
+import placement
+import runs
+from placement import Sampled
+from rollout import Rollout, load_rollouts
+from runs import TORCHRUN, begin, finish, forked, lines, refused, with_defaults
+from test_many_ranks import bits
+from test_survive import count_lines, start, wait_for
+
+SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
+         "eval_prompts": 4, "eval_samples": 1, "max_steps": 6, "save_interval": 1, "warmup_steps": 0,
+         "learning_rate": 1e-3, "eval_interval": 3, "engine": "hf", "keep_checkpoints": 9}
+GAME = {"task": "arithmetic", "max_turns": 3, "max_completion_length": 48, "max_steps": 4}
+
+
+def command(out_dir, **settings):
+    return [f"--out_dir={out_dir}", *with_defaults([], SMALL | settings)]
+
+
+@pytest.fixture
+def train(folder, reward_file, tmp_path):
+    """Runs a script with the small model; returns its metrics and what it printed."""
+    def run(name="run", script="train_async.py", ranks=2, **settings):
+        defaults = SMALL | {"model": folder, "reward": reward_file.partition("=")[2]} | settings
+        return runs.train(script, tmp_path / name, [], defaults, ranks=ranks)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(folder, reward_file, tmp_path_factory):
+    """A run that nothing interrupts, whose completions are two steps old."""
+    out_dir = tmp_path_factory.mktemp("whole") / "run"
+    forked(f"{out_dir}.log", "train_async.py", *command(out_dir, model=folder, max_staleness=2), reward_file,
+           ranks=2)
+    return out_dir
+
+
+def figures(metrics):
+    """What two runs of the same kind have in common."""
+    apart = ("timing_s/", "perf/", "async/")
+    return [{key: value for key, value in line.items() if not key.startswith(apart)} for line in metrics]
+
+
+def ages(metrics):
+    return [line["async/staleness/max"] for line in metrics[:-1]]
+
+
+def cut_back(whole, run, step):
+    """A copy of a run as it was when it had made that many steps."""
+    shutil.copytree(whole, run)
+    for path in checkpoint.checkpoints(run):
+        if int(path.rpartition("-")[2]) > step:
+            shutil.rmtree(path)
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines(whole) if line["step"] < step))
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------- the weights that sampled
+
+@pytest.mark.parametrize("settings", [
+    {"updates_per_step": 2, "kl_coef": 0.05, "loss_type": "clip_cov", "cov_share": 0.1},
+    {"advantage": "remax", "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
+    {"engine": "vllm", "max_steps": 2}])
+def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings):
+    pytest.importorskip("vllm") if "engine" in settings else None
+    together, _ = train("together", "train_grpo.py", 1, **{"max_steps": 4} | settings)
+    apart, output = train("apart", max_staleness=0, **{"max_steps": 4} | settings)
+    assert figures(apart) == figures(together) and not any(ages(apart)) and len(apart) > 2
+    assert lines(tmp_path / "apart", "samples.jsonl") == lines(tmp_path / "together", "samples.jsonl")
+    assert apart[0].keys() >= {"timing_s/gen", "timing_s/wait_for_rollouts", "timing_s/wait_for_weights",
+                               "perf/engines_busy", "perf/trainers_busy"}
+    assert "are sampled with weights that are" not in output
+
+
+def gap(r, model_of):
+    """The largest difference between an engine's logprobs of a rollout and those of transformers.
+
+    model_of: returns the model of a version. Where a version ends, its KV cache stays, as in the engine.
+    """
+    ids, start, cache, logits = torch.from_numpy(r.ids).long(), len(r.prompt_ids), None, []
+    # A version that samples from the token t on reads the row from the token before.
+    edges = [0, *(start + t - 1 for t, _ in r.versions[1:]), len(ids)]
+    for (begin, end), (_, version) in zip(itertools.pairwise(edges), r.versions, strict=True):
+        with torch.no_grad():
+            output = model_of(version)(ids[None, begin:end], past_key_values=cache, use_cache=True)
+        cache, logits = output.past_key_values, [*logits, output.logits[0]]
+    logps = torch.cat(logits)[:-1].log_softmax(-1).gather(1, ids[1:, None])[start - 1:, 0]
+    return np.abs(logps.numpy() - r.logprobs).max()
+
+
+def models_of(run, base):
+    """Returns the function version -> model for the checkpoints of a run."""
+    return functools.cache(lambda version: AutoModelForCausalLM.from_pretrained(
+        f"{run}/checkpoint-{version}" if version else base, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_completions_are_of_weights_that_many_steps_before(train, whole, folder, tmp_path, max_staleness):
+    # How often it saves makes no difference, though a save waits for what is sampled ahead.
+    metrics, output = train(max_staleness=max_staleness, save_interval={1: 1, 2: 4}[max_staleness])
+    again = lines(whole) if max_staleness == 2 else train("again", max_staleness=1, save_interval=4)[0]
+    assert figures(metrics) == figures(again)
+    assert ages(metrics) == [min(step, max_staleness) for step in range(6)]
+    assert f"up to {max_staleness} steps older" in output
+    # At the first step both sides still have the same weights.
+    gaps = [line["sampling/sampling_logp_difference/mean"] for line in metrics[:-1]]
+    assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-2
+    run = whole if max_staleness == 2 else tmp_path / "run"
+    model_of = models_of(run, folder)
+    for step in (2, 4):
+        _, rollouts, _ = load_rollouts(f"{run}/checkpoint-{step}/rollouts.jsonl")
+        version = step - max_staleness
+        assert {r.versions for r in rollouts} == {((0, version),)} and len(rollouts) == 16
+        assert max(gap(r, model_of) for r in rollouts) < 1e-4
+        for other in {step, step - 1, step - 2} - {version}:
+            assert max(gap(r, lambda _: model_of(other)) for r in rollouts) > 0.1
+
+
+def test_older_completions_make_another_run_and_are_corrected_for(train, whole):
+    in_turns, _ = train(max_staleness=0, max_steps=2)
+    older = lines(whole)
+    # The weights with which the first step is sampled are the same.
+    for key in ("reward", "loss", "sampling/correction_mean"):
+        assert in_turns[0][key] == pytest.approx(older[0][key], abs=1e-5), key
+        assert in_turns[1][key] != pytest.approx(older[1][key], abs=1e-3), key
+    assert in_turns[1]["sampling/correction_mean"] == 1
+
+
+# ---------------------------------------------------------------- kills, signals, resumes
+
+def same_as(whole, run):
+    """Whether a run that was interrupted has the figures and the samples of one that was not."""
+    return (figures(lines(run)) == figures(lines(whole)) and ages(lines(run)) == ages(lines(whole))
+            and lines(run, "samples.jsonl") == lines(whole, "samples.jsonl"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_role_ends_the_other_and_a_resume_goes_on(whole, folder, reward_file, tmp_path, victim):
+    run, log = tmp_path / "run", tmp_path / "log"
+    arguments = ["train_async.py", *command(run, model=folder, max_staleness=2, save_interval=2,
+                                            resume="auto"), reward_file]
+    processes = begin(log, *arguments, ranks=2)
+    wait_for(lambda: count_lines(run) > 3, processes[0])
+    processes[victim].kill()
+    processes[1 - victim].join(20)
+    assert processes[1 - victim].exitcode == 1, log.read_text()[-3000:]
+    message = ("rank 1 (engine 0) ends: " if victim == 0 else
+               "rank 0 (trainer) waited for ")
+    assert message in log.read_text() and 3 < count_lines(run) < 7
+    output = forked(log, *arguments, ranks=2)
+    assert re.search(r"goes on from .*checkpoint-[24]\n", output) and "sampled before" not in output
+    assert same_as(whole, run)
+
+
+def workers_of(process):
+    """The ranks of a torchrun: {rank: pid}."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    environments = {int(pid): open(f"/proc/{pid}/environ").read() for pid in found}
+    return {int(match[1]): pid for pid, text in environments.items()
+            if (match := re.search(r"\0RANK=(\d+)\0", text))}
+
+
+def test_torchrun_ends_what_is_left_of_a_run(whole, folder, reward_file, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    arguments = ["train_async.py", *command(run, model=folder, max_staleness=2, save_interval=2,
+                                            resume="auto"), reward_file]
+    process = start([*TORCHRUN, "--nproc_per_node=2", *arguments], log)
+    wait_for(lambda: count_lines(run) > 2, process)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGKILL)
+    assert process.wait(60) == 1 and "SIGKILL" in log.read_text() and workers.keys() == {0, 1}
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.values())
+    forked(log, *arguments, ranks=2)
+    assert same_as(whole, run)
+
+
+def test_a_signal_to_all_saves_what_is_sampled_ahead(whole, folder, reward_file, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    arguments = ["train_async.py", *command(run, model=folder, max_staleness=2, save_interval=100,
+                                            resume="auto"), reward_file]
+    processes = begin(log, *arguments, ranks=2)
+    wait_for(lambda: count_lines(run) > 1, processes[0])
+    for process in processes:
+        os.kill(process.pid, signal.SIGTERM)
+    steps = int(re.search(r"stopped by a signal after (\d+) steps", finish(processes, log))[1])
+    state = json.loads((run / f"checkpoint-{steps}" / "trainer" / "state.json").read_text())
+    assert 1 < steps < 6
+    assert [step for step, _ in state["ahead"]] == [*range(steps, min(6, steps + 2))]
+    forked(log, *arguments, ranks=2)
+    assert same_as(whole, run)
+
+
+def test_more_engines_take_over_a_run_and_another_staleness(whole, train, tmp_path):
+    cut_back(whole, tmp_path / "run", 2)
+    metrics, output = train(ranks=3, rollout_ranks=2, max_staleness=2, resume="auto")
+    assert "1 engines sampled before, and 2 do now" in output and "bit for bit" in output
+    # What was sampled ahead is taken over.
+    assert ages(metrics) == [0, 1, 2, 2, 2, 2] and len(metrics) == 7
+    cut_back(whole, tmp_path / "younger", 2)
+    metrics, output = train("younger", max_staleness=1, resume="auto")
+    assert ages(metrics) == [0, 1, 0, 1, 1, 1] and "sampled before" not in output
+    assert "does not fit the settings, and is sampled again" in output
+
+
+def test_a_run_of_train_grpo_goes_on_apart_but_not_back(train, folder, reward_file, tmp_path):
+    whole, _ = train("whole", "train_grpo.py", 1)
+    cut_back(tmp_path / "whole", tmp_path / "run", 3)
+    metrics, output = train(max_staleness=0, resume="auto")
+    assert figures(metrics) == figures(whole) and "goes on from" in output and "sampled before" not in output
+    refused([*command(tmp_path / "run", model=folder, resume="auto"), reward_file],
+            "checkpoint-6 holds ahead, engines, which train_grpo.py would lose", tmp_path)
+
+
+@pytest.mark.parametrize("change", [
+    lambda ahead: ahead[0][1].pop("rollouts"), lambda ahead: ahead[0][1].update(position=-1),
+    lambda ahead: ahead[0][1]["rollouts"][0].update(ids=[1]), lambda ahead: ahead[0].pop()])
+def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_path, change):
+    path = shutil.copytree(whole / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
+    (tmp_path / "run" / ".lock").touch()
+    state = json.loads((path / "trainer" / "state.json").read_text())
+    change(state["ahead"])
+    (path / "trainer" / "state.json").write_text(json.dumps(state))
+    checksums = json.loads((path / "trainer" / "checksums.json").read_text())
+    checksums["trainer/state.json"] = checkpoint.checksum(path / "trainer" / "state.json")
+    (path / "trainer" / "checksums.json").write_text(json.dumps(checksums))
+    processes = begin(tmp_path / "log", "train_async.py", *command(
+        tmp_path / "run", model=folder, max_staleness=2, resume="auto"), reward_file, ranks=2)
+    for process in processes:
+        process.join(60)
+    assert processes[0].exitcode == 2 and processes[1].exitcode == 1
+    output = (tmp_path / "log").read_text()
+    assert "checkpoint-3: ahead in its state.json is " in output and "Traceback" not in output
+
+
+# ---------------------------------------------------------------- more ranks
+
+def test_two_trainers_share_what_an_engine_samples(train, whole):
+    metrics, output = train(ranks=3, max_staleness=2, max_steps=3, lr_decay="constant")
+    alone, _ = train("alone", max_staleness=2, max_steps=3, lr_decay="constant")
+    assert "on 2 x cpu, engine hf, 1 apart" in output and ages(metrics) == [0, 1, 2]
+    for key in ("reward", "loss", "grad_norm", "num_tokens", "sampling/sampling_logp_difference/mean"):
+        assert [line[key] for line in metrics[:3]] == pytest.approx(
+            [line[key] for line in alone[:3]], rel=1e-3, abs=1e-6), key
+
+
+def test_two_engines_sample_what_one_samples(train, whole, tmp_path):
+    metrics, output = train(ranks=3, rollout_ranks=2, max_staleness=2)
+    assert "on 1 x cpu, engine hf, 2 apart" in output and ages(metrics) == ages(lines(whole))
+    for key in ("reward", "completions/mean_length", "num_tokens", "rewards/score/mean"):
+        assert [line[key] for line in metrics[:-1]] == [line[key] for line in lines(whole)[:-1]], key
+    assert metrics[0]["eval/mean@1"] == pytest.approx(lines(whole)[0]["eval/mean@1"])
+    assert lines(tmp_path / "run", "samples.jsonl") == lines(whole, "samples.jsonl")
+    for step in (2, 4):
+        found, expected = (load_rollouts(f"{run}/checkpoint-{step}/rollouts.jsonl")[1]
+                           for run in (tmp_path / "run", whole))
+        assert [r.ids.tolist() for r in found] == [r.ids.tolist() for r in expected]
+
+
+def test_an_engine_over_two_ranks_takes_weights_in_flight(train, folder, tmp_path):
+    """Both of its ranks change weights between the same two tokens."""
+    pytest.importorskip("vllm")
+    metrics, output = train(ranks=3, engine="vllm", rollout_ranks=2, vllm_tensor_parallel_size=2,
+                            in_flight=True, max_staleness=2, max_completion_length=96,
+                            learning_rate=3e-3, lr_decay="constant", eval_interval=100)
+    assert "engine vllm, 1 apart" in output and "does not repeat" in output
+    assert max(ages(metrics)) <= 2 and not any(line["async/dropped"] for line in metrics[:-1])
+    model_of, several = models_of(tmp_path / "run", folder), 0
+    for step in range(1, 6):
+        for r in load_rollouts(f"{tmp_path}/run/checkpoint-{step}/rollouts.jsonl")[1]:
+            assert gap(r, model_of) < 1e-4
+            if len(r.versions) > 1:
+                several += 1
+                # Neither by the older weights alone nor by the newest.
+                for _, version in (r.versions[0], r.versions[-1]):
+                    assert gap(r, lambda _: model_of(version)) > 1e-3
+    assert several > 10
+
+
+# ---------------------------------------------------------------- stale completions
+
+def test_stale_completions_are_dropped(train):
+    """The trainer takes longer for a step than the engine, which does not wait for it."""
+    metrics, output = train(in_flight=True, stale="drop", max_staleness=1, updates_per_step=16, kl_coef=0.01,
+                            max_completion_length=4, max_steps=8)
+    dropped = [line["async/dropped"] for line in metrics[:-1]]
+    assert max(ages(metrics)) <= 1 and sum(dropped) > 0 and all(n % 16 == 0 for n in dropped)
+    assert len(metrics) == 9 and "does not repeat bit for bit" in output
+
+
+# ---------------------------------------------------------------- episodes
+
+def test_episodes_apart(train, talker, games, tmp_path):
+    settings = GAME | {"model": talker, "environment": f"{games}:Letters", "reward": ""}
+    together, _ = train("together", "train_grpo.py", 1, **settings)
+    in_turns, _ = train("in turns", max_staleness=0, **settings)
+    assert figures(in_turns) == figures(together) and in_turns[0]["episodes/turns"] > 1.2
+    # Greedy episodes are sampled ahead as well.
+    settings |= {"max_staleness": 1, "advantage": "remax"}
+    older, _ = train("older", **settings)
+    cut_back(tmp_path / "older", tmp_path / "run", 2)
+    train("run", resume="auto", **settings)
+    assert same_as(tmp_path / "older", tmp_path / "run") and ages(older) == [0, 1, 1, 1]
+
+
+def test_episodes_in_flight_in_threads(train, talker, games):
+    metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", environment_workers=4,
+                            in_flight=True, **GAME)
+    assert max(ages(metrics)) <= 1 and metrics[0]["episodes/turns"] > 1.2 and len(metrics) == 5
+    assert "environment_workers: turns begin when" in output and "in_flight: weights enter when" in output
+
+
+# ---------------------------------------------------------------- a role that is gone
+
+def standing_run(folder, reward_file, tmp_path, number, ranks=2, steps=2):
+    """A run whose rank of that number stands still from some step on; returns its processes."""
+    processes = begin(tmp_path / "log", "train_async.py", *command(
+        tmp_path / "run", model=folder, max_steps=10_000, save_interval=10_000, eval_interval=10_000,
+        keep_checkpoints=1, sync_timeout=4), reward_file, ranks=ranks)
+    wait_for(lambda: count_lines(tmp_path / "run") > steps, processes[0])
+    os.kill(processes[number].pid, signal.SIGSTOP)
+    return processes
+
+
+def all_end(processes, number, log):
+    """The others within sync_timeout, and this one as soon as it may."""
+    try:
+        for process in processes[:number] + processes[number + 1:]:
+            process.join(12)
+        others = [process.exitcode for n, process in enumerate(processes) if n != number]
+        os.kill(processes[number].pid, signal.SIGCONT)
+        processes[number].join(10)
+        assert others == [1] * len(others) and processes[number].exitcode == 1, log.read_text()[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return log.read_text()
+
+
+def test_an_engine_that_stands_still(folder, reward_file, tmp_path):
+    started = time.monotonic()
+    output = all_end(standing_run(folder, reward_file, tmp_path, 1), 1, tmp_path / "log")
+    assert re.search(r"RuntimeError: rank 0 \(trainer\) waited for rank 1 \(engine 0\) to send its rollouts "
+                     r"of step \d+, but sync_timeout=4 seconds have passed", output), output[-3000:]
+    assert time.monotonic() - started < 30
+
+
+def test_a_trainer_that_stands_still(folder, reward_file, tmp_path):
+    output = all_end(standing_run(folder, reward_file, tmp_path, 0), 0, tmp_path / "log")
+    assert re.search(r"rank 1 \(engine 0\) waited for rank 0 \(trainer\) to send the weights of step \d+, "
+                     "but sync_timeout=4 seconds have passed", output), output[-3000:]
+
+
+def test_every_rank_says_why_it_ends(folder, reward_file, tmp_path):
+    """Of two trainers the second is not on the bridge."""
+    output = all_end(standing_run(folder, reward_file, tmp_path, 2, ranks=3), 2, tmp_path / "log")
+    waited = (r"rank 0 \(trainer\) waited for rank 2 \(engine 0\) to send its rollouts of step \d+, "
+              "but sync_timeout=4")
+    assert re.search(rf"rank 1 \(trainer\) ends: .*{waited}", output), output[-3000:]
+    assert re.search(f"RuntimeError: {waited}", output)
+
+
+def test_a_lost_engine_ends_both_trainers(folder, reward_file, tmp_path):
+    processes = begin(tmp_path / "log", "train_async.py", *command(
+        tmp_path / "run", model=folder, max_steps=10_000, save_interval=10_000, eval_interval=10_000),
+        reward_file, ranks=3)
+    wait_for(lambda: count_lines(tmp_path / "run") > 1, processes[0])
+    processes[2].kill()
+    for process in processes:
+        process.join(15)
+    output = (tmp_path / "log").read_text()
+    assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL], output[-3000:]
+    broke = r"rank 0 \(trainer\) waited for .*, but the connection broke: "
+    assert re.search(f"RuntimeError: {broke}", output) and re.search(
+        rf"rank 1 \(trainer\) ends: .*{broke}", output), output[-3000:]
+
+
+RAISES = """
+calls = 0
+def score(prompts, completions, **_):
+    global calls
+    calls += 1
+    if calls == 6:
+        raise KeyError("colour")
+    return [0.5 * (i % 2) for i in range(len(completions))]
+"""
+
+
+def test_the_trainer_says_why_a_reward_failed(folder, tmp_path):
+    (tmp_path / "raises.py").write_text(RAISES)
+    processes = begin(tmp_path / "log", "train_async.py", *command(
+        tmp_path / "run", model=folder, reward=f"{tmp_path}/raises.py:score"), ranks=2)
+    output = finish(processes, tmp_path / "log", code=1)
+    assert re.search(r"rank 0 \(trainer\) ends: rank 1 \(engine 0\) failed: .*'colour'", output), output
+
+
+SLOW = """
+import runpy, sys, time, checkpoint
+save = checkpoint.save_checkpoint
+def slow(*arguments):
+    time.sleep(6)
+    return save(*arguments)
+checkpoint.save_checkpoint = slow
+sys.argv[0] = "train_async.py"
+runpy.run_path("train_async.py", run_name="__main__")
+"""
+
+
+def test_after_the_last_weights_no_engine_waits_in_vain(folder, reward_file, tmp_path):
+    """The last save may take longer than sync_timeout."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    forked(tmp_path / "log", tmp_path / "slow.py", *command(
+        tmp_path / "run", model=folder, max_steps=1, sync_timeout=4), reward_file, ranks=2)
+    assert checkpoint.damage(tmp_path / "run" / "checkpoint-1") is None
+
+
+# ---------------------------------------------------------------- settings that do not fit
+
+@pytest.mark.parametrize("ranks, settings, message", [
+    (1, {}, "trainers and engines need a process each at least: torchrun --nproc_per_node=2 train_async.py"),
+    (2, {"rollout_ranks": 2}, "rollout_ranks=2 leaves no trainer: there are 2 ranks"),
+    (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide rollout_ranks=1"),
+    (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
+    (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
+    (2, {"max_staleness": 0, "in_flight": True}, "in_flight=True with max_staleness=0"),
+    (2, {"stale": "drop"}, "stale=drop needs --in_flight=true"),
+    (2, {"stale": "x"}, "stale=x: choose wait, drop"),
+    (2, {"sync_timeout": 9999}, "timeout=3600.0: not above sync_timeout=9999")])
+def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings, message):
+    arguments = with_defaults([], {"model": folder, "engine": "hf", "out_dir": tmp_path / "run"} | settings)
+    refused(arguments, message, tmp_path, "train_async.py", ranks)
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, "reward: no such file: "), ("def score(**_):\n    raise KeyError('colour')\n", "'colour'")])
+def test_a_reward_that_cannot_work_is_refused_in_clear_words(folder, tmp_path, text, message):
+    """Only engines call it, but trainers do not add a traceback of theirs."""
+    if text:
+        (tmp_path / "rewards.py").write_text(text)
+    processes = begin(tmp_path / "log", "train_async.py", *command(
+        tmp_path / "run", model=folder, reward=f"{tmp_path}/rewards.py:score"), ranks=2)
+    for process in processes:
+        process.join(60)
+    output = (tmp_path / "log").read_text()
+    assert all(process.exitcode in (1, 2) for process in processes) and message in output
+    # Without torchrun the store is gone with the first trainer, which an engine that still joins shows at length.
+    assert not text or "Traceback" not in output, output
+
+
+# ---------------------------------------------------------------- without a run
+
+def test_buckets():
+    sizes = (3, 9, 1, 1, 2, 50, 1)
+    named = [(str(n), torch.zeros(size, dtype=torch.bfloat16)) for n, size in enumerate(sizes)]
+    found = list(placement.buckets(iter(named), 8))
+    assert [[name for name, _ in bucket] for bucket in found] == [["0", "1"], ["2", "3", "4"], ["5"], ["6"]]
+    assert [one for bucket in found for one in bucket] == named
+    assert list(placement.buckets(iter(named[:2]), 8)) == [named[:2]]
+    assert not list(placement.buckets(iter([]), 8))
+
+
+def rollout_with(versions, length, **rest):
+    ids = np.arange(3 + length, dtype=np.int32)
+    return Rollout(ids, np.array([[3, 3 + length]], np.int32), np.linspace(-1, 0, length, dtype=np.float32),
+                   "stop", versions=versions, **rest)
+
+
+def test_staleness_counts_tokens():
+    some = [rollout_with(((0, 4),), 3), rollout_with(((0, 1), (2, 3), (5, 4)), 9), rollout_with(((0, 4),), 1)]
+    slow = []
+    for r in some:
+        for t in range(len(r.logprobs)):
+            slow.append(4 - [version for start, version in r.versions if start <= t][-1])
+    assert placement.staleness(some, 4) == (pytest.approx(sum(slow) / len(slow)), max(slow))
+
+
+def test_what_is_sampled_ahead_comes_back_from_json():
+    row = {"prompt": "What now?", "answer": "5"}
+    some = [rollout_with(((0, 2), (3, 3)), 5, row=row, completion="So", score=0.1, parts={"score": 0.1}),
+            rollout_with(((0, 2),), 1, row=row, completion=[{"role": "assistant", "content": "\U0001f600"}],
+                         rewards=np.array([0.25], np.float32), counts={"calls": 1, "seconds": 0.5})]
+    assert math.isnan(some[1].score)
+    sampled = Sampled(some, [0.5, math.nan], 2, 12, {"timing_s/gen": 1.5})
+    found = Sampled.from_json(json.loads(json.dumps(sampled.as_json())))
+    assert (found.timeouts, found.position, found.figures) == (2, 12, {"timing_s/gen": 1.5})
+    assert found.greedy[0] == 0.5 and math.isnan(found.greedy[1]) and len(found.greedy) == 2
+    for ours, theirs in zip(found.rollouts, some, strict=True):
+        assert bits(ours) == bits(theirs)
+        assert ours.versions == theirs.versions and ours.counts == theirs.counts
+    assert found.rollouts[0].rewards is None
+    assert found.rollouts[1].rewards.dtype == np.float32 and found.rollouts[1].rewards.tolist() == [0.25]
+
+
+@pytest.mark.parametrize("change", [
+    {"rollouts": []}, {"rollouts": None}, {"rollouts": [5]}, {"position": "0"}, {"position": -1},
+    {"position": True}, {"timeouts": None}, {"greedy": ["x"]}, {"greedy": None}, {"timeouts": "x"},
+    {"figures": []}, {"figures": {"x": None}}, None])
+def test_damage_to_what_is_sampled_ahead_is_a_value_error(change):
+    entry = Sampled([rollout_with(((0, 0),), 2)], [], 0, 4, {}).as_json()
+    with pytest.raises(ValueError, match="not what engines have sampled"):
+        Sampled.from_json(change and entry | change)

@@ -92,15 +92,15 @@ class Engines:
         return (starts + lengths).max(axis=1)
 
     def seconds_until(self, step):
-        """Seconds from now to an engine step of each engine, which is not after the end of its work."""
+        """Seconds from now to the end of an engine step, which each engine still has work for."""
         tokens = np.minimum(self.ends, step[:, None]) - np.minimum(self.starts, step[:, None])
         return engine_fixed * (step - self.step) + engine_per_sequence * tokens.sum(axis=1)
 
     def load(self, made, in_flight):
-        """Move on to where the weights made at this time are loaded, and load them."""
+        """Load weights that are made at this time: after the current engine step or, not in flight, the work."""
         step = self.ends.max(axis=1)
         if in_flight:
-            # Bisection: the engine step that runs when the weights are made is the last one before they load.
+            # Bisection finds the engine step that is running when the weights are made.
             low = self.step
             while (low < step).any():
                 middle = (low + step) // 2
@@ -142,8 +142,8 @@ def simulate(batches, engines, trainers, staleness, in_flight=False):
     # with a stock of batches, which lasts long where they are hardly faster than the engines. It is a mean,
     # because in flight a long step is often followed by several short ones, so that a median would mislead.
     (first, begun, busy_before), (final, ended, busy) = history[warm_up - 1], history[-1]
-    return (made, (ended.max() - begun.max()) / steps, ((busy - busy_before) / (ended - begun)).mean(),
-            sum(training[first:final]) / (made[final] - made[first]))
+    span = ended.max() - begun.max()
+    return made, span / steps, ((busy - busy_before) / (ended - begun)).mean(), sum(training[first:final]) / span
 
 
 def numbers(key, lowest):

@@ -97,7 +97,7 @@ class Engines:
         return engine_fixed * (step - self.step) + engine_per_sequence * tokens.sum(axis=1)
 
     def load(self, made, in_flight):
-        """Load weights that are made at this time: after the current engine step or, not in flight, the work."""
+        """Load weights that are made at this time, and before that finish all work, or in flight a step."""
         step = self.ends.max(axis=1)
         if in_flight:
             # Bisection finds the engine step that is running when the weights are made.
@@ -142,8 +142,8 @@ def simulate(batches, engines, trainers, staleness, in_flight=False):
     # with a stock of batches, which lasts long where they are hardly faster than the engines. It is a mean,
     # because in flight a long step is often followed by several short ones, so that a median would mislead.
     (first, begun, busy_before), (final, ended, busy) = history[warm_up - 1], history[-1]
-    span = ended.max() - begun.max()
-    return made, span / steps, ((busy - busy_before) / (ended - begun)).mean(), sum(training[first:final]) / span
+    span, sampling = ended.max() - begun.max(), ((busy - busy_before) / (ended - begun)).mean()
+    return made, span / steps, sampling, sum(training[first:final]) / span
 
 
 def numbers(key, lowest):

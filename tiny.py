@@ -191,8 +191,12 @@ def pretrain(model, tokenizer, batches):
 def save(model, tokenizer, folder):
     """The folder appears under its name only once it is complete."""
     part = f"{folder}.{os.getpid()}.part"
-    model.float().save_pretrained(part)
-    tokenizer.save_pretrained(part)
+    # Of several ranks only the first may use model.save_pretrained, and the others may be on another machine.
+    model.float().config.architectures, model.config.dtype = [type(model).__name__], model.dtype
+    for one in (model.config, model.generation_config, tokenizer):
+        one.save_pretrained(part)
+    save_file({name: p.detach().cpu() for name, p in model.named_parameters()}, f"{part}/model.safetensors",
+              {"format": "pt"})
     try:
         os.rename(part, folder)
     except OSError:

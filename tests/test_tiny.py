@@ -7,12 +7,14 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
 import rewards
 import rollout
 import tiny
+from runs import on_two_ranks
 
 
 @pytest.mark.parametrize("text", [
@@ -85,10 +87,19 @@ def test_ensure_keeps_what_exists(tmp_path):
     assert tiny.ensure(folder=str(tmp_path)) == str(tmp_path) and not os.listdir(tmp_path)
 
 
+def made_on_each_rank(folder):
+    return sorted(os.listdir(tiny.ensure(folder=f"{folder}/{dist.get_rank()}")))
+
+
+def test_every_rank_makes_a_whole_folder(base, tmp_path):
+    """The ranks may be on machines with disks of their own."""
+    assert on_two_ranks(tmp_path, made_on_each_rank, tmp_path) == [sorted(os.listdir(base))] * 2
+
+
 def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
-    monkeypatch.setattr(tiny.Qwen3ForCausalLM, "save_pretrained", interrupt)
+    monkeypatch.setattr(tiny, "save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tiny.ensure(folder=str(tmp_path / "tiny"))
     assert not (tmp_path / "tiny").exists()

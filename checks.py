@@ -121,6 +121,13 @@ def check_placement(settings, world_size):
     check(s.rollout_ranks % s.vllm_tensor_parallel_size == 0,
           f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size} does not divide "
           f"rollout_ranks={s.rollout_ranks}")
+    with input_errors():
+        spreads = rollout.engine_class(s.engine) is rollout.VLLMEngine
+    check(spreads or s.vllm_tensor_parallel_size == 1,
+          f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size}: engine=hf has one rank")
+    engines = s.rollout_ranks // s.vllm_tensor_parallel_size
+    check(s.prompts_per_step % engines == 0,
+          f"prompts_per_step={s.prompts_per_step} does not divide by {engines} engines")
     check(s.max_staleness > 0 or not s.in_flight,
           "in_flight=True with max_staleness=0: engines that wait for the trainers have nothing in flight")
     check(not 0 < s.timeout <= s.sync_timeout,

@@ -34,7 +34,7 @@ import rollout
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
-SOON = 3                        # seconds, in which a rank that has failed tells the others why
+SOON = 3                        # seconds for a failed rank to say why, before a broken connection is reported
 # What was sampled for later steps does not fit a run that goes on with another value of these.
 SAMPLED_WITH = ("max_staleness", "advantage", "temperature", "max_completion_length", "max_turns",
                 "reward_weight", "reward_model_weight")
@@ -85,7 +85,7 @@ class Bridge:
 
     def join(self):
         """Take this rank's role and return the group that ranks.set_up joins. A collective of all ranks."""
-        # Not all may come.
+        # Some ranks may never come.
         ranks.watchdog.limit(self.seconds)
         self.store, self.number, world_size = next(dist.rendezvous("env://"))
         self.trainers = world_size - self.rollout_ranks
@@ -130,7 +130,7 @@ class Bridge:
     # ------------------------------------------------------------ the trainers' end
 
     def tell(self, words):
-        """Tell all engines something: how the run begins, or None, which ends them."""
+        """Tell all engines how the run begins, which weights follow, or None, which ends them."""
         if self.speaks:
             data = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), data):
@@ -214,12 +214,17 @@ class Bridge:
     def begin(self):
         """Returns how the trainers say that the run begins. From here on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, lambda *_: self.store.set("signal", ""))
+            signal.signal(name, self._signal)
         ranks.watchdog.can_save = True
         self._await(lambda: self.opening, "rank 0 (trainer) to begin")
-        # Python only gets to its own end after sys.exit.
+        # sys.exit does not call sys.excepthook.
         atexit.register(self._tell_failure, f"{self.me} stops, and its message says why")
         return self.opening
+
+    def _signal(self, *_):
+        # Without a store torchrun is gone, which the trainers see by themselves.
+        with contextlib.suppress(RuntimeError):
+            self.store.set("signal", "")
 
     def send(self, kind, number, sampled):
         """Send the trainers rollouts, which they may take much later."""
@@ -294,8 +299,8 @@ class Bridge:
     # ------------------------------------------------------------ failures
 
     def _fail(self, kind, error, trace):
-        # Python's own end would wait for PyTorch's threads, and these for a rank that hangs. PyTorch's hook
-        # calls this one with another stderr.
+        # Python's own end would wait for PyTorch's threads, and these for a rank that hangs. PyTorch replaces
+        # sys.stderr while it calls this.
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)
             sys.__stderr__.flush()
@@ -312,7 +317,7 @@ class Bridge:
         # By a connection of its own, because the store answers nobody else while it is asked for this.
         store = self.store.clone()
         store.set_timeout(FOREVER)
-        # Without a store, torchrun is gone, and the watchdog looks to that.
+        # Without a store torchrun is gone, which others see.
         with contextlib.suppress(RuntimeError):
             number, message = store.get("failure").decode().split(" ", 1)
             if number != str(self.number):
@@ -339,6 +344,8 @@ def kept_ahead(state, settings, folder):
     """
     try:
         kept = {int(step): Sampled.from_json(entry) for step, entry in state["ahead"]}
+        if list(kept) != list(range(state["step"], state["step"] + len(kept))):
+            raise ValueError(f"of the steps {list(kept)!r:.100}")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}: ahead in its state.json is {error}") from error
     fits = all(state["settings"].get(key) == settings[key] for key in SAMPLED_WITH)

@@ -4,6 +4,7 @@ attributes name, weight_names and allocated.
 
     add(request)                    queues a Request
     step()                          goes on with all that are queued; returns the Answers that are finished
+    switch(version)                 goes on with other weights, also in the middle of requests
     load_weights(named_tensors)     later steps use them
     close()
 
@@ -197,8 +198,9 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
 
     Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
     sync, a wrong temperature, or a model that one side computes wrongly: training on would be off-policy, and
-    nobody would know. Raises RuntimeError with the worst tokens. A collective: every rank calls it, with or
-    without any logprobs.
+    nobody would know. Raises RuntimeError with the worst tokens; with an infinite bound, for weights that are
+    known to differ, only if the gap is not finite. A collective: every rank calls it, with or without any
+    logprobs.
     sampling_logp_difference   |trainer - engine|; its p99 is that of the rank where it is largest
     importance_sampling_ratio  w = exp(trainer - engine); nothing is truncated here
     effective_sample_size      (sum w)^2 / (n sum w^2), as a share of the tokens
@@ -223,7 +225,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
     if sums[0] == 0:
         gap_mean, gap_p99, gap_max, kl = 0.0, 0.0, 0.0, 0.0
         ratio_mean, ratio_max, ratio_min, square_mean = 1.0, 1.0, 1.0, 1.0
-    if not gap_mean <= bound:
+    if not (gap_mean <= bound and math.isfinite(gap_mean)):
         tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]
         worst = [(*tokens[c], ours[c]) for c in gap.argsort(descending=True)[:8].tolist()]
         raise RuntimeError(

@@ -1,22 +1,24 @@
 """
 GRPO with trainers and engines on devices of their own: while the trainers update, the engines sample.
 
-    torchrun --nproc_per_node=2 train_async.py                              # one trainer, one engine
+    torchrun --nproc_per_node=2 train_async.py                  # one trainer, one engine
     torchrun --nproc_per_node=8 train_async.py config/gsm8k.py --rollout_ranks=4 --in_flight=true
 
 This is train_grpo.py, with these differences:
 1. The last rollout_ranks ranks are engines, which sample, score and send (sample_for_trainers). The others
    are trainers. What crosses between them, and how, is in placement.py.
 2. Version v of the weights is the policy after v steps. The completions of step t are sampled with version
-   t - max_staleness. With 0 engines and trainers take turns, and the figures are those of train_grpo.py; with
-   1 the engines sample for the next step while the trainers update. For each value a run repeats bit for bit
-   on a CPU, also after a resume: a checkpoint holds what was sampled ahead.
-3. With in_flight=True the engines begin a step's completions with the same version, but take newer ones in
-   the middle of them, as soon as they come. Such a run does not repeat.
-4. The loss's ratio is to the trainer's own logprobs at the start of the step. How far these are from the
-   older policy that sampled is what engine_correction weights by.
-5. Whether engine and trainer compute the same is checked where they have the same weights: at evaluations,
-   and with max_staleness=0 at each step.
+   t - max_staleness, the first ones with version 0. With 0 engines and trainers take turns, and the figures
+   are those of train_grpo.py; with 1 the engines sample for the next step while the trainers update. A run
+   repeats bit for bit on a CPU, also after a resume: a checkpoint holds what was sampled ahead.
+3. With in_flight=True the engines begin a step's completions with the same version, but take newer ones as
+   soon as they come. Such a run does not repeat, and keeps nothing for a resume. With stale=drop the engines
+   never wait, and the trainers drop what is too old.
+4. The loss's ratio is still to the trainer's own logprobs at the start of the step. The policy that sampled
+   is further from these, and engine_correction weights by that distance (auto).
+5. With kl_in=reward the KL is that of the trained policy; k3_is weights by the ratio to the one that sampled.
+6. Engine and trainer are compared where both have the same weights: at evaluations, and in steps that are
+   sampled with the newest version. vLLM does not sleep, and takes 0.9 of its GPU's memory.
 """
 import math
 import os
@@ -86,7 +88,7 @@ cov_share = 2e-4                # share of the tokens that clip_cov and kl_cov a
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
-                                # max_staleness is 0, otherwise token_truncate
+                                # max_staleness=0 or old_logprobs=engine, otherwise token_truncate
 correction_low = 0.5            # masks: weight 0 where that ratio is lower
 correction_high = 2.0           # masks: weight 0 where it is higher; truncate: no weight is higher
 entropy_coef = 0.0              # weight of the entropy bonus
@@ -112,8 +114,9 @@ check_placement(settings, int(os.environ.get("WORLD_SIZE", 1)))
 check_run(settings | {"vllm_tensor_parallel_size": 1}, rollout_ranks // vllm_tensor_parallel_size)
 check_grpo(settings)
 bridge = Bridge(settings)                                       # this rank's role, and the way to the other
-rank, world_size, device, mesh = ranks.set_up(timeout, bridge.join)     # all of them the role's own
+rank, world_size, device, mesh = ranks.set_up(timeout, bridge.join)     # those of the role
 G, N = num_generations, prompts_per_step * num_generations      # completions per prompt, and per step
+eval_steps = {*range(0, max_steps, eval_interval), max_steps}   # those that begin with an evaluation
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)
 with input_errors():
     base = tiny.ensure(model)
@@ -124,8 +127,6 @@ with input_errors():
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
 
 
-eval_steps = {*range(0, max_steps, eval_interval), max_steps}   # those that begin with an evaluation
-
 # ---------------------------------------------------------------- the engines
 def sample_for_trainers(_):
     """What an engine does until the run is over: it samples, scores, sends, and takes the next weights."""
@@ -135,27 +136,28 @@ def sample_for_trainers(_):
     own_eval = range(bridge.engine, len(eval_set), bridge.engines)
     table, work = Table(player, rollout_engine), {}             # {(kind, number): when it began, position}
 
-    def may_begin():                                            # step `number`: this is the schedule
+    def may_begin():
+        # The schedule: whether to begin step `number` with these weights. keep_ahead counts on it.
         return (len(table) < B * G if stale == "drop"
                 else number <= version + max_staleness and number < max_steps)
 
     def begin(kind, number, prompts, n, names):
         # n completions per prompt, adjacent. A prompt's name makes its seed, for any number of engines.
         seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-        jobs = [(p, one + j, (temperature, 1.0, 0)) for p, one in zip(prompts, seeds) for j in range(n)]
+        jobs = [(p, first + j, (temperature, 1.0, 0)) for p, first in zip(prompts, seeds) for j in range(n)]
         if kind == "step" and advantage == "remax":
-            jobs += [(p, one, (0, 1.0, 0)) for p, one in zip(prompts, seeds)]
+            jobs += [(p, first, (0, 1.0, 0)) for p, first in zip(prompts, seeds)]
         table.add((kind, number), jobs)
         work[kind, number] = time.perf_counter(), position
 
     def go_on():                                                # what is complete is scored and sent
         for (kind, number), rollouts in table.step().items():
-            (began, behind), ended = work.pop((kind, number)), time.perf_counter()
+            (began, after), ended = work.pop((kind, number)), time.perf_counter()
             count = B * G if kind == "step" else len(rollouts)
             rollouts, greedy = rollouts[:count], rollouts[count:]       # what is greedy comes last
             timeouts, _ = scorer(rollouts), scorer(greedy)
             times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
-            bridge.send(kind, number, Sampled(rollouts, [r.score for r in greedy], timeouts, behind, times))
+            bridge.send(kind, number, Sampled(rollouts, [r.score for r in greedy], timeouts, after, times))
 
     while True:
         if version in eval_steps:
@@ -191,7 +193,7 @@ if not bridge.trains:
             vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head, apart=True)
     rollout_engine.version, rollout_engine.incoming = opening["version"], bridge.weights
     bridge.send("ready", 0, Sampled([], [], 0, 0, {}))
-    rollout_engine.serve([], sample_for_trainers)               # does not return
+    rollout_engine.serve([], sample_for_trainers)               # until the run ends
 
 # ---------------------------------------------------------------- the trainers
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
@@ -217,7 +219,7 @@ networks = {"": (policy, optimizer)}                            # "": a checkpoi
 log = run.begin(networks, bridge, data_note, f"{updates_per_step} optimizer step(s)")
 log.say(note(settings, bridge.engines, run.state, ahead))
 run.state |= {"engines": bridge.engines, "ahead": []}
-bridge.take("ready", 0)                                         # no weights while an engine is being made
+bridge.take("ready", 0)                                         # engines that are being made take no weights
 
 
 def decay(kind, progress):                                      # of the learning rate and the entropy bonus
@@ -237,6 +239,7 @@ def take(step):
 
 def keep_ahead(step):
     """Put what was sampled for this step and later ones into the run's state, so that a resume has it."""
+    # Nothing is new where the run begins, and in flight nobody knows how far the engines are.
     count = max_staleness if step > run.first_step and not in_flight else 0
     ahead.update({one: take(one) for one in range(step, min(step + count, max_steps))})
     run.state["ahead"] = [[one, sampled.as_json()] for one, sampled in ahead.items()] if rank == 0 else []
@@ -245,7 +248,7 @@ def keep_ahead(step):
 def evaluate(step):
     """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
     rollouts = bridge.take("eval", step).rollouts
-    player.check_errors(rollouts)
+    player.check_errors(rollouts[rank::world_size])
     # Stops the run if the engines do not have the policy's weights.
     few = deal(rollouts, range(min(32 * world_size, len(rollouts))), world_size)[rank]
     rollout.compare_logprobs(rollouts, token_logprobs(policy, rollouts, few, token_budget, temperature),
@@ -254,10 +257,9 @@ def evaluate(step):
 
 
 def kl_to_reference(rollouts):
-    """For kl_in=reward: KL to the initial model, summed over the tokens of each rollout, [N]."""
+    """For kl_in=reward: KL of the trained policy to the initial model, summed over a rollout's tokens, [N]."""
     sums = torch.zeros(N, device=device)
     share = deal(rollouts, range(N), world_size)[rank]
-    # The policy that sampled may be older than the one that is trained, whose KL this is.
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature) if max_staleness else {}
     for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
         logp = logps[s] if logps else torch.from_numpy(rollouts[s].logprobs).to(device)
@@ -274,10 +276,7 @@ def marked_tokens(rollouts, adv, step):
 
 
 # ---------------------------------------------------------------- the loop
-# Shapes: N rollouts in a step, on all ranks. C sampled tokens in a micro-batch, the EOS among them; prompts
-# are not counted, and there is no padding. {s: [len]} has a tensor for the sampled tokens of each rollout s.
-# batch.flat makes [C] of such a dict, batch.split makes the dict of [C], batch.spread gives each token its
-# rollout's entry of [N], and batch.mean, for losses by sequence, each token its rollout's mean of [C].
+# Shapes and names are those of train_grpo.py: N rollouts in a step, C sampled tokens in a micro-batch.
 for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
@@ -287,7 +286,8 @@ for step in range(run.first_step, max_steps + 1):
         with log.timed("eval"):
             log.evaluation(evaluate(step))
     if step == max_steps or step % save_interval == 0 or stopping:
-        keep_ahead(step)
+        with log.timed("wait_for_rollouts"):
+            keep_ahead(step)
         run.save(networks, tokenizer)                           # not where the run has just begun
     if step == max_steps or stopping:
         break
@@ -297,7 +297,7 @@ for step in range(run.first_step, max_steps + 1):
         sampled = take(step)
     rollouts, run.state["position"] = sampled.rollouts, sampled.position                # N, on every rank
     greedy = torch.tensor(sampled.greedy, device=device) if advantage == "remax" else None
-    player.check_errors(rollouts)
+    player.check_errors(rollouts[rank::world_size])
     log.rollouts(rollouts, sampled.timeouts if rank == 0 else 0, bridge.engines)
     log.metrics |= sampled.figures
     log.metrics["async/staleness/mean"], log.metrics["async/staleness/max"] = staleness(rollouts, step)
@@ -378,9 +378,9 @@ for step in range(run.first_step, max_steps + 1):
                 log.mean("clip_ratio/region_mean", low | high)
                 log.mean("sampling/correction_mean", correction)
             if u == 0:
-                # sampling/... compare the policy with the one that sampled. Where it is the same, their
-                # difference has a limit.
-                bound = 1e9 if in_flight or log.metrics["async/staleness/max"] else gap_bound
+                # sampling/... compare the policy with the one that sampled. Only where both are the same has
+                # their difference a limit; in flight nobody knows by which weights a prompt was read.
+                bound = math.inf if in_flight or log.metrics["async/staleness/max"] else gap_bound
                 trainer_logps = old_logps if old_needs_forward else new_logps
                 log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()

@@ -104,7 +104,7 @@ def apart(folder):
         bridge.store.wait(["loaded"])
         bridge.close()
     else:
-        bridge.opening()
+        bridge.begin()
         one = make_engine(folder, apart=True)
         one.incoming = bridge.weights
         bridge.store.set("ready", "")

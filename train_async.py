@@ -257,7 +257,7 @@ def evaluate(step):
 
 
 def kl_to_reference(rollouts):
-    """For kl_in=reward: KL of the trained policy to the initial model, summed over a rollout's tokens, [N]."""
+    """For kl_in=reward: KL of the policy to the initial model, summed over the tokens of a rollout, [N]."""
     sums = torch.zeros(N, device=device)
     share = deal(rollouts, range(N), world_size)[rank]
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature) if max_staleness else {}

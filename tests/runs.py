@@ -50,9 +50,9 @@ def run_in_child(script, arguments, log, env, forbidden, errors):
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception:
-        # multiprocessing would only print it.
+        # Python itself calls this hook. multiprocessing does not.
         sys.excepthook(*sys.exc_info())
-        sys.exit(1)
+        raise
     finally:
         # A process of one's own does this at its end, a forked one does not.
         atexit._run_exitfuncs()

@@ -50,6 +50,7 @@ def test_what_fails_is_named_at_the_end(tmp_path):
     ("bench/step.py", "--num_heads=3", "num_heads=3: must be even"),
     ("bench/step.py", "--cycles=3", "cycles=3 would do nothing"),
     ("bench/gpu.py", "--parts=sped", "parts=sped: choose from tests, default"),
-    ("bench/against_trl.py", "--pears=3", "did you mean --pairs?")])
+    ("bench/against_trl.py", "--pears=3", "did you mean --pairs?"),
+    ("bench/apart.py", "--workloads=x", "workloads=x: choose from default, skewed, environment")])
 def test_what_is_refused(tmp_path, script, argument, message):
     refused([argument], message, tmp_path, script)

@@ -84,12 +84,12 @@ def wait_until(condition, seconds):
 @pytest.mark.parametrize("settings", [
     {"updates_per_step": 2, "kl_coef": 0.05, "loss_type": "clip_cov", "cov_share": 0.1},
     {"advantage": "remax", "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
-    {"engine": "vllm", "max_steps": 2}])
+    {"engine": "vllm", "max_steps": 1}])
 def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings):
     pytest.importorskip("vllm") if "engine" in settings else None
     together, _ = train("together", "train_grpo.py", 1, **{"max_steps": 4} | settings)
     apart, output = train("apart", max_staleness=0, **{"max_steps": 4} | settings)
-    assert figures(apart) == figures(together) and not any(ages(apart)) and len(apart) > 2
+    assert figures(apart) == figures(together) and not any(ages(apart)) and len(apart) > 1
     assert lines(tmp_path / "apart", "samples.jsonl") == lines(tmp_path / "together", "samples.jsonl")
     assert apart[0].keys() >= {"timing_s/gen", "timing_s/wait_for_rollouts", "timing_s/wait_for_weights",
                                "perf/engines_busy", "perf/trainers_busy"}

@@ -895,7 +895,7 @@ SAMPLES = {
     "show": ["show=many"], "temperature": ["temperature=inf"], "top_p": ["top_p=0"], "chat": ["chat=maybe"],
     "max_position_embeddings|max_completion_length": ["max_completion_length=300"], "reward": ["reward=x"],
     "eval_file": ["task=file", "eval_file=x.jsonl"], "train_file": ["train_file=x.jsonl"],
-    "unknown setting": ["max_prompt_length=5", "resume=auto"], "model=/no": ["model=/no"],
+    "unknown setting": ["prompts_per_step=5", "resume=auto"], "model=/no": ["model=/no"],
     "output": ["output=/no/x.jsonl", "output=/", "output=/proc/x", "output={dir}", "output={dir}/FIFO"],
     "prompt": ["prompt=a\udcff"],
     "system_prompt": ["system_prompt=\udcff"], "eval_prompts": ["eval_prompts=5000"],

@@ -132,8 +132,7 @@ class Bridge:
     def tell(self, words):
         """Tell all engines how the run begins, which weights follow, or None, which ends them."""
         if self.speaks:
-            data = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
-            for tensor in (torch.tensor([len(data)]), data):
+            for tensor in packed(words):
                 self._bounded("the engines to listen", self.gloo.broadcast, tensor, 0)
 
     def publish(self, version, named_tensors):
@@ -174,11 +173,7 @@ class Bridge:
         task = "be ready" if kind == "ready" else f"send its rollouts of {kind} {number}"
         what = f"rank {self.trainers - 1 + place} (engine {e}) to {task}"
         while key not in box:
-            size = torch.empty(1, dtype=torch.int64)
-            self._bounded(what, self.gloo.recv, [size], place, 0)
-            data = torch.empty(size.item(), dtype=torch.uint8)
-            self._bounded(what, self.gloo.recv, [data], place, 0)
-            other, sampled = pickle.loads(data.numpy())
+            other, sampled = unpacked(lambda tensor: self._bounded(what, self.gloo.recv, [tensor], place, 0))
             box[other] = sampled
         return box.pop(key)
 
@@ -230,7 +225,7 @@ class Bridge:
         """Send the trainers rollouts, which they may take much later."""
         if kind == "step":
             sampled.figures |= {"timing_s/wait_for_weights": self.waited, "perf/engines_busy": self.busy()}
-        self.outgoing.put(pickle.dumps(((kind, number), sampled)))
+        self.outgoing.put(packed(((kind, number), sampled)))
 
     def arrived(self, version):
         """Whether the weights of this version are here."""
@@ -281,17 +276,12 @@ class Bridge:
         ranks.end(0)
 
     def _hear(self):
-        size = torch.empty(1, dtype=torch.int64)
-        self.gloo.broadcast(size, 0).wait(FOREVER)
-        data = torch.empty(size.item(), dtype=torch.uint8)
-        self.gloo.broadcast(data, 0).wait(FOREVER)
-        return pickle.loads(data.numpy())
+        return unpacked(lambda tensor: self.gloo.broadcast(tensor, 0).wait(FOREVER))
 
     def _post(self):
         try:
             while True:
-                data = torch.frombuffer(bytearray(self.outgoing.get()), dtype=torch.uint8)
-                for tensor in (torch.tensor([len(data)]), data):
+                for tensor in self.outgoing.get():
                     self.gloo.send([tensor], 0, 0).wait(FOREVER)
         except Exception as error:
             self._gone(error)
@@ -335,6 +325,21 @@ class Bridge:
 
 def in_background(function):
     threading.Thread(target=function, daemon=True).start()
+
+
+def packed(words):
+    # An object as two tensors: its size in bytes, and the bytes.
+    data = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
+    return torch.tensor([len(data)]), data
+
+
+def unpacked(fill):
+    # The object whose two tensors are filled by fill(tensor).
+    size = torch.empty(1, dtype=torch.int64)
+    fill(size)
+    data = torch.empty(size.item(), dtype=torch.uint8)
+    fill(data)
+    return pickle.loads(data.numpy())
 
 
 def kept_ahead(state, settings, folder):

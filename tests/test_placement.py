@@ -437,6 +437,29 @@ def test_after_the_last_weights_no_engine_waits_in_vain(folder, reward_file, tmp
     assert checkpoint.damage(tmp_path / "run" / "checkpoint-1") is None
 
 
+def logprobs(r, model):
+    """Of the sampled tokens of a completion, by transformers."""
+    ids = torch.from_numpy(r.ids).long()
+    with torch.no_grad():
+        logps = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return logps[len(r.prompt_ids) - 1:]
+
+
+def test_what_stale_completions_are_worth(train, folder, tmp_path):
+    """The KL in the reward is the trained policy's, and a token's weight is the ratio to what sampled it."""
+    metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_in="reward", kl_estimator="k1")
+    model = models_of(tmp_path / "run", folder)
+    _, rollouts, _ = load_rollouts(tmp_path / "run" / "checkpoint-2" / "rollouts.jsonl")
+    trained = [logprobs(r, model(2)) for r in rollouts]
+    kl = torch.cat([logp - logprobs(r, model(0)) for r, logp in zip(rollouts, trained)])
+    ratios = torch.cat([(logp - torch.from_numpy(r.logprobs)).exp() for r, logp in zip(rollouts, trained)])
+    assert metrics[2]["kl"] == pytest.approx(kl.mean().item(), rel=1e-3) and abs(kl.mean()) > 1e-3
+    weight = ratios.clamp(max=2).mean().item()
+    assert metrics[2]["sampling/correction_mean"] == pytest.approx(weight, rel=1e-4)
+    assert (ratios - 1).abs().max() > 0.01
+    assert metrics[0]["sampling/correction_mean"] == pytest.approx(1, abs=1e-5)
+
+
 # ---------------------------------------------------------------- settings that do not fit
 
 @pytest.mark.parametrize("ranks, settings, message", [
@@ -466,7 +489,7 @@ def test_a_reward_that_cannot_work_is_refused_in_clear_words(folder, tmp_path, t
         process.join(60)
     output = (tmp_path / "log").read_text()
     assert all(process.exitcode in (1, 2) for process in processes) and message in output
-    # Without torchrun the store is gone with the first trainer, which an engine that still joins shows at length.
+    # Without torchrun the store is gone with the first trainer, as an engine that still joins says at length.
     assert not text or "Traceback" not in output, output
 
 

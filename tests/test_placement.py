@@ -445,15 +445,17 @@ def logprobs(r, model):
     return logps[len(r.prompt_ids) - 1:]
 
 
-def test_what_stale_completions_are_worth(train, folder, tmp_path):
-    """The KL in the reward is the trained policy's, and a token's weight is the ratio to what sampled it."""
-    metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_in="reward", kl_estimator="k1")
+@pytest.mark.parametrize("kl_in, estimator", [("reward", "k1"), ("loss", "k3_is")])
+def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estimator):
+    """The KL is the trained policy's, and the ratio in it and in a token's weight is to what sampled it."""
+    metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_in=kl_in, kl_estimator=estimator)
     model = models_of(tmp_path / "run", folder)
     _, rollouts, _ = load_rollouts(tmp_path / "run" / "checkpoint-2" / "rollouts.jsonl")
     trained = [logprobs(r, model(2)) for r in rollouts]
     kl = torch.cat([logp - logprobs(r, model(0)) for r, logp in zip(rollouts, trained)])
     ratios = torch.cat([(logp - torch.from_numpy(r.logprobs)).exp() for r, logp in zip(rollouts, trained)])
-    assert metrics[2]["kl"] == pytest.approx(kl.mean().item(), rel=1e-3) and abs(kl.mean()) > 1e-3
+    kl = kl if estimator == "k1" else ((-kl).exp() - 1 + kl) * ratios
+    assert metrics[2]["kl"] == pytest.approx(kl.mean().item(), rel=1e-3) and abs(kl.mean()) > 1e-5
     weight = ratios.clamp(max=2).mean().item()
     assert metrics[2]["sampling/correction_mean"] == pytest.approx(weight, rel=1e-4)
     assert (ratios - 1).abs().max() > 0.01

@@ -28,7 +28,8 @@ from transformers.utils import logging
 
 import ranks
 from models import Critic, Policy, hidden_states, text_model
-from packing import pack, packed_attention
+from attention import packed_attention
+from packing import micro_batches
 
 # Its bars for every load and save would break up the run's own progress bar.
 logging.disable_progress_bar()
@@ -280,24 +281,28 @@ def shard(network, what, mesh, dtype, gradient_checkpointing):
 
 @torch.no_grad()
 def can_be_packed(network, what):
-    """Whether a row may hold several sequences: compares two short ones in a row with transformers' own.
+    """Whether a row may hold several sequences: compares three short ones in a row with transformers' own.
 
-    Raises ValueError if the network differs from transformers even where each has a row of its own.
+    The first two begin with the same tokens. Raises ValueError if the network differs from transformers even
+    where each has a row of its own.
     """
     hf, config, device = network.hf, network.hf.config.get_text_config(), next(network.parameters()).device
-    ids = np.random.default_rng(0).integers(config.vocab_size, size=24).astype(np.int32)
-    two = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
-           for one in np.split(ids, [14])]
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
+    three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
+             for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
     windows = set()
 
     def attention(*arguments, sliding_window=None, **named):
-        # Two short sequences do not reach a window; its size has to be handed over.
+        # Short sequences do not reach a window; its size has to be handed over.
         windows.add(sliding_window)
         return packed_attention(*arguments, sliding_window=sliding_window, **named)
 
     def ours(packed):
-        (batch,) = pack(two, range(2), 64, device, packed)
-        return network(batch, 1.0)[0] if isinstance(network, Policy) else hidden_states(hf, batch)
+        network.packed, found = packed, {}
+        for batch in micro_batches(network, three, range(3), 64):
+            found |= batch.split(network(batch, 1.0)[0] if isinstance(network, Policy) else
+                                 batch.joined(hidden_states(hf, batch)))
+        return torch.cat([found[s] for s in range(3)])
 
     def theirs(ids):
         ids = torch.tensor(ids[None].tolist(), device=device)
@@ -307,7 +312,7 @@ def can_be_packed(network, what):
         return text_model(hf)(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
 
     try:
-        expected = torch.cat([theirs(one.ids) for one in two])
+        expected = torch.cat([theirs(one.ids) for one in three])
         AttentionInterface.register("packed", attention)
         hf.set_attn_implementation("packed")
         # The same on every rank.

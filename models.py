@@ -122,8 +122,8 @@ def text_model(hf):
 def hidden_states(hf, batch):
     """Last hidden state of a MicroBatch at the places where its sampled tokens are predicted, [C, H]."""
     ranks.watchdog.moved()
-    hidden = text_model(hf)(input_ids=batch.input_ids, position_ids=batch.position_ids, bounds=batch.bounds,
-                            offsets=batch.offsets, use_cache=False).last_hidden_state       # [1, T, H]
+    hidden = text_model(hf)(input_ids=batch.input_ids, position_ids=batch.position_ids,
+                            segments=batch.segments, use_cache=False).last_hidden_state       # [1, T, H]
     return hidden.flatten(0, 1).index_select(0, batch.index)
 
 
@@ -148,8 +148,9 @@ class Policy(nn.Module):
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
         head = self.hf.get_output_embeddings()
-        return LogprobsFromHidden.apply(hidden_states(self.hf, batch), head.weight, head.bias, batch.targets,
-                                        temperature, *self.head_form)
+        logp, entropy = LogprobsFromHidden.apply(hidden_states(self.hf, batch), head.weight, head.bias,
+                                                 batch.targets, temperature, *self.head_form)
+        return batch.joined(logp), batch.joined(entropy)
 
 
 class Critic(nn.Module):
@@ -166,7 +167,8 @@ class Critic(nn.Module):
         The head computes in float32 even where the layers do not: bfloat16 has only three digits for a value.
         """
         head = self.hf.score
-        return hidden_states(self.hf, batch).float() @ head.weight[0].float() + head.bias.float()
+        values = hidden_states(self.hf, batch).float() @ head.weight[0].float() + head.bias.float()
+        return batch.joined(values)
 
 
 def offload(optimizer, device):

@@ -69,6 +69,7 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
+sequence_group = None           # of the ranks that share rows with this one (sequence_parallel.py); None: none do
 PARENT = os.getppid()
 
 

@@ -24,6 +24,7 @@ import time
 import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
+import attention
 import losses
 import packing
 import ranks
@@ -43,6 +44,8 @@ head_dim = 32
 vocab_size = 258
 # work
 sequences = 64                  # completions a step
+group = 8                       # of these, the completions of each prompt
+shared = True                   # a prompt is computed once for its group; False: for each completion
 prompt_length = 40              # tokens
 completion_length = 64          # tokens, the longest
 lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (seven of 8 of a 16th)
@@ -118,8 +121,9 @@ rng = random.Random(rank)
 length = {"uniform": lambda i: rng.randint(1, completion_length), "equal": lambda i: completion_length,
           "skewed": lambda i: completion_length // (16 if i % 8 else 1)}[lengths]
 tokens = lambda count: [rng.randrange(config.vocab_size) for _ in range(count)]
-rollouts = [rollout.Rollout.single(tokens(prompt_length), tokens(size), [-1.0] * size, "stop")
-            for size in map(length, range(sequences))]
+prompts = [tokens(prompt_length) for _ in range(-(-sequences // group))]
+rollouts = [rollout.Rollout.single(prompts[i // group], tokens(size), [-1.0] * size, "stop")
+            for i, size in enumerate(map(length, range(sequences)))]
 if rank == 0:
     with open(os.path.join(work, "rollouts.json"), "w") as file:
         json_module.dump([{"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.sampled_ids.tolist(),
@@ -127,7 +131,9 @@ if rank == 0:
 
 # ---------------------------------------------------------------- training
 if not kernel:
-    packing.kernel_takes = lambda query, value: False
+    attention.kernel_takes = lambda query, value: False
+if not shared:
+    packing.common_prefix = lambda a, b: 0
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
@@ -171,10 +177,10 @@ figures = {
 
 # ---------------------------------------------------------------- weight sync, rollouts
 if engine:
-    made, prompts = sequences * completion_length, [r.prompt_ids.tolist() for r in rollouts]
+    made, asked = sequences * completion_length, [r.prompt_ids.tolist() for r in rollouts]
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
                                            vllm_gpu_memory_utilization, float32_head=float32_head)
-    sample = lambda: sampler.generate(prompts, 1, range(sequences), completion_length, 1.0)
+    sample = lambda: sampler.generate(asked, 1, range(sequences), completion_length, 1.0)
     sync = lambda: sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.weight_names))
     syncs = []
     for _ in range(repeats + 1):
@@ -183,7 +189,7 @@ if engine:
         syncs.append(timed(sync))
     figures |= {"sync (s)": statistics.median(syncs[1:]), "rollout tokens/s": made / seconds(sample)}
     if engine == "vllm":
-        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        requests = [{"prompt_token_ids": ids} for ids in asked]
         params = sampler.SamplingParams(max_tokens=completion_length, temperature=1.0, logprobs=0,
                                         detokenize=False, ignore_eos=True)
         sampler._wake()

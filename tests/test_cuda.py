@@ -1,17 +1,19 @@
 """What only a GPU can show: the attention kernel, products kept in float32, a policy, vLLM's sleep."""
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-import packing
+import attention
 import rollout
 import weights
+from attention import Segments, packed_attention
 from loading import load_policy
 from models import product
-from packing import idle, pack, packed_attention
+from packing import idle, on, pack
 from test_packing import episode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,34 +33,42 @@ def distance(x, expected):
     return ((x.double() - expected).norm() / expected.norm()).item()
 
 
+# The tokens that each sequence adds to a row, behind the first `shared` ones of the sequence before it.
+@pytest.mark.parametrize("row", [[(1, 0), (700, 0), (3, 0), (64, 0), (65, 0), (1300, 0)],
+                                 [(300, 0), (1, 200), (64, 200), (65, 201), (500, 3), (130, 503), (7, 0)]])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("heads, kv_heads, size", [(16, 8, 128), (5, 5, 32), (8, 2, 64)])
-def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_heads, size, window):
-    """Values and gradients of both in bfloat16 against a float64 softmax, sequence by sequence."""
-    lengths = [1, 700, 3, 64, 65, 1300]
-    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    offsets = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    shapes = [(1, count, bounds[-1], size) for count in (heads, kv_heads, kv_heads)]
-    inputs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
-    upstream = torch.randn(1, bounds[-1], heads, size, device="cuda").bfloat16()
+def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_heads, size, window, row):
+    """Values and gradients of both in bfloat16 against a float64 softmax, sequence by sequence.
+
+    With shared prefixes a segment has more keys than tokens, so this shows how the kernel aligns its mask.
+    """
+    T, path, paths = 0, np.arange(0), []
+    for own, shared in row:
+        path = np.concatenate([path[:shared], np.arange(T, T + own)])
+        paths.append(path)
+        T += own
+    segments = on("cuda", Segments.of([own for own, _ in row], paths))
+    inputs = [torch.randn(1, count, T, size, device="cuda").bfloat16() for count in (heads, kv_heads, kv_heads)]
+    upstream = torch.randn(1, T, heads, size, device="cuda").bfloat16()
 
     slow = [x.double().requires_grad_() for x in inputs]
     rows = []
-    for start, end in zip(bounds, bounds[1:]):
-        q, k, v = (x[0, :, start:end] for x in slow)
+    for (own, _), path in zip(row, paths):
+        q, k, v = (x[0][:, torch.from_numpy(path).cuda()] for x in slow)
         k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
-        ones = torch.ones(end - start, end - start, dtype=torch.bool, device="cuda")
+        ones = torch.ones(len(path), len(path), dtype=torch.bool, device="cuda")
         hidden = ones.triu(1) | (ones.tril(-window) if window else ~ones)
-        rows.append((q @ k.transpose(1, 2) / 8).masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+        table = (q @ k.transpose(1, 2) / 8).masked_fill(hidden, -torch.inf).softmax(-1)
+        rows.append((table @ v)[:, len(path) - own:])
     expected = torch.cat(rows, dim=1).transpose(0, 1)[None]
     expected.backward(upstream.double())
 
     distances = []
     for kernel in (True, False):
-        monkeypatch.setattr(packing, "kernel_takes", lambda query, value: kernel)
+        monkeypatch.setattr(attention, "kernel_takes", lambda query, value: kernel)
         fast = [x.clone().requires_grad_() for x in inputs]
-        output, _ = packed_attention(None, *fast, None, 1 / 8, bounds=bounds, offsets=offsets,
-                                     sliding_window=window)
+        output, _ = packed_attention(None, *fast, None, 1 / 8, segments, sliding_window=window)
         output.backward(upstream)
         distances.append([distance(output, expected),
                           *(distance(x.grad, y.grad) for x, y in zip(fast, slow))])
@@ -77,7 +87,9 @@ def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
     rng = random.Random(0)
     part = lambda longest: [rng.randrange(256) for _ in range(rng.randint(1, longest))]
     # One span, or two with inserted tokens between them.
-    rollouts = [episode(part(30), part(90), *((part(30), part(60)) if i % 2 else ())) for i in range(40)]
+    prompts = [part(30) for _ in range(10)]
+    rollouts = [episode(prompts[i // 4], part(90), *((part(30), part(60)) if i % 2 else ()))
+                for i in range(40)]
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy, gaps = load_policy(folder, mesh, torch.bfloat16), []
     for batch in pack(rollouts, range(40), 1000, "cuda"):

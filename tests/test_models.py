@@ -13,7 +13,8 @@ from losses import value_loss
 from loading import load_critic, load_policy
 from models import LogprobsFromHidden, Policy, head_logits, offload, product, token_logprobs, token_values
 from packing import idle, pack
-from test_packing import OnCuda, episode, random_parts, random_rollouts, sampled_places
+from test_attention import OnCuda
+from test_packing import episode, random_parts, random_rollouts, sampled_places
 
 
 # ---------------------------------------------------------------- logprobs and entropy
@@ -73,11 +74,11 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
     expected.backward()
 
     policy = load_policy(folder, mesh, torch.float32)
-    without_gradient = token_logprobs(policy, rollouts, range(12), 100, temperature)
+    without_gradient = token_logprobs(policy, rollouts, range(12), 50, temperature)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
     weight = losses.sequence_weights(lengths, aggregation, num_tokens=num_tokens, num_sequences=12,
                                      max_length=50)
-    total, batches = 0.0, pack(rollouts, range(12), 100, "cpu")
+    total, batches = 0.0, pack(rollouts, range(12), 50, "cpu")
     assert len(batches) > 1 and any(len(batch.sequences) > 1 for batch in batches)
     for batch in batches:
         logp, _ = policy(batch, temperature)
@@ -389,7 +390,7 @@ def test_a_new_critic_starts_at_zero_and_learns_known_returns(folder, mesh):
     critic = load_critic(folder, mesh, torch.float32)
     # Before a forward, which gathers parameters.
     optimizer = torch.optim.AdamW(critic.parameters(), 3e-3)
-    rollouts = random_rollouts(24, 256)
+    rollouts = random_rollouts(24, 256, shared=0)
     (batch,) = pack(rollouts, range(24), 1000, "cpu")
     assert not critic(batch).any()
     returns = [torch.linspace(-1, 1, 24)[i].expand(len(r.logprobs)) for i, r in enumerate(rollouts)]

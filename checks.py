@@ -14,7 +14,7 @@ POSITIVE = """temperature num_generations prompts_per_step max_prompt_length max
     token_budget updates_per_step num_epochs updates_per_epoch max_steps pass_k cov_share max_num_gen_batches
     kl_horizon eval_samples eval_interval save_interval sample_interval keep_checkpoints max_skipped_updates
     vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks
-    sync_timeout""".split()
+    sync_timeout sequence_parallel_size""".split()
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
     epsilon epsilon_high dual_clip value_clip kl_coef kl_target max_kl entropy_coef correction_low
     correction_high overlong_buffer overlong_penalty skip_after logprob_gap reward_timeout
@@ -60,6 +60,8 @@ def check_run(settings, world_size):
           f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")
     check(world_size % s.vllm_tensor_parallel_size == 0,
           f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size} does not divide {world_size} ranks")
+    check(world_size % s.sequence_parallel_size == 0,
+          f"sequence_parallel_size={s.sequence_parallel_size} does not divide {world_size} ranks")
     check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
     check(not (s.environment and 0 < s.timeout <= s.environment_timeout),
@@ -121,6 +123,9 @@ def check_placement(settings, world_size):
     check(s.rollout_ranks % s.vllm_tensor_parallel_size == 0,
           f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size} does not divide "
           f"rollout_ranks={s.rollout_ranks}")
+    trainers = world_size - s.rollout_ranks
+    check(trainers % s.sequence_parallel_size == 0,
+          f"sequence_parallel_size={s.sequence_parallel_size} does not divide {trainers} trainers")
     with input_errors():
         spreads = rollout.engine_class(s.engine) is rollout.VLLMEngine
     check(spreads or s.vllm_tensor_parallel_size == 1,

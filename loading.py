@@ -332,6 +332,10 @@ def can_be_packed(network, what):
     window = getattr(config, "sliding_window", None) or math.inf
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
+    if not can and ranks.sequence_group:
+        raise ValueError(f"{what}: sequence_parallel_size={ranks.sequence_group.size()} would change what it "
+                         "computes, as rows with several sequences would: its tokens need those before them "
+                         "outside of attention as well")
     if not can and dist.get_rank() == 0:
         print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
               "padded to the longest, which takes longer", file=sys.stderr)

@@ -222,7 +222,8 @@ def micro_batches(network, rollouts, chosen, token_budget):
     than another therefore also gets idle ones that predict nothing: each of their per-token tensors is empty.
     Where rows are cut over P ranks, these compute each other's in turn. A collective itself.
     """
-    device, group = next(network.parameters()).device, ranks.sequence_group
+    device = next(network.parameters()).device
+    group = ranks.sequence_group if network.packed else None
     multiple = group.size() if group else 1
     batches = pack(rollouts, chosen, token_budget, "cpu", network.packed, multiple)
     # At least one, so that every rank has a gradient, even if it is 0.

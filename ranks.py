@@ -20,13 +20,16 @@ import torch.distributed as dist
 import console
 
 
-def set_up(timeout=0.0, role=None):
+sequence_group = None           # the process group of the ranks that share rows with this one; None: none do
+
+
+def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
 
-    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. role: a function that
-    returns the store, rank and world_size of the group to join instead, where torchrun's ranks have roles
-    (placement.py). Returns rank, world_size, device, and the mesh of all ranks of the group, over which FSDP2
-    shards.
+    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. sequence_parallel_size: how
+    many neighbouring ranks share rows (sequence_parallel.py). role: a function that returns the store, rank
+    and world_size of the group to join instead, where torchrun's ranks have roles (placement.py). Returns
+    rank, world_size, device, and the mesh of all ranks of the group, over which FSDP2 shards.
     """
     console.escape_the_unknown()
     watchdog.start()
@@ -51,6 +54,10 @@ def set_up(timeout=0.0, role=None):
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
     world_size = dist.get_world_size()
+    # checks.py refuses a size that does not divide them.
+    if sequence_parallel_size > 1 and world_size % sequence_parallel_size == 0:
+        global sequence_group
+        sequence_group, _ = dist.new_subgroups(sequence_parallel_size, timeout=limit)
     return dist.get_rank(), world_size, device, dist.init_device_mesh(device.type, (world_size,))
 
 
@@ -69,7 +76,6 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
-sequence_group = None           # of the ranks that share rows with this one (sequence_parallel.py); None: none do
 PARENT = os.getppid()
 
 

@@ -28,6 +28,7 @@ logprob_gap = 0.0               # nats: the run stops if the mean |trainer - eng
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA. Master weights are always float32
 float32_head = True             # with bfloat16: compute logits in float32 in trainer and engine
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
+sequence_parallel_size = 1      # neighbouring ranks that share the tokens of a micro-batch; 1: each has its own
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
 timeout = 3600.0                # seconds after which a rank that stands still stops the run; 0: never
 max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite

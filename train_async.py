@@ -111,10 +111,11 @@ if engine_correction == "auto":
     settings["engine_correction"] = engine_correction
 # ---------------------------------------------------------------- set-up of both roles
 check_placement(settings, int(os.environ.get("WORLD_SIZE", 1)))
-check_run(settings | {"vllm_tensor_parallel_size": 1}, rollout_ranks // vllm_tensor_parallel_size)
+one_each = {"vllm_tensor_parallel_size": 1, "sequence_parallel_size": 1}
+check_run(settings | one_each, rollout_ranks // vllm_tensor_parallel_size)
 check_grpo(settings)
 bridge = Bridge(settings)                                       # this rank's role, and the way to the other
-rank, world_size, device, mesh = ranks.set_up(timeout, bridge.join)     # those of the role
+rank, world_size, device, mesh = ranks.set_up(timeout, sequence_parallel_size, bridge.join) # the role's
 G, N = num_generations, prompts_per_step * num_generations      # completions per prompt, and per step
 eval_steps = {*range(0, max_steps, eval_interval), max_steps}   # those that begin with an evaluation
 compute_dtype, gap_bound = precision(dtype, logprob_gap, device)

@@ -91,7 +91,7 @@ settings = configure(globals())
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # One process per device, under torchrun or alone; FSDP2 shards over the mesh, which is all of them.
-rank, world_size, device, mesh = ranks.set_up(timeout)
+rank, world_size, device, mesh = ranks.set_up(timeout, sequence_parallel_size)
 check_run(settings, world_size)
 check_ppo(settings)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt

@@ -50,6 +50,7 @@ prompt_length = 40              # tokens
 completion_length = 64          # tokens, the longest
 lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (seven of 8 of a 16th)
 token_budget = 8192             # tokens in a micro-batch
+sequence_parallel_size = 1      # ranks that share the tokens of a micro-batch
 gradient_checkpointing = False  # recompute activations in the backward pass
 kernel = True                   # CUDA: attention by PyTorch's kernel for sequences of several lengths; False:
                                 # by the loop that stands in for it elsewhere
@@ -64,8 +65,10 @@ json = False                    # one line of JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
 check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
+check(int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
+      f"sequence_parallel_size={sequence_parallel_size} does not divide the ranks")
 check(engine or not cycles, f"cycles={cycles} would do nothing: without an engine there are none")
-rank, world_size, device, mesh = ranks.set_up()
+rank, world_size, device, mesh = ranks.set_up(0, sequence_parallel_size)
 cuda = device.type == "cuda"
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
 

@@ -78,12 +78,12 @@ def call_in_group(function, arguments, env, path):
         pickle.dump(result, file)
 
 
-def on_two_ranks(folder, function, *arguments):
-    """What function(*arguments) returns on rank 0 and on rank 1 of a group of two forked processes."""
+def on_ranks(count, folder, function, *arguments):
+    """What function(*arguments) returns on each rank of a group of forked processes."""
     port = free_port()
-    paths = [os.path.join(folder, f"rank{rank}.pickle") for rank in range(2)]
+    paths = [os.path.join(folder, f"rank{rank}.pickle") for rank in range(count)]
     processes = [forkserver.Process(target=call_in_group,
-                                    args=(function, arguments, environment(rank, 2, port), path))
+                                    args=(function, arguments, environment(rank, count, port), path))
                  for rank, path in enumerate(paths)]
     for process in processes:
         process.start()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 import ranks
 import runs
 from rollout import Rollout
-from runs import ROOT, TORCHRUN, free_port, lines, on_two_ranks
+from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3,
@@ -45,7 +45,8 @@ def gradient(checkpoint, tmp_path):
 
 # ---------------------------------------------------------------- the same gradient however it is computed
 
-GRPO_CASES = [("token_mean", 1, 80), ("token_mean", 4, 100), ("sequence_mean", 2, 8192)]
+GRPO_CASES = [("token_mean", 1, 80, 1), ("token_mean", 4, 100, 1), ("token_mean", 2, 100, 2),
+              ("sequence_mean", 2, 8192, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +65,11 @@ def test_aggregations_differ(reference_gradients):
     assert (a - b).norm() > 1e-3 * a.norm()
 
 
-@pytest.mark.parametrize("aggregation, count, token_budget", GRPO_CASES)
+@pytest.mark.parametrize("aggregation, count, token_budget, cut", GRPO_CASES)
 def test_grpo_has_one_gradient(reference_gradients, folder, reward_file, tmp_path, aggregation, count,
-                               token_budget):
+                               token_budget, cut):
     train("train_grpo.py", folder, tmp_path / "run", reward_file, count, loss_aggregation=aggregation,
-          token_budget=token_budget)
+          token_budget=token_budget, sequence_parallel_size=cut)
     expected, found = reference_gradients[aggregation], gradient(tmp_path / "run" / "checkpoint-1", tmp_path)
     assert (found - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
 
@@ -77,10 +78,10 @@ def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_pat
     settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0,
                 "updates_per_epoch": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
     found, metrics = [], []
-    for count, token_budget in ((1, 8192), (4, 100)):
+    for count, token_budget, cut in ((1, 8192, 1), (4, 100, 2)):
         out_dir = tmp_path / str(count)
         (first, *_), _ = train("train_ppo.py", folder, out_dir, reward_file, count, token_budget=token_budget,
-                               **settings)
+                               sequence_parallel_size=cut, **settings)
         metrics.append(first)
         found.append([gradient(f"{out_dir}/checkpoint-1{place}", tmp_path) for place in ("", "/critic")])
     for expected, other in zip(*found):
@@ -136,7 +137,7 @@ def bits(r):
 
 def test_gathered_rollouts_are_the_same_bit_for_bit(tmp_path):
     expected = [bits(r) for rank in range(2) for r in long_rollouts(rank)]
-    for found in on_two_ranks(tmp_path, gather_long_rollouts):
+    for found in on_ranks(2, tmp_path, gather_long_rollouts):
         assert [bits(r) for r in found] == expected
         # The completions of one prompt still share its row.
         assert [i for i in range(1, 16) if found[i].row is not found[i - 1].row] == [4, 8, 12]

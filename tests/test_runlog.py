@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from files import rewind
 from rollout import Rollout
 from runlog import RunLog, rollout_metrics
-from runs import lines, on_two_ranks
+from runs import lines, on_ranks
 
 
 def sampled(row, completion, score, parts, length=3, finish_reason="stop"):
@@ -53,7 +53,7 @@ def test_figures_are_taken_over_all_ranks(tmp_path):
     expected = {"step": 0, "agreed": 0.5, "mean": 4.0, "share": 0.5, "of one rank": 3.5,
                 "big": pytest.approx(0.1), "sum": 17.0, "sum of one rank": 4.0, "never": 0.0, "skipped": 0.0,
                 "timeouts": 0.0}
-    for first, keeps_graph in on_two_ranks(tmp_path, log_figures, str(tmp_path / "run")):
+    for first, keeps_graph in on_ranks(2, tmp_path, log_figures, str(tmp_path / "run")):
         assert first == expected and not keeps_graph
     # Rank 0 alone has written, and a step begins without the figures of the last one.
     assert lines(tmp_path / "run") == [expected, {"step": 1, "mean": 0.5}]

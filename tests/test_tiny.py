@@ -14,7 +14,7 @@ import data
 import rewards
 import rollout
 import tiny
-from runs import on_two_ranks
+from runs import on_ranks
 
 
 @pytest.mark.parametrize("text", [
@@ -93,7 +93,7 @@ def made_on_each_rank(folder):
 
 def test_every_rank_makes_a_whole_folder(base, tmp_path):
     """The ranks may be on machines with disks of their own."""
-    assert on_two_ranks(tmp_path, made_on_each_rank, tmp_path) == [sorted(os.listdir(base))] * 2
+    assert on_ranks(2, tmp_path, made_on_each_rank, tmp_path) == [sorted(os.listdir(base))] * 2
 
 
 def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):

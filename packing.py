@@ -81,8 +81,7 @@ def prefix_order(rollouts, chosen):
     """Sort rollouts[s] for s in chosen so that those that begin with the same tokens are neighbours.
 
     Returns a list of (s, size, shared): the tokens of it that are computed, which are those before the last
-    sampled one, and how many of them, from the first on, it has in common with the one before. Any stretch of
-    this list makes a row of sum(size - shared) tokens, where the first counts in full.
+    sampled one, and how many of them, from the first on, it has in common with the one before.
     """
     ids = {s: rollouts[s].ids[:rollouts[s].spans[-1, 1] - 1] for s in chosen}
     order = sorted(chosen, key=lambda s: ids[s].tobytes())
@@ -97,8 +96,8 @@ def common_prefix(a, b):
     return int(different.argmax()) if different.any() else length
 
 
-def tokens(stretch):
-    # How many tokens a stretch of prefix_order's list takes.
+def num_tokens(stretch):
+    """How many tokens a stretch of prefix_order's list takes as a row: of the first all, of others what is new."""
     return sum(size - shared for _, size, shared in stretch) + (stretch[0][2] if stretch else 0)
 
 
@@ -123,10 +122,10 @@ def deal(rollouts, chosen, num_ranks):
     while True:
         pieces = [group[i:i + most] for group in groups for i in range(0, len(group), most)]
         shares, loads = [[] for _ in range(num_ranks)], [0] * num_ranks
-        for piece in sorted(pieces, key=tokens, reverse=True):
+        for piece in sorted(pieces, key=num_tokens, reverse=True):
             least = loads.index(min(loads))
             shares[least] += [s for s, *_ in piece]
-            loads[least] += tokens(piece)
+            loads[least] += num_tokens(piece)
         if best is None or max(loads) < best[0]:
             best = max(loads), shares
         if most == 1:

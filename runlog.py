@@ -19,6 +19,7 @@ import ranks
 from console import one_line
 from data import prompt_text
 from files import in_words, opened, rewind
+from packing import num_tokens, prefix_order
 from rewards import content, part_means
 from run_folder import claim
 
@@ -119,6 +120,18 @@ class RunLog:
             if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
                 self.say(f"step {self.metrics['step']}: {len(problems)} episodes failed or took too long; "
                          f"the first: {one_line(problems[0])}")
+
+    def shares(self, rollouts, chosen, shares):
+        """Note which part of the tokens of rollouts[s] for s in chosen is spared, because others begin with them.
+
+        shares: the lists of them that this rank computes. It could be more (perf/shareable_tokens) if no group
+        was cut over ranks and updates. A collective.
+        """
+        order = prefix_order(rollouts, chosen)
+        together, separate = num_tokens(order), sum(size for _, size, _ in order) or 1
+        (computed,) = ranks.total([sum(num_tokens(prefix_order(rollouts, share)) for share in shares)])
+        self.metrics |= {"perf/shared_tokens": 1 - computed / separate,
+                         "perf/shareable_tokens": 1 - together / separate}
 
     def groups(self, stds):
         """Note the spread of the scores of each prompt's rollouts, [P]."""

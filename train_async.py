@@ -325,6 +325,8 @@ for step in range(run.first_step, max_steps + 1):
     # for it, which makes the default run 1.7 times as fast.
     computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
+    log.shares(rollouts, computed, shares)                      # how much is computed once for several of them
+    log.shares(rollouts, computed, shares)                      # how much is computed once for several of them
     all_shares = sum(shares, [])
     engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
@@ -382,8 +384,7 @@ for step in range(run.first_step, max_steps + 1):
                 # sampling/... compare the policy with the one that sampled. Only where both are the same has
                 # their difference a limit; in flight nobody knows by which weights a prompt was read.
                 bound = math.inf if in_flight or log.metrics["async/staleness/max"] else gap_bound
-                trainer_logps = old_logps if old_needs_forward else new_logps
-                log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
+                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # a gradient with NaN is skipped
                 optimizer.step()

@@ -278,6 +278,7 @@ for step in range(run.first_step, max_steps + 1):
     # for it, which makes the default run 1.7 times as fast.
     computed = set(order if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
+    log.shares(rollouts, computed, shares)                      # how much is computed once for several of them
     all_shares = sum(shares, [])
     engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
@@ -333,8 +334,7 @@ for step in range(run.first_step, max_steps + 1):
             if u == 0:
                 # Nothing has moved yet, so engine and trainer have the same weights. If the mean of their
                 # difference (sampling/sampling_logp_difference/mean) is over gap_bound, this stops the run.
-                trainer_logps = old_logps if old_needs_forward else new_logps
-                log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
+                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted
                 optimizer.step()

@@ -346,7 +346,7 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
 
 def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     # Returns the Prompts of a split, those that fit among the encoded ones, and a note. The held-out prompts
-    # are all encoded; of the training prompts, in the order of the first epoch, 4,096 are, or as many as it
+    # are all encoded; of the training prompts, in the order of the first epoch, 512 are, or as many as it
     # takes to find as many as wanted. All rows of a file are loaded, even where only the first `count`
     # are used, because the note says how many there are.
     asked = count if s.task in GENERATORS else min(count, 0)
@@ -366,7 +366,7 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     order = epoch_order(total, 0, seed) if split == "train" else range(total)
     looked, fitting, shortest = 0, [], math.inf
     while looked < total and len(fitting) < wanted:
-        batch = prompts.encoded(order[looked:looked + 4096])
+        batch = prompts.encoded(order[looked:looked + 512])
         looked, fitting = looked + len(batch), fitting + prompts.fitting(batch)
         shortest = min(shortest, *(len(prompt.ids) for prompt in batch))
     if not fitting:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import gc
 import os
 import platform
 import socket
@@ -33,6 +34,9 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     """
     console.escape_the_unknown()
     watchdog.start()
+    # The scripts have switched it off. It need never look through what they have imported.
+    gc.freeze()
+    gc.enable()
     cuda = torch.cuda.is_available()
     if not cuda and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         keep_freed_memory()

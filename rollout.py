@@ -16,6 +16,7 @@ nats, are those of the distribution that was sampled from, after temperature, to
 has a seed of its own, so a run repeats no matter what else is in the batch.
 """
 import contextlib
+import gc
 import glob
 import importlib.util
 import json
@@ -334,6 +335,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        gc.disable()                                            # until vLLM is made: it imports much on the way
         import vllm
         from vllm.sampling_params import RequestOutputKind
         self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
@@ -374,6 +376,9 @@ class VLLMEngine(Engine):
             reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
             raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
                              f"{' '.join(reason).partition(' [type=')[0][:300] or repr(error)}") from error
+        finally:
+            gc.freeze()
+            gc.enable()
         if shared:
             self._unlink_shared_memory()
         self.has_head = all(self.llm.apply_model(has_head))

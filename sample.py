@@ -5,10 +5,12 @@ Generate from a checkpoint and score it: mean@k, pass@k, maj@k over held-out pro
     python sample.py --model=Qwen/Qwen3-1.7B --task=gsm8k --samples=8 --max_completion_length=1024
     python sample.py --model=out/.../checkpoint-60 --prompt="Solve 2(x+3)=10"
 """
+import gc
 import json
 import os
 import zlib
 
+gc.disable()                    # until set_up: imports take two thirds of the time without it
 import data
 import ranks
 import rewards

@@ -500,7 +500,7 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
         f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, "
         f"without {40 - m} that are longer than max_prompt_length=24 tokens).")
     _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
-    assert "trains on 4,096 prompts (4,096 generated problems) and" in note
+    assert "trains on at most 4,096 prompts (4,096 generated problems, without those longer than" in note
     assert "on 128 held-out prompts (128 generated problems)." in note
 
 
@@ -525,17 +525,17 @@ def test_prompts_are_drawn_as_if_the_long_ones_were_not_there(load_prompts):
 
 
 def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
-    """4,096 training prompts at the start, whatever there is, and those that are drawn."""
+    """512 training prompts at the start, whatever there is, and those that are drawn."""
     rows = [{"prompt": f"{i}?" + " " * (30 * (i % 4 == 0))} for i in range(12_000)]
     path = write(tmp_path / "rows.jsonl", *rows)
     train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
     # On each side 32 are compared with each other, and one is tried with the template.
-    assert counting.count == 4096 + 40 + 2 * 33 and len(eval_set) < 40
-    first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(4096)]
+    assert counting.count == 512 + 40 + 2 * 33 and len(eval_set) < 40
+    first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.rows[i]["prompt"]) > 24 for i in first)
     assert (f"trains on at most {len(train_set):,} prompts (all {len(train_set):,} rows of {path} that are "
             f"not held out, without those longer than max_prompt_length=24 tokens: {long:,} of the first "
-            "4,096) and") in note
+            "512) and") in note
     counting.count = 0
     prompts, position = train_set.draw(0, 100, 0)
     assert len(prompts) == 100 < counting.count == position < 200

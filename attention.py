@@ -38,8 +38,8 @@ class Segments:
         """From the size of each segment, and the places where the tokens of its sequence stand, in order."""
         key_sizes = [len(path) for path in paths]
         places = None if key_sizes == sizes else torch.from_numpy(np.concatenate(paths))
-        offsets, key_offsets = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (sizes, key_sizes))
-        return cls(sizes, key_sizes, places, offsets, key_offsets)
+        starts = [torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (sizes, key_sizes)]
+        return cls(sizes, key_sizes, places, *starts)
 
     def band(self, size, key_size, window, dtype):
         """What is added to a segment's scores: 0 where a token sees a key, otherwise -inf; [size, key_size].
@@ -120,7 +120,7 @@ def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
 
 
 def gathered(x, places):
-    # [1, heads, T, d] -> [1, heads, K, d]; all heads of a token at once, which on a CPU is three times as fast
+    # [1, heads, T, d] -> [1, heads, K, d]; all heads of a token at once, which a CPU does three times as fast
     heads = x.shape[1]
     return x.transpose(1, 2).flatten(2).index_select(1, places).unflatten(2, (heads, -1)).transpose(1, 2)
 

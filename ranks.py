@@ -27,10 +27,10 @@ sequence_group = None           # the process group of the ranks that share rows
 def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
 
-    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. sequence_parallel_size: how
-    many neighbouring ranks share rows (sequence_parallel.py). role: a function that returns the store, rank
-    and world_size of the group to join instead, where torchrun's ranks have roles (placement.py). Returns
-    rank, world_size, device, and the mesh of all ranks of the group, over which FSDP2 shards.
+    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. sequence_parallel_size:
+    how many neighbouring ranks share rows (sequence_parallel.py). role: a function that returns the store,
+    rank and world_size of the group to join instead, where torchrun's ranks have roles (placement.py).
+    Returns rank, world_size, device, and the mesh of all ranks of the group, over which FSDP2 shards.
     """
     console.escape_the_unknown()
     watchdog.start()

@@ -335,7 +335,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        gc.disable()                                            # until vLLM is made: it imports much on the way
+        gc.disable()                                           # what vLLM imports on the way is there sooner
         import vllm
         from vllm.sampling_params import RequestOutputKind
         self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY

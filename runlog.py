@@ -122,10 +122,10 @@ class RunLog:
                          f"the first: {one_line(problems[0])}")
 
     def shares(self, rollouts, chosen, shares):
-        """Note which part of the tokens of rollouts[s] for s in chosen is spared, because others begin with them.
+        """Note the share of the tokens of rollouts[s] for s in chosen that stand once for several of them.
 
-        shares: the lists of them that this rank computes. It could be more (perf/shareable_tokens) if no group
-        was cut over ranks and updates. A collective.
+        shares: the lists of those that this rank computes. The share would be perf/shareable_tokens if all
+        were on one rank and in one update. A collective.
         """
         order = prefix_order(rollouts, chosen)
         together, separate = num_tokens(order), sum(size for _, size, _ in order) or 1

@@ -1,10 +1,10 @@
 """
 Rows cut over ranks (Ulysses, https://arxiv.org/abs/2309.14509), for sequences too long for one device.
 
-With sequence_parallel_size=P each of P neighbouring ranks holds 1 / P of the tokens of a row and computes all
-that concerns a token by itself. For attention, which needs the whole row, they exchange tokens for heads: each
-then has all tokens of 1 / P of the heads. Logprobs and values go to one of the ranks, the leader: the one
-whose sequences the row holds. There they are the [C] of any micro-batch; on the other ranks C = 0.
+With sequence_parallel_size=P each of P neighbouring ranks has 1 / P of the tokens of a row, and computes all
+that concerns a token by itself. For attention, which needs the whole row, they exchange tokens for heads:
+each then has all tokens of 1 / P of the heads. Logprobs and values go to one of the ranks, the leader, whose
+sequences the row holds. There they are the [C] of any micro-batch; on the other ranks C = 0.
 """
 from dataclasses import dataclass, replace
 
@@ -22,9 +22,9 @@ class Cut:
 
 
 def cut_over(group, batch):
-    """The MicroBatches of all ranks of a group, each cut over all of them. `batch` is this rank's, on the CPU.
+    """The MicroBatches of all ranks of a group, each cut over all of them.
 
-    Its row has to be a multiple of the group's size. A collective of the group.
+    batch: this rank's, on the CPU; the group's size divides its T. A collective of the group.
     """
     batches = [None] * group.size()
     dist.all_gather_object(batches, batch, group)

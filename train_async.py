@@ -36,7 +36,7 @@ import ranks
 import rewards
 import rollout
 import tiny
-from checks import check_grpo, check_placement, check_run
+from checks import check_grpo, check_placement
 from configurator import configure, input_errors
 from episodes import Player, Table
 from loading import check_trainable, load_policy, load_tokenizer, precision
@@ -113,8 +113,6 @@ if engine_correction == "auto":
     settings["engine_correction"] = engine_correction
 # ---------------------------------------------------------------- set-up of both roles
 check_placement(settings, int(os.environ.get("WORLD_SIZE", 1)))
-one_each = {"vllm_tensor_parallel_size": 1, "sequence_parallel_size": 1}
-check_run(settings | one_each, rollout_ranks // vllm_tensor_parallel_size)
 check_grpo(settings)
 bridge = Bridge(settings)                                       # this rank's role, and the way to the other
 rank, world_size, device, mesh = ranks.set_up(timeout, sequence_parallel_size, bridge.join) # the role's
@@ -327,8 +325,8 @@ for step in range(run.first_step, max_steps + 1):
     # for it, which makes the default run 1.7 times as fast.
     computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
-    log.shares(rollouts, computed, shares)                      # how much is computed once for several of them
-    log.shares(rollouts, computed, shares)                      # how much is computed once for several of them
+    log.shares(rollouts, computed, shares)                      # how many tokens stand once for several
+    log.shares(rollouts, computed, shares)                      # how many tokens stand once for several
     all_shares = sum(shares, [])
     engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
@@ -341,8 +339,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        for group in optimizer.param_groups:
-            group["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
+        optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
         entropy_weight = entropy_coef * decay(entropy_decay, step / max_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):

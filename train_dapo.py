@@ -280,7 +280,7 @@ for step in range(run.first_step, max_steps + 1):
     # for it, which makes the default run 1.7 times as fast.
     computed = set(order if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
-    log.shares(rollouts, computed, shares)                      # how much is computed once for several of them
+    log.shares(rollouts, computed, shares)                      # how many tokens stand once for several
     all_shares = sum(shares, [])
     engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
@@ -293,8 +293,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        for group in optimizer.param_groups:
-            group["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
+        optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
         entropy_weight = entropy_coef * decay(entropy_decay, step / max_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
@@ -336,7 +335,8 @@ for step in range(run.first_step, max_steps + 1):
             if u == 0:
                 # Nothing has moved yet, so engine and trainer have the same weights. If the mean of their
                 # difference (sampling/sampling_logp_difference/mean) is over gap_bound, this stops the run.
-                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, gap_bound, tokenizer)
+                logps = old_logps or new_logps
+                log.metrics |= rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted
                 optimizer.step()

@@ -207,7 +207,7 @@ for step in range(run.first_step, max_steps + 1):
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]
     shares = [deal(rollouts, update, world_size)[rank] for update in updates]
-    log.shares(rollouts, range(N), shares)                      # how much is computed once for several of them
+    log.shares(rollouts, range(N), shares)                      # how many tokens stand once for several
     all_shares = sum(shares, [])
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}

@@ -5,7 +5,8 @@ The same work here and under TRL's GRPOTrainer, in alternating pairs. TRL has an
     python -m bench.against_trl                                                              # half an hour
 
 The update is bench/step.py's. TRL gets its model and rollouts (by rollout_func), so both train on the same
-tokens; it is timed from the moment they are scored until the optimizer has stepped. The whole step is
+tokens; it is timed from the moment they are scored until the optimizer has stepped. "Unshared" is the update
+here with the prompt computed for each of its eight completions, as TRL does. The whole step is
 train_grpo.py's with --engine=hf, generation and reward included. Model, problems, batch and optimizer are the
 same; TRL generates with its own code, and train_grpo.py does not compute completions without advantage.
 Figures are medians over the pairs. TRL is used as it comes: on a CPU without its Triton kernel for the
@@ -118,33 +119,37 @@ def run(sign, *command):
     return seen, line
 
 
-def compare(name, unit, here, there):
-    here, there = statistics.median(here), statistics.median(there)
-    print(f"{name:48} {here:8.3f} {unit:2} {there:8.3f} {unit:2} {there / here:6.2f}x", flush=True)
+def compare(name, unit, *figures):
+    here, *others = map(statistics.median, figures)
+    print(f"{name:48} {here:8.3f} {unit:2}" + "".join(
+        f" {other:8.3f} {unit:2} {other / here:6.2f}x" for other in others), flush=True)
 
 
 has_trl = "import importlib.util; assert importlib.util.find_spec('trl')"
 check(shutil.which(trl) and not subprocess.run([trl, "-c", has_trl], stderr=subprocess.DEVNULL).returncode,
       f"trl={trl}: no interpreter that has TRL")
-print(f"{'':48} {'here':>11} {'TRL':>11}   ratio")
-# size: the sequences at a time that TRL is fastest with; a guess for the last one
+print(f"{'':48} {'here':>11} {'TRL':>11}   ratio {'unshared':>11}   ratio")
+# size: the sequences at a time that TRL is fastest with, of 8, 16 and 64; a guess for the last one
 for name, steps, size, *arguments in (
         ("update", 5, 64),
         ("update, every eighth 512 tokens, others 32", 5, 8, "--lengths=skewed", "--completion_length=512"),
+        ("update, prompts of 512 tokens", 3, 16, "--prompt_length=512"),
         ("update, vocabulary 151,936", 1, 64, "--vocab_size=151936"),
         ("update, Qwen3-0.6B's shape", 3, 8, "--vocab_size=151936", "--hidden_size=1024", "--num_layers=28",
          "--num_heads=16", "--head_dim=128", "--completion_length=1024", "--token_budget=16384")):
     if only in name and (torch.cuda.is_available() or "Qwen3" not in name):
-        ours, theirs = [], []
+        ours, unshared, theirs = [], [], []
         for _ in range(pairs):
             with tempfile.TemporaryDirectory() as folder:
                 same = f"--work={folder}", f"--repeats={steps}"
                 here = (sys.executable, "-m", "bench.step", "--json=true", *arguments)
-                for figures, command in ((ours, here),
+                for figures, command in ((ours, here), (unshared, (*here, "--shared=false")),
                                          (theirs, (trl, "-m", "bench.against_trl", f"--micro_batch={size}"))):
                     figures.append(json.loads(run("", *command, *same)[1]))
-        compare(name, "s", [r["update (s)"] for r in ours], [r["s"] for r in theirs])
-        compare("    its peak memory", "GB", [r["peak memory (GB)"] for r in ours], [r["GB"] for r in theirs])
+        column = lambda name, all_figures: [figures[name] for figures in all_figures]
+        compare(name, "s", column("update (s)", ours), column("s", theirs), column("update (s)", unshared))
+        compare("    its peak memory", "GB", column("peak memory (GB)", ours), column("GB", theirs),
+                column("peak memory (GB)", unshared))
 if only in "whole step, launch":
     ours, theirs, launch_here, launch_there = [], [], [], []
     for _ in range(pairs):

@@ -3,12 +3,13 @@ How fast a step is and how much memory it takes: the update, the weight sync, th
 
     python -m bench.step                                                # 1 M parameters, 64 short sequences
     python -m bench.step --hidden_size=512 --num_heads=16 --num_layers=9 --completion_length=256       # 28 M
+    python -m bench.step --checkpoint=out/run/checkpoint-20             # the update of a run's own step
     torchrun -m bench.step --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 \
         --token_budget=16384
     python -m bench.step --engine=vllm --cycles=100      # and 100 times: sample, train, sync, as a run does
 
-The update is train_grpo.py's, on random tokens and without its metrics. Figures are of one rank, and medians
-of `repeats` after one that is left out. --work=folder keeps model and rollouts, for bench/against_trl.py.
+The update is train_grpo.py's, without its metrics. Figures are of one rank, and medians of `repeats` after
+one that is left out. --work=folder keeps model and rollouts, for bench/against_trl.py.
 "Bare" is LLM.generate with logprobs, by the same engine, always awake and without a seed per prompt.
 On a GPU the times of sync and rollouts include the engine's waking and falling asleep.
 """
@@ -37,6 +38,7 @@ from runlog import peak_memory
 # ------------------------------------------------------------------------------------------------------------
 # model
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
+checkpoint = ""                 # of train_grpo.py: its model and the rollouts of its step; empty: random
 hidden_size = 128
 num_layers = 4
 num_heads = 4                   # of queries; half as many of keys and values
@@ -45,7 +47,7 @@ vocab_size = 258
 # work
 sequences = 64                  # completions a step
 group = 8                       # of these, the completions of each prompt
-shared = True                   # a prompt is computed once for its group; False: for each completion
+shared = True                   # what completions begin with is computed once; False: for each of them
 prompt_length = 40              # tokens
 completion_length = 64          # tokens, the longest
 lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (seven of 8 of a 16th)
@@ -67,6 +69,7 @@ configure(globals())
 check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
 check(int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
       f"sequence_parallel_size={sequence_parallel_size} does not divide the ranks")
+check(not (checkpoint and (model or engine)), "checkpoint brings its model, and no prompts to sample for")
 check(engine or not cycles, f"cycles={cycles} would do nothing: without an engine there are none")
 rank, world_size, device, mesh = ranks.set_up(0, sequence_parallel_size)
 cuda = device.type == "cuda"
@@ -106,8 +109,9 @@ def since_launch():
 
 
 # ---------------------------------------------------------------- the work
-kept, work = work, ranks.from_master(work or tempfile.mkdtemp())
+keep, work = work, ranks.from_master(work or tempfile.mkdtemp())
 os.makedirs(work, exist_ok=True)
+model = model or checkpoint
 if not model:
     model = os.path.join(work, "model")
     torch.manual_seed(0)
@@ -127,6 +131,13 @@ tokens = lambda count: [rng.randrange(config.vocab_size) for _ in range(count)]
 prompts = [tokens(prompt_length) for _ in range(-(-sequences // group))]
 rollouts = [rollout.Rollout.single(prompts[i // group], tokens(size), [-1.0] * size, "stop")
             for i, size in enumerate(map(length, range(sequences)))]
+adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
+if checkpoint:
+    kept, rollouts, _ = rollout.load_rollouts(os.path.join(checkpoint, "rollouts.jsonl"))
+    scores = torch.tensor([r.score for r in rollouts], device=device)
+    adv = losses.ADVANTAGES["grpo"](scores, kept["num_generations"])
+    # A run computes no others.
+    rollouts, adv = [r for r, a in zip(rollouts, adv) if a], adv[adv != 0]
 if rank == 0:
     with open(os.path.join(work, "rollouts.json"), "w") as file:
         json_module.dump([{"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.sampled_ids.tolist(),
@@ -139,14 +150,13 @@ if not shared:
     packing.common_prefix = lambda a, b: 0
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
-adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", num_tokens=lens.sum() * world_size,
-                                 num_sequences=sequences, max_length=completion_length)
+                                 num_sequences=len(rollouts), max_length=completion_length)
 
 
 def update():
-    for batch in micro_batches(policy, rollouts, range(sequences), token_budget):
+    for batch in micro_batches(policy, rollouts, range(len(rollouts)), token_budget):
         logp, entropy = policy(batch, 1.0)
         token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.spread(adv))
         loss = (batch.spread(weight) * token_loss).sum()
@@ -159,22 +169,27 @@ def update():
 update()
 first_update = since_launch()
 train_seconds = seconds(update)
-sizes = [len(r.ids) for r in rollouts]
+parts = micro_batches(policy, rollouts, range(len(rollouts)), token_budget)
+in_rollouts, computed = sum(len(r.ids) for r in rollouts), sum(part.input_ids.numel() for part in parts)
+pairs = sum(size * key_size - size * (size - 1) / 2 for part in parts
+            for size, key_size in zip(part.segments.sizes, part.segments.key_sizes)) / sequence_parallel_size
 head = config.vocab_size * config.hidden_size
 matrices = sum(p.numel() for name, p in policy.hf.named_parameters() if p.dim() > 1 and "embed" not in name
                and "lm_head" not in name)
-# Multiplications and additions, forward and backward: 6 for each weight and token (the head's only where a
-# completion's token is predicted), and 12 for each element of a head and pair of tokens, half of them masked.
+# Multiplications and additions, forward and backward: 6 for each weight and token that is computed (for the
+# head's, where a completion's token is predicted), and 12 for each element of a head and pair of tokens of
+# which one sees the other.
 heads = config.num_attention_heads * getattr(config, "head_dim",
                                              config.hidden_size // config.num_attention_heads)
-flops = (6 * matrices * sum(sizes) + 6 * head * lens.sum().item()
-         + 6 * config.num_hidden_layers * heads * sum(size ** 2 for size in sizes))
+flops = (6 * matrices * computed + 6 * head * lens.sum().item()
+         + 12 * config.num_hidden_layers * heads * pairs)
 side = 8192 if cuda else 2048
 square = torch.randn(side, side, device=device, dtype=compute_dtype)
 peak = 2 * side ** 3 / seconds(lambda: square @ square)
 figures = {
-    "parameters (M)": sum(p.numel() for p in policy.parameters()) / 1e6, "tokens a step": sum(sizes),
-    "update (s)": train_seconds, "training tokens/s": sum(sizes) / train_seconds,
+    "parameters (M)": sum(p.numel() for p in policy.parameters()) / 1e6, "tokens of rollouts": in_rollouts,
+    "tokens computed": computed, "update (s)": train_seconds,
+    "training tokens/s": in_rollouts / train_seconds,
     "matrix-product peak (TFLOP/s)": peak / 1e12, "share of the peak (MFU)": flops / train_seconds / peak,
     "peak memory (GB)": peak_memory() / 1e9, "launch to the first update (s)": first_update}
 
@@ -216,7 +231,7 @@ if engine:
                     f"after {cycles} (GB)": footprints[-1]}
     sampler.close()
 if rank == 0:
-    if not kept:
+    if not keep:
         shutil.rmtree(work)
     print(json_module.dumps(figures) if json else
           "\n".join(f"{name:32} {value:12.4g}" for name, value in figures.items()))

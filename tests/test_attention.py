@@ -63,7 +63,7 @@ def test_no_attention_mask_is_made_for_packed_rows():
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 12, 4096])
 @pytest.mark.parametrize("softcap, with_sinks", [(None, False), (2.0, False), (None, True), (2.0, True)])
 def test_attention_is_that_of_its_formula(name, window, softcap, with_sinks):
-    """Values and gradients, with windows, softcapped scores and sinks, of rows with one sequence or several."""
+    """Values and gradients, with windows, softcaps and sinks, of rows with one sequence or several."""
     fast, sinks = random_attention(), torch.randn(4, dtype=torch.float64).requires_grad_()
     *slow, slow_sinks = (x.detach().clone().requires_grad_() for x in (*fast, sinks))
     found, _ = packed_attention(None, *fast, None, 0.3, segments=ROWS[name], sliding_window=window,
@@ -108,7 +108,8 @@ def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch, window, name):
         q, k, v = (x.as_subclass(torch.Tensor).float() for x in (q, k, v))
         outputs = []
         for i in range(len(starts) - 1):
-            queries, keys, values = (x[b[i]:b[i + 1]] for x, b in ((q, starts), (k, key_starts), (v, key_starts)))
+            queries = q[starts[i]:starts[i + 1]]
+            keys, values = (x[key_starts[i]:key_starts[i + 1]] for x in (k, v))
             keys, values = (x.repeat_interleave(2, 1) for x in (keys, values))
             ahead = len(keys) - len(queries)
             for t, query in enumerate(queries):

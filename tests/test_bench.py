@@ -14,7 +14,7 @@ def test_figures(tmp_path):
     figures = json.loads(output[output.index("{"):].splitlines()[0])
     rollouts = json.loads((tmp_path / "rollouts.json").read_text())
     tokens = sum(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rollouts)
-    assert figures["tokens a step"] == tokens and len(rollouts) == 16
+    assert figures["tokens of rollouts"] == tokens and len(rollouts) == 16
     assert figures["training tokens/s"] == pytest.approx(tokens / figures["update (s)"])
     assert 0 < figures["share of the peak (MFU)"] < 1 and figures["rollout tokens/s"] > 0
     assert 0.1 < figures["memory after 2 cycles (GB)"] <= 1.01 * figures["after 2 (GB)"]

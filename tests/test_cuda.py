@@ -13,7 +13,7 @@ import weights
 from attention import Segments, packed_attention
 from loading import load_policy
 from models import product
-from packing import idle, on, pack
+from packing import idle, on_device, pack
 from test_packing import episode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,8 +48,9 @@ def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_hea
         path = np.concatenate([path[:shared], np.arange(T, T + own)])
         paths.append(path)
         T += own
-    segments = on("cuda", Segments.of([own for own, _ in row], paths))
-    inputs = [torch.randn(1, count, T, size, device="cuda").bfloat16() for count in (heads, kv_heads, kv_heads)]
+    segments = on_device(Segments.of([own for own, _ in row], paths), "cuda")
+    inputs = [torch.randn(1, count, T, size, device="cuda").bfloat16()
+              for count in (heads, kv_heads, kv_heads)]
     upstream = torch.randn(1, T, heads, size, device="cuda").bfloat16()
 
     slow = [x.double().requires_grad_() for x in inputs]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import losses
-from packing import deal, idle, micro_batches, pack, prefix_order
+from packing import deal, idle, micro_batches, num_tokens, pack, prefix_order
 from rollout import Rollout
 
 
@@ -112,7 +112,8 @@ def test_pack_by_hand():
     assert batch.index.tolist() == [0, 1, 2, 1, 3] and batch.targets.tolist() == [9, 7, 8, 9, 8]
     assert batch.owner.tolist() == [0, 1, 1, 2, 2]
     assert batch.spread(torch.tensor([0.5, 2.0, 3.0])).tolist() == [2, 0.5, 0.5, 3, 3]
-    assert batch.flat([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])]).tolist() == [3, 1, 2, 4, 5]
+    tensors = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])]
+    assert batch.flat(tensors).tolist() == [3, 1, 2, 4, 5]
     assert batch.mean(torch.tensor([5.0, 1.0, 2.0, 0.0, 1.0])).tolist() == [5, 1.5, 1.5, 0.5, 0.5]
     parts = batch.split(torch.tensor([3, 1, 2, 4, 5]))
     assert {s: part.tolist() for s, part in parts.items()} == {0: [1, 2], 1: [3], 2: [4, 5]}
@@ -174,7 +175,7 @@ def test_a_beginning_that_a_whole_step_shares_is_computed_once_per_micro_batch()
     rollouts = [single([1] * 30 + [question] * 5, [rng.randrange(100, 300) for _ in range(6)])
                 for question in range(2, 12) for _ in range(4)]
     order = prefix_order(rollouts, range(40))
-    assert sum(size - shared for _, size, shared in order) == 30 + 10 * 5 + 40 * 5 == computed(rollouts, range(40))
+    assert num_tokens(order) == 30 + 10 * 5 + 40 * 5 == computed(rollouts, range(40))
     (batch,) = pack(rollouts, rng.sample(range(40), 40), 280, "cpu")
     assert batch.input_ids.shape == (1, 280)
     batches = pack(rollouts, range(40), 30 + 3 * 25, "cpu")

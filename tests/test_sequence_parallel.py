@@ -39,7 +39,8 @@ def trained(folder, size, checkpointing, names):
 @pytest.mark.parametrize("name, count, size, checkpointing", [
     ("qwen3", 2, 2, False), ("qwen3", 4, 4, True), ("qwen3", 4, 2, False), ("gpt_oss", 2, 2, False),
     ("gemma2", 2, 2, False)])
-def test_logprobs_and_gradients_are_those_of_plain_forwards(monkeypatch, tmp_path, name, count, size, checkpointing):
+def test_logprobs_and_gradients_are_those_of_plain_forwards(monkeypatch, tmp_path, name, count, size,
+                                                            checkpointing):
     """Grouped heads; with windows, sinks and softcaps; by rows that are as short on every rank."""
     path = str(tmp_path)
     if name == "qwen3":

@@ -94,6 +94,44 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
     assert_same_gradients(policy, plain)
 
 
+@pytest.mark.parametrize("loss_type", losses.LOSSES)
+def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
+    """Every loss and aggregation, with a correction: prompts in groups, each computed once, in small rows."""
+    lists = random_parts(9, 256, longest=9, parts=(2, 4), shared=0)
+    lists = [[lists[i // 3][0], *row[1:]] for i, row in enumerate(lists)]
+    lists += [lists[0], lists[4][:1] + [lists[4][1][:1] + [9, 9]]]
+    rollouts, plain, N = [episode(*row) for row in lists], plain_model(folder), len(lists)
+    adv = torch.randn(N)
+    logps = [plain_logps(plain, row, 1.0)[0] for row in lists]
+    lengths = torch.tensor([len(logp) for logp in logps])
+    old_logps = [(logp + 0.2 * torch.randn(len(logp))).detach() for logp in logps]
+    engine_logps = [old + 0.2 * torch.randn(len(old)) for old in old_logps]
+    marks = [torch.rand(length) > 0.7 for length in lengths]
+    policy = load_policy(folder, mesh, torch.float32)
+
+    def token_losses(logp, flat, spread, mean):
+        loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), spread(adv), mean=mean,
+                                              marked=flat(marks))
+        return loss * losses.correction_weights(flat(old_logps), flat(engine_logps), "sequence_truncate",
+                                                mean=mean, lengths=spread(lengths), low=0.5, high=2.0)
+
+    for aggregation in losses.AGGREGATIONS:
+        weight = losses.sequence_weights(lengths, aggregation, num_tokens=lengths.sum(), num_sequences=N,
+                                         max_length=20)
+        expected = sum(
+            (weight[s] * token_losses(logps[s], lambda x: x[s], lambda x: x[s].expand(len(logps[s])),
+                                      lambda x: x.mean().expand_as(x))).sum() for s in range(N))
+        expected = torch.autograd.grad(expected, list(plain.parameters()), retain_graph=True)
+        batches = pack(rollouts, range(N), 28, "cpu")
+        policy.zero_grad()
+        assert len(batches) > 1 and any(batch.segments.places is not None for batch in batches)
+        for batch in batches:
+            logp, _ = policy(batch, 1.0)
+            (batch.spread(weight) * token_losses(logp, batch.flat, batch.spread, batch.mean)).sum().backward()
+        for parameter, theirs in zip(policy.hf.parameters(), expected):
+            assert (parameter.grad.full_tensor() - theirs).norm() < 1e-5 * theirs.norm()
+
+
 def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_token(folder, mesh):
     """Both in one packed row. Each forward reads what stands before a token, observations included, alone."""
     lists, adv = [[[5, 6, 7], [80, 81, 82], [30, 31], [90], [32], [91, 92]],

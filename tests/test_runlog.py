@@ -39,6 +39,9 @@ def log_figures(out_dir):
     log.sum("sum of one rank" if rank else "sum", 4)
     log.nothing("never", "mean", "skipped")
     log.sum("timeouts", 0)
+    # The prompt 5 6 7 of three rollouts, one of them in another update, and a rollout that is not chosen.
+    group = [Rollout.single([5, 6, 7], [token, 9, 9], [-1.0] * 3, "stop") for token in (1, 2, 3, 4)]
+    log.shares(group, [0, 1, 2], [[[0], [1]], [[2], []]][rank])
     keeps_graph = any(torch.is_tensor(total) and total.requires_grad for total, _ in log.totals.values())
     log.write()
     first = dict(log.metrics)
@@ -52,7 +55,7 @@ def log_figures(out_dir):
 def test_figures_are_taken_over_all_ranks(tmp_path):
     expected = {"step": 0, "agreed": 0.5, "mean": 4.0, "share": 0.5, "of one rank": 3.5,
                 "big": pytest.approx(0.1), "sum": 17.0, "sum of one rank": 4.0, "never": 0.0, "skipped": 0.0,
-                "timeouts": 0.0}
+                "timeouts": 0.0, "perf/shared_tokens": 0.0, "perf/shareable_tokens": pytest.approx(6 / 15)}
     for first, keeps_graph in on_ranks(2, tmp_path, log_figures, str(tmp_path / "run")):
         assert first == expected and not keeps_graph
     # Rank 0 alone has written, and a step begins without the figures of the last one.

@@ -20,36 +20,36 @@ from sequence_parallel import Exchange
 
 @dataclass
 class Segments:
-    """The segments of a packed row: the tokens that each sequence adds to it, and what these attend to.
+    """Which tokens of a packed row attend to which.
 
-    Where sequences share what they begin with, the first of them has it in its segment. The keys of a later
-    one are gathered: those of the shared tokens, then its own.
+    A segment is the tokens that one sequence adds to the row. They attend to the tokens that this sequence
+    shares with others, gathered from where these stand, and to each other. In the row 5 6 7 9 of packing.py
+    sizes are 3 1, key_sizes 3 3, and places 0 1 2 | 0 1 3.
     """
-    sizes: list                     # S: tokens of each segment; they sum to T
-    key_sizes: list                 # S: tokens of its sequence, which are its keys; they sum to K
-    places: torch.Tensor            # [K] where in the row each key stands; None: nothing is shared, K = T
-    offsets: torch.Tensor           # [S + 1] where each segment begins in the row, int32
-    key_offsets: torch.Tensor       # [S + 1] where its keys begin in places, int32
-    group: object = None            # of a row that is cut over ranks, their process group
-    masks: dict = field(default_factory=dict)       # band's, which all layers use
+    sizes: list                     # tokens of each segment; they sum to T
+    key_sizes: list                 # tokens that each segment attends to, itself included; they sum to K
+    places: torch.Tensor            # [K] where in the row these stand; None: nothing is shared, and K = T
+    offsets: torch.Tensor           # where each segment begins in the row, and T; int32
+    key_offsets: torch.Tensor       # where its keys begin in places, and K; int32
+    masks: dict = field(default_factory=dict)       # those that `mask` has made, for all layers
 
     @classmethod
-    def of(cls, sizes, paths):
-        """From the size of each segment, and the places where the tokens of its sequence stand, in order."""
-        key_sizes = [len(path) for path in paths]
-        places = None if key_sizes == sizes else torch.from_numpy(np.concatenate(paths))
+    def of(cls, sizes, places):
+        """From the size of each segment and the places that it attends to, an array for each."""
+        key_sizes = [len(part) for part in places]
+        joined = None if key_sizes == sizes else torch.from_numpy(np.concatenate(places))
         starts = [torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (sizes, key_sizes)]
-        return cls(sizes, key_sizes, places, *starts)
+        return cls(sizes, key_sizes, joined, *starts)
 
-    def band(self, size, key_size, window, dtype):
-        """What is added to a segment's scores: 0 where a token sees a key, otherwise -inf; [size, key_size].
+    def mask(self, size, key_size, window, dtype):
+        """To be added to a segment's scores: 0 where a token sees a key, otherwise -inf; [size, key_size].
 
-        The last token of a segment sees the last of its keys. All segments' are parts of one mask, in which
-        `most` keys stand before the first token.
+        The last token of a segment is its last key. One mask is made, for the longest segment behind the most
+        shared tokens; that of any other segment is a part of it.
         """
-        longest, most = max(self.sizes), max(b - a for a, b in zip(self.sizes, self.key_sizes))
+        most = max(key_size - size for size, key_size in zip(self.sizes, self.key_sizes))
         if (window, dtype) not in self.masks:
-            place = torch.arange(-most, longest, device=self.offsets.device, dtype=torch.int32)
+            place = torch.arange(-most, max(self.sizes), device=self.offsets.device, dtype=torch.int32)
             distance = place[most:, None] - place
             hidden = (distance < 0) | (distance >= window)
             self.masks[window, dtype] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
@@ -70,30 +70,30 @@ def kernel_takes(query, value):
             and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling, segments, sliding_window=None,
-                     softcap=None, s_aux=None, **_):
+def packed_attention(module, query, key, value, attention_mask, scaling, segments, cut=None,
+                     sliding_window=None, softcap=None, s_aux=None, **_):
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
-    Several rows have the same segments. sliding_window: how many tokens a token sees, counting itself.
-    softcap and s_aux ([heads], sinks): see explicit_attention. The work grows with the pairs of tokens that
-    see each other, not with T^2, and no T x T mask exists. A row that is cut over P ranks arrives as
-    [1, heads, T / P, d] and leaves as [1, T / P, heads, d]. Raises ValueError where P does not divide heads.
+    If there are several rows, each has these segments. sliding_window: how many tokens a token sees, counting
+    itself. softcap and s_aux ([heads], sinks): see explicit_attention. The work grows with the pairs of
+    tokens of which one sees the other, not with T^2, and no T x T mask exists. Of a row that is cut over P
+    ranks it takes [1, heads, T / P, d] and returns [1, T / P, heads, d]. Raises ValueError where P does not
+    divide the heads.
     """
-    group = segments.group
-    if group is None:
+    if cut is None:
         return attend(query, key, value, scaling, segments, sliding_window, softcap, s_aux), None
-    P = group.size()
+    P = cut.group.size()
     if query.shape[1] % P or key.shape[1] % P:
-        raise ValueError(f"sequence_parallel_size={P} does not divide the heads of its attention, "
-                         f"{query.shape[1]} of queries and {key.shape[1]} of keys")
-    query, key, value = (Exchange.apply(x, group) for x in (query, key, value))         # [1, heads / P, T, d]
-    sinks = None if s_aux is None else s_aux.chunk(P)[group.rank()]
+        raise ValueError(f"sequence_parallel_size={P} does not divide its {query.shape[1]} heads of queries "
+                         f"and {key.shape[1]} of keys")
+    query, key, value = (Exchange.apply(x, cut.group) for x in (query, key, value))     # [1, heads / P, T, d]
+    sinks = None if s_aux is None else s_aux.chunk(P)[cut.group.rank()]
     output = attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
-    return Exchange.apply(output, group), None
+    return Exchange.apply(output, cut.group), None
 
 
 def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks):
-    # packed_attention where each rank has all tokens of the row
+    # packed_attention for all tokens of the row, and all heads or a part of them
     sizes, key_sizes = segments.sizes, segments.key_sizes
     if segments.places is not None:
         key, value = (gathered(x, segments.places) for x in (key, value))                   # [1, heads, K, d]
@@ -112,7 +112,7 @@ def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
     for q, k, v in zip(query.split(sizes, 2), key.split(key_sizes, 2), value.split(key_sizes, 2)):
         size, key_size = q.shape[2], k.shape[2]
         plain = size == key_size <= window and not explicit
-        mask = None if plain else segments.band(size, key_size, window, q.dtype)
+        mask = None if plain else segments.mask(size, key_size, window, q.dtype)
         outputs.append(
             explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
             F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling, enable_gqa=True))
@@ -120,7 +120,7 @@ def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
 
 
 def gathered(x, places):
-    # [1, heads, T, d] -> [1, heads, K, d]; all heads of a token at once, which a CPU does three times as fast
+    # [1, heads, T, d] -> [1, heads, K, d]; a CPU takes a third of the time with all heads of a token at once
     heads = x.shape[1]
     return x.transpose(1, 2).flatten(2).index_select(1, places).unflatten(2, (heads, -1)).transpose(1, 2)
 
@@ -134,7 +134,7 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = (query @ key.transpose(2, 3) * scaling).float()                        # [S, heads, len, keys]
+    scores = (query @ key.transpose(2, 3) * scaling).float()                        # [rows, heads, len, keys]
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores + mask

@@ -133,7 +133,7 @@ def check_placement(settings, world_size):
     engines = s.rollout_ranks // s.vllm_tensor_parallel_size
     check(s.prompts_per_step % engines == 0,
           f"prompts_per_step={s.prompts_per_step} does not divide by {engines} engines")
-    # Engines take the places of ranks, each of them whole.
+    # Prompts are split over engines, as over ranks elsewhere. Both sizes are checked above.
     check_run(settings | {"vllm_tensor_parallel_size": 1, "sequence_parallel_size": 1}, engines)
     check(s.max_staleness > 0 or not s.in_flight,
           "in_flight=True with max_staleness=0: engines that wait for the trainers have nothing in flight")

@@ -27,8 +27,8 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
 from transformers.utils import logging
 
 import ranks
-from models import Critic, Policy, hidden_states, text_model
 from attention import packed_attention
+from models import Critic, Policy, hidden_states, text_model
 from packing import micro_batches
 
 # Its bars for every load and save would break up the run's own progress bar.
@@ -298,7 +298,7 @@ def can_be_packed(network, what):
         return packed_attention(*arguments, sliding_window=sliding_window, **named)
 
     def ours(packed):
-        network.packed, found = packed, {}
+        network.packed, found = packed, {}                              # which micro_batches reads
         for batch in micro_batches(network, three, range(3), 64):
             found |= batch.split(network(batch, 1.0)[0] if isinstance(network, Policy) else
                                  batch.joined(hidden_states(hf, batch)))
@@ -333,9 +333,9 @@ def can_be_packed(network, what):
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
     if not can and ranks.sequence_group:
-        raise ValueError(f"{what}: sequence_parallel_size={ranks.sequence_group.size()} would change what it "
-                         "computes, as rows with several sequences would: its tokens need those before them "
-                         "outside of attention as well")
+        P = ranks.sequence_group.size()
+        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention read "
+                         "earlier tokens, and they would see only those of a part")
     if not can and dist.get_rank() == 0:
         print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
               "padded to the longest, which takes longer", file=sys.stderr)

@@ -120,10 +120,14 @@ def text_model(hf):
 
 
 def hidden_states(hf, batch):
-    """Last hidden state of a MicroBatch at the places where its sampled tokens are predicted, [C, H]."""
+    """Last hidden state of a MicroBatch at the places where its sampled tokens are predicted, [C, H].
+
+    Of a row that is cut, those of this rank's part.
+    """
     ranks.watchdog.moved()
     hidden = text_model(hf)(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                            segments=batch.segments, use_cache=False).last_hidden_state       # [1, T, H]
+                            segments=batch.segments, cut=batch.cut,
+                            use_cache=False).last_hidden_state                      # [1, T, H]
     return hidden.flatten(0, 1).index_select(0, batch.index)
 
 

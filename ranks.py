@@ -21,7 +21,7 @@ import torch.distributed as dist
 import console
 
 
-sequence_group = None           # the process group of the ranks that share rows with this one; None: none do
+sequence_group = None           # of the ranks that share rows with this one; None: rows are whole
 
 
 def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
@@ -34,7 +34,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     """
     console.escape_the_unknown()
     watchdog.start()
-    # The scripts have switched it off. It need never look through what they have imported.
+    # The scripts switch garbage collection off while they import. This spares it all that they have imported.
     gc.freeze()
     gc.enable()
     cuda = torch.cuda.is_available()
@@ -58,7 +58,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
     world_size = dist.get_world_size()
-    # checks.py refuses a size that does not divide them.
+    # Not where it does not divide them: check_run refuses that next, and engines apart share no rows.
     if sequence_parallel_size > 1 and world_size % sequence_parallel_size == 0:
         global sequence_group
         sequence_group, _ = dist.new_subgroups(sequence_parallel_size, timeout=limit)

@@ -335,7 +335,6 @@ class VLLMEngine(Engine):
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        gc.disable()                                           # what vLLM imports on the way is there sooner
         import vllm
         from vllm.sampling_params import RequestOutputKind
         self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
@@ -345,6 +344,7 @@ class VLLMEngine(Engine):
         if shared:
             self._name_shared_memory()
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
+        gc.disable()                                           # making it imports much, as in the scripts
         try:
             config = vllm.EngineArgs(**arguments).create_model_config()
             if config.is_multimodal_model:

@@ -19,7 +19,7 @@ import ranks
 from console import one_line
 from data import prompt_text
 from files import in_words, opened, rewind
-from packing import num_tokens, prefix_order
+from packing import prefix_order, row_size
 from rewards import content, part_means
 from run_folder import claim
 
@@ -121,17 +121,17 @@ class RunLog:
                 self.say(f"step {self.metrics['step']}: {len(problems)} episodes failed or took too long; "
                          f"the first: {one_line(problems[0])}")
 
-    def shares(self, rollouts, chosen, shares):
-        """Note the share of the tokens of rollouts[s] for s in chosen that stand once for several of them.
+    def shared_tokens(self, rollouts, chosen, shares):
+        """Note the share of the tokens of rollouts[s] for s in chosen that need not be computed again.
 
-        shares: the lists of those that this rank computes. The share would be perf/shareable_tokens if all
-        were on one rank and in one update. A collective.
+        shares: the lists of them that this rank computes. perf/shareable_tokens is what the share would be if
+        all were on one rank and in one update. Neither knows of token_budget. A collective.
         """
         order = prefix_order(rollouts, chosen)
-        together, separate = num_tokens(order), sum(size for _, size, _ in order) or 1
-        (computed,) = ranks.total([sum(num_tokens(prefix_order(rollouts, share)) for share in shares)])
+        separate = sum(size for _, size, _ in order) or 1
+        (computed,) = ranks.total([sum(row_size(prefix_order(rollouts, share)) for share in shares)])
         self.metrics |= {"perf/shared_tokens": 1 - computed / separate,
-                         "perf/shareable_tokens": 1 - together / separate}
+                         "perf/shareable_tokens": 1 - row_size(order) / separate}
 
     def groups(self, stds):
         """Note the spread of the scores of each prompt's rollouts, [P]."""

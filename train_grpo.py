@@ -25,7 +25,7 @@ import math
 import random
 import zlib
 
-gc.disable()                    # until set_up: imports take two thirds of the time without it
+gc.disable()                    # set_up() enables it again; importing takes a third less time without it
 import torch
 
 import data
@@ -236,8 +236,7 @@ for step in range(run.first_step, max_steps + 1):
         total_kl = kl_to_reference(rollouts)                                            # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
         scores = scores - kl_coef * total_kl
-    # The mean of what advantages are made of.
-    log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
+    log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()   # what advantages are made of
     # [N], 0 where the score is NaN.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)
 
@@ -249,7 +248,7 @@ for step in range(run.first_step, max_steps + 1):
     # for it, which makes the default run 1.7 times as fast.
     computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
-    log.shares(rollouts, computed, shares)                      # how many tokens stand once for several
+    log.shared_tokens(rollouts, computed, shares)               # the share that is computed once for several
     all_shares = sum(shares, [])
     engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
@@ -262,7 +261,8 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
+        for group in optimizer.param_groups:
+            group["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
         entropy_weight = entropy_coef * decay(entropy_decay, step / max_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
@@ -304,8 +304,8 @@ for step in range(run.first_step, max_steps + 1):
             if u == 0:
                 # Nothing has moved yet, so engine and trainer have the same weights. If the mean of their
                 # difference (sampling/sampling_logp_difference/mean) is over gap_bound, this stops the run.
-                logps = old_logps or new_logps
-                log.metrics |= rollout.compare_logprobs(rollouts, logps, gap_bound, tokenizer)
+                trainer_logps = old_logps if old_needs_forward else new_logps
+                log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # a gradient with NaN is skipped
                 optimizer.step()

@@ -22,7 +22,7 @@ import math
 import random
 import zlib
 
-gc.disable()                    # until set_up: imports take two thirds of the time without it
+gc.disable()                    # set_up() enables it again; importing takes a third less time without it
 import torch
 
 import data
@@ -207,7 +207,7 @@ for step in range(run.first_step, max_steps + 1):
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]
     shares = [deal(rollouts, update, world_size)[rank] for update in updates]
-    log.shares(rollouts, range(N), shares)                      # how many tokens stand once for several
+    log.shared_tokens(rollouts, range(N), shares)               # the share that is computed once for several
     all_shares = sum(shares, [])
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}

@@ -146,7 +146,7 @@ for name, steps, size, *arguments in (
                 for figures, command in ((ours, here), (unshared, (*here, "--shared=false")),
                                          (theirs, (trl, "-m", "bench.against_trl", f"--micro_batch={size}"))):
                     figures.append(json.loads(run("", *command, *same)[1]))
-        column = lambda name, all_figures: [figures[name] for figures in all_figures]
+        column = lambda key, all_figures: [figures[key] for figures in all_figures]
         compare(name, "s", column("update (s)", ours), column("s", theirs), column("update (s)", unshared))
         compare("    its peak memory", "GB", column("peak memory (GB)", ours), column("GB", theirs),
                 column("peak memory (GB)", unshared))

@@ -46,13 +46,13 @@ head_dim = 32
 vocab_size = 258
 # work
 sequences = 64                  # completions a step
-group = 8                       # of these, the completions of each prompt
-shared = True                   # what completions begin with is computed once; False: for each of them
+num_generations = 8             # of these, the completions of each prompt
+shared = True                   # compute what completions begin with once; False: for each of them
 prompt_length = 40              # tokens
 completion_length = 64          # tokens, the longest
 lengths = "uniform"             # of completions: uniform (from 1), equal, skewed (seven of 8 of a 16th)
 token_budget = 8192             # tokens in a micro-batch
-sequence_parallel_size = 1      # ranks that share the tokens of a micro-batch
+sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch
 gradient_checkpointing = False  # recompute activations in the backward pass
 kernel = True                   # CUDA: attention by PyTorch's kernel for sequences of several lengths; False:
                                 # by the loop that stands in for it elsewhere
@@ -128,15 +128,15 @@ rng = random.Random(rank)
 length = {"uniform": lambda i: rng.randint(1, completion_length), "equal": lambda i: completion_length,
           "skewed": lambda i: completion_length // (16 if i % 8 else 1)}[lengths]
 tokens = lambda count: [rng.randrange(config.vocab_size) for _ in range(count)]
-prompts = [tokens(prompt_length) for _ in range(-(-sequences // group))]
-rollouts = [rollout.Rollout.single(prompts[i // group], tokens(size), [-1.0] * size, "stop")
+prompts = [tokens(prompt_length) for _ in range(sequences)]
+rollouts = [rollout.Rollout.single(prompts[i // num_generations], tokens(size), [-1.0] * size, "stop")
             for i, size in enumerate(map(length, range(sequences)))]
 adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
 if checkpoint:
     kept, rollouts, _ = rollout.load_rollouts(os.path.join(checkpoint, "rollouts.jsonl"))
     scores = torch.tensor([r.score for r in rollouts], device=device)
     adv = losses.ADVANTAGES["grpo"](scores, kept["num_generations"])
-    # A run computes no others.
+    # A run does not compute those with an advantage of 0.
     rollouts, adv = [r for r, a in zip(rollouts, adv) if a], adv[adv != 0]
 if rank == 0:
     with open(os.path.join(work, "rollouts.json"), "w") as file:
@@ -147,7 +147,7 @@ if rank == 0:
 if not kernel:
     attention.kernel_takes = lambda query, value: False
 if not shared:
-    packing.common_prefix = lambda a, b: 0
+    packing.common_prefix = lambda a, b: 0      # as if no two sequences began with the same token
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
@@ -169,9 +169,9 @@ def update():
 update()
 first_update = since_launch()
 train_seconds = seconds(update)
-parts = micro_batches(policy, rollouts, range(len(rollouts)), token_budget)
+parts = list(micro_batches(policy, rollouts, range(len(rollouts)), token_budget))
 in_rollouts, computed = sum(len(r.ids) for r in rollouts), sum(part.input_ids.numel() for part in parts)
-pairs = sum(size * key_size - size * (size - 1) / 2 for part in parts
+pairs = sum(len(part.input_ids) * (size * key_size - size * (size - 1) / 2) for part in parts
             for size, key_size in zip(part.segments.sizes, part.segments.key_sizes)) / sequence_parallel_size
 head = config.vocab_size * config.hidden_size
 matrices = sum(p.numel() for name, p in policy.hf.named_parameters() if p.dim() > 1 and "embed" not in name

@@ -60,7 +60,7 @@ def test_logprobs_and_gradients_of_a_family_are_those_of_transformers(family, me
     for s, logp in token_logprobs(policy, rollouts, range(8), 100, 1.0).items():
         torch.testing.assert_close(logp, expected[s].detach(), atol=1e-4, rtol=1e-4)
     theirs = dict(plain.named_parameters())
-    for batch in pack(rollouts, range(8), 100, "cpu", policy.packed):
+    for batch in pack(rollouts, range(8), 100, policy.packed):
         policy(batch, 1.0)[0].sum().backward()
     for key, parameter in policy.hf.named_parameters():
         if parameter.grad is None:
@@ -100,7 +100,7 @@ def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
 
 def test_parameters_without_a_gradient_do_not_keep_a_run_from_resuming(family, mesh, tmp_path):
     """A router's correction bias has none."""
-    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10, "cpu")
+    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10)
     path, folder = family("ernie4_5_moe"), str(tmp_path / "checkpoint-1")
     for start in (path, folder):
         policy = load_policy(start, mesh, torch.float32)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
     path = family(name)
     policy = load_policy(path, mesh, torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), 0.1)
-    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10, "cpu")
+    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10)
     policy(batch, 1.0)[0].sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
 def test_layers_and_what_reads_images_are_units_of_their_own(family, mesh):
     """After a forward only the embedding, which is the head as well, and the last norm are still whole."""
     policy = load_policy(family("gemma3"), mesh, torch.float32)
-    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10, "cpu")
+    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10)
     with torch.no_grad():
         policy(batch, 1.0)
     whole = {name for name, p in policy.hf.named_parameters() if not isinstance(p, DTensor)}

@@ -46,7 +46,7 @@ def test_packed_logprobs_and_gradients_are_those_of_plain_forwards(folder, mesh,
     sum((logp * weight).sum() for logp, weight in zip(logps, weights)).backward()
 
     policy, found, found_entropies = load_policy(folder, mesh, torch.float32), {}, {}
-    for batch in pack(rollouts, range(30), budget, "cpu"):
+    for batch in pack(rollouts, range(30), budget):
         logp, entropy = policy(batch, temperature)
         (logp * batch.flat(weights)).sum().backward()
         found |= batch.split(logp.detach())
@@ -78,7 +78,7 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
     weight = losses.sequence_weights(lengths, aggregation, num_tokens=num_tokens, num_sequences=12,
                                      max_length=50)
-    total, batches = 0.0, pack(rollouts, range(12), 50, "cpu")
+    total, batches = 0.0, pack(rollouts, range(12), 50)
     assert len(batches) > 1 and any(len(batch.sequences) > 1 for batch in batches)
     for batch in batches:
         logp, _ = policy(batch, temperature)
@@ -122,7 +122,7 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
             (weight[s] * token_losses(logps[s], lambda x: x[s], lambda x: x[s].expand(len(logps[s])),
                                       lambda x: x.mean().expand_as(x))).sum() for s in range(N))
         expected = torch.autograd.grad(expected, list(plain.parameters()), retain_graph=True)
-        batches = pack(rollouts, range(N), 28, "cpu")
+        batches = pack(rollouts, range(N), 28)
         policy.zero_grad()
         assert len(batches) > 1 and any(batch.segments.places is not None for batch in batches)
         for batch in batches:
@@ -149,7 +149,7 @@ def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_toke
     expected.backward()
 
     policy = load_policy(folder, mesh, torch.float32)
-    (batch,) = pack(rollouts, [0, 1], 100, "cpu")
+    (batch,) = pack(rollouts, [0, 1], 100)
     logp, _ = policy(batch, 1.0)
     token_loss, low, high = losses.LOSSES["clip"](logp, batch.flat(old_logps), batch.spread(adv))
     loss = (token_loss / num_tokens).sum()
@@ -161,7 +161,7 @@ def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_toke
 @pytest.mark.parametrize("loss_type", losses.LOSSES)
 def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
     """Put together as the scripts do, with every correction: a loss of 0, and a gradient of 0, not none."""
-    policy, batch = load_policy(folder, mesh, torch.float32), idle("cpu")
+    policy, batch = load_policy(folder, mesh, torch.float32), idle()
     rollouts, adv = random_rollouts(3, 256), torch.randn(3)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
     marks = [torch.ones(length, dtype=torch.bool) for length in lengths]
@@ -268,7 +268,7 @@ def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, 
                                      max_length=longest)
     old_logps = [old[s][trained[s]].float() for s in range(count)]
     total = 0.0
-    for batch in pack(rollouts, range(count), rng.randint(width, 4 * width), "cpu"):
+    for batch in pack(rollouts, range(count), rng.randint(width, 4 * width)):
         new, _ = policy(batch, temperature)
         token_loss, _, _ = losses.LOSSES["clip"](new, batch.flat(old_logps), batch.spread(adv))
         part = (batch.spread(weight) * token_loss).sum()
@@ -286,7 +286,7 @@ def test_gradient_checkpointing_changes_nothing(folder, mesh):
     for checkpointing in (False, True):
         policy = load_policy(folder, mesh, torch.float32, gradient_checkpointing=checkpointing)
         assert policy.hf.is_gradient_checkpointing == checkpointing
-        (batch,) = pack(rollouts, range(6), 500, "cpu")
+        (batch,) = pack(rollouts, range(6), 500)
         policy(batch, 1.0)[0].sum().backward()
         gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in policy.parameters()]))
     torch.testing.assert_close(*gradients)
@@ -297,7 +297,7 @@ def test_bfloat16_computes_from_float32_masters(folder, mesh):
     logps = []
     for dtype in (torch.float32, torch.bfloat16):
         policy = load_policy(folder, mesh, dtype)
-        (batch,) = pack(rollouts, range(6), 500, "cpu")
+        (batch,) = pack(rollouts, range(6), 500)
         logp, _ = policy(batch, 1.0)
         logp.sum().backward()
         assert logp.dtype == torch.float32
@@ -307,7 +307,7 @@ def test_bfloat16_computes_from_float32_masters(folder, mesh):
 
 
 def test_a_reference_computes_the_same_from_bfloat16_weights(folder, mesh):
-    (batch,) = pack(random_rollouts(6, 256), range(6), 500, "cpu")
+    (batch,) = pack(random_rollouts(6, 256), range(6), 500)
     trained, reference = (load_policy(folder, mesh, torch.bfloat16, trained=kind) for kind in (True, False))
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in reference.parameters())
     assert torch.equal(trained(batch, 1.0)[0], reference(batch, 1.0)[0])
@@ -321,7 +321,7 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         config = AutoConfig.from_pretrained(folder, attn_implementation="packed", dtype=torch.bfloat16)
         policy = Policy(AutoModelForCausalLM.from_config(config))
         rollouts, adv = random_rollouts(8, 256), torch.randn(8)
-        (batch,) = pack(rollouts, range(8), 400, "cpu")
+        (batch,) = pack(rollouts, range(8), 400)
         logp, entropy = policy(batch, 1.0)
         assert logp.shape == entropy.shape == batch.targets.shape
         old = batch.split(logp.detach())
@@ -366,7 +366,7 @@ def test_products_on_cuda_are_asked_for_in_float32(monkeypatch):
 def test_a_value_is_of_the_state_before_its_token(folder, mesh):
     critic = load_critic(folder, mesh, torch.float32)
     torch.nn.init.normal_(critic.hf.score.weight.to_local())
-    values = lambda *parts: critic(pack([episode([5, 6], *parts)], [0], 50, "cpu")[0]).detach()
+    values = lambda *parts: critic(pack([episode([5, 6], *parts)], [0], 50)[0]).detach()
     first, changed = values([7, 8, 9, 10]), values([7, 8, 99, 10])
     # The token at 2 is not seen by its own value, but by the one behind it.
     torch.testing.assert_close(first[:3], changed[:3])
@@ -378,7 +378,7 @@ def test_a_value_is_of_the_state_before_its_token(folder, mesh):
     assert ((two_spans[2:] - other[2:]).abs() > 1e-4).all()
     rollouts = random_rollouts(5, 256, parts=(2, 4))
     for s, part in token_values(critic, rollouts, range(5), 200).items():
-        alone = critic(pack(rollouts, [s], 200, "cpu")[0]).detach()
+        alone = critic(pack(rollouts, [s], 200)[0]).detach()
         torch.testing.assert_close(part, alone, atol=1e-4, rtol=1e-4)
 
 
@@ -417,7 +417,7 @@ def test_the_value_of_a_turn_is_read_behind_the_observation_before_it(folder, me
 
 
 def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):
-    critic, batch = load_critic(folder, mesh, torch.float32), idle("cpu")
+    critic, batch = load_critic(folder, mesh, torch.float32), idle()
     loss, clipped = value_loss(critic(batch), batch.flat({}), batch.flat({}), 0.5)
     loss.sum().backward()
     assert loss.sum().item() == len(clipped) == 0
@@ -429,7 +429,7 @@ def test_a_new_critic_starts_at_zero_and_learns_known_returns(folder, mesh):
     # Before a forward, which gathers parameters.
     optimizer = torch.optim.AdamW(critic.parameters(), 3e-3)
     rollouts = random_rollouts(24, 256, shared=0)
-    (batch,) = pack(rollouts, range(24), 1000, "cpu")
+    (batch,) = pack(rollouts, range(24), 1000)
     assert not critic(batch).any()
     returns = [torch.linspace(-1, 1, 24)[i].expand(len(r.logprobs)) for i, r in enumerate(rollouts)]
     for _ in range(60):

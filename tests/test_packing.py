@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import losses
-from packing import deal, idle, micro_batches, num_tokens, pack, prefix_order
+from packing import deal, idle, micro_batches, pack, prefix_order, row_size
 from rollout import Rollout
 
 
@@ -102,8 +102,8 @@ def test_a_group_is_cut_where_a_rank_would_have_too_little():
 def test_pack_by_hand():
     """The prompt 5 6 of two completions, of which a third's is the beginning, stands in the row once."""
     rollouts = [single([5, 6], [7, 8]), single([5], [9]), single([5, 6], [9, 8])]
-    (batch,) = pack(rollouts, [0, 1, 2], 8, "cpu")
-    assert batch.sequences == [1, 0, 2] and batch.rows.tolist() == [1, 0, 2] and batch.lengths == [1, 2, 2]
+    (batch,) = pack(rollouts, [0, 1, 2], 8)
+    assert batch.sequences == [1, 0, 2] and batch.numbers.tolist() == [1, 0, 2] and batch.lengths == [1, 2, 2]
     assert batch.input_ids.tolist() == [[5, 6, 7, 9]] and batch.position_ids.tolist() == [[0, 1, 2, 2]]
     segments = batch.segments
     assert segments.sizes == [1, 2, 1] and segments.offsets.tolist() == [0, 1, 3, 4]
@@ -122,7 +122,7 @@ def test_pack_by_hand():
 def test_pack_of_several_spans_by_hand():
     """The tokens 7 8, 9 and 4 are sampled; 1 2 and 3 between them and the 3 at the end are inserted."""
     rows = [episode([6], [9]), episode([5, 6], [7, 8], [1, 2], [9], [3], [4], [3])]
-    (batch,) = pack(rows, [0, 1], 12, "cpu")
+    (batch,) = pack(rows, [0, 1], 12)
     assert batch.sequences == [1, 0] and batch.input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 9, 3, 6]]
     assert batch.position_ids.tolist() == [[*range(8), 0]]
     assert batch.segments.sizes == batch.segments.key_sizes == [8, 1] and batch.segments.places is None
@@ -152,7 +152,7 @@ def test_pack_trains_every_sampled_token_once_and_no_other_token(budget, longest
     lists = random_parts(50, 300, longest=longest, parts=parts)
     rollouts = [episode(*row) for row in lists]
     rows = list(range(0, 50, 2))
-    batches = pack(rollouts, rows, budget, "cpu", multiple=multiple)
+    batches = pack(rollouts, rows, budget, multiple=multiple)
     assert sorted(row for batch in batches for row in batch.sequences) == rows
     for batch in batches:
         T = computed(rollouts, batch.sequences)
@@ -175,23 +175,23 @@ def test_a_beginning_that_a_whole_step_shares_is_computed_once_per_micro_batch()
     rollouts = [single([1] * 30 + [question] * 5, [rng.randrange(100, 300) for _ in range(6)])
                 for question in range(2, 12) for _ in range(4)]
     order = prefix_order(rollouts, range(40))
-    assert num_tokens(order) == 30 + 10 * 5 + 40 * 5 == computed(rollouts, range(40))
-    (batch,) = pack(rollouts, rng.sample(range(40), 40), 280, "cpu")
+    assert row_size(order) == 30 + 10 * 5 + 40 * 5 == computed(rollouts, range(40))
+    (batch,) = pack(rollouts, rng.sample(range(40), 40), 280)
     assert batch.input_ids.shape == (1, 280)
-    batches = pack(rollouts, range(40), 30 + 3 * 25, "cpu")
+    batches = pack(rollouts, range(40), 30 + 3 * 25)
     assert [batch.input_ids.shape[1] for batch in batches] == [105, 105, 105, 55]
 
 
 def test_rollouts_that_are_the_same_are_computed_once():
     rollouts = [single([5, 6], [7, 8, 9])] * 3 + [single([5, 6], [7, 8, 4])]
-    (batch,) = pack(rollouts, range(4), 5, "cpu")
+    (batch,) = pack(rollouts, range(4), 5)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8]] and batch.segments.sizes == [4]
     assert batch.index.tolist() == 4 * [1, 2, 3] and batch.targets.tolist() == 3 * [7, 8, 9] + [7, 8, 4]
 
 
 def test_rows_of_their_own_by_hand():
     rollouts = [single([5, 6], [7, 8]), single([5], [9]), episode([5], [3], [4, 4], [9], [2])]
-    one, other = pack(rollouts, [0, 1, 2], 11, "cpu", packed=False)
+    one, other = pack(rollouts, [0, 1, 2], 11, packed=False)
     # 4 + 4 tokens with padding; a third row of 4 would not fit.
     assert one.input_ids.tolist() == [[5, 3, 4, 4], [5, 6, 7, 0]]
     assert one.position_ids.tolist() == [[0, 1, 2, 3]] * 2 and one.segments.sizes == [4]
@@ -204,7 +204,7 @@ def test_rows_of_their_own_by_hand():
 def test_rows_of_their_own_train_the_same_tokens_within_the_budget(budget):
     lists = random_parts(50, 300, longest=9, parts=(2, 4, 5))
     rollouts, trained = [episode(*row) for row in lists], {}
-    for batch in pack(rollouts, range(50), budget, "cpu", packed=False):
+    for batch in pack(rollouts, range(50), budget, packed=False):
         assert batch.input_ids.numel() <= budget and len(batch.input_ids) == len(batch.sequences)
         for s, ids in zip(batch.sequences, batch.input_ids.tolist()):
             read = rollouts[s].ids[:rollouts[s].spans[-1, 1] - 1].tolist()
@@ -219,13 +219,13 @@ def test_rows_of_their_own_train_the_same_tokens_within_the_budget(budget):
 def test_eos_is_trained_even_where_it_is_the_pad_token():
     eos = 0
     # The second is truncated.
-    (batch,) = pack([single([eos, 3], [4, eos]), single([3], [4, 4])], [0, 1], 16, "cpu")
+    (batch,) = pack([single([eos, 3], [4, eos]), single([3], [4, 4])], [0, 1], 16)
     assert batch.targets.tolist() == [4, eos, 4, 4]
 
 
 def test_a_sequence_over_the_budget_is_refused():
     with pytest.raises(ValueError, match="5 tokens does not fit token_budget=4"):
-        pack([single([1, 2, 3], [4, 5, 6])], [0], 4, "cpu")
+        pack([single([1, 2, 3], [4, 5, 6])], [0], 4)
 
 
 def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
@@ -234,8 +234,8 @@ def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
     (batch,) = micro_batches(network, random_rollouts(3, 300), [], 100)
     assert batch.sequences == batch.lengths == []
     assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
-    assert len(batch.index) == len(batch.targets) == len(batch.owner) == len(batch.rows) == 0
-    assert len(micro_batches(network, random_rollouts(3, 300), range(3), 200)) == 1
+    assert len(batch.index) == len(batch.targets) == len(batch.owner) == len(batch.numbers) == 0
+    assert len([*micro_batches(network, random_rollouts(3, 300), range(3), 200)]) == 1
 
 
 # ---------------------------------------------------------------- per-token tensors of a micro-batch
@@ -250,7 +250,7 @@ def per_token_tensors(rollouts):
 def test_a_micro_batch_keeps_the_tokens_of_each_sequence_together(parts):
     rollouts = random_rollouts(20, 300, longest=6, parts=parts)
     values, one_each = per_token_tensors(rollouts)(), torch.randn(20)
-    batches = pack(rollouts, range(20), 25, "cpu")
+    batches = pack(rollouts, range(20), 25)
     assert len(batches) > 1 and max(len(batch.sequences) for batch in batches) > 1
     for batch in batches:
         flat = batch.flat(values)
@@ -272,7 +272,7 @@ def test_a_loss_of_packed_rows_is_that_of_each_row_by_itself(name):
     logps, old_logps, upstream = make(), make(), make()
     marks, adv = [x > 0.5 for x in make()], torch.randn(16)
     by_itself = lambda x: x.mean().expand_as(x)
-    for batch in pack(rollouts, range(16), 80, "cpu"):
+    for batch in pack(rollouts, range(16), 80):
         logp = batch.flat(logps).requires_grad_()
         loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean,
                                               marked=batch.flat(marks))
@@ -294,7 +294,7 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
     old_logps, engine_logps = ([0.3 * x for x in make()] for _ in range(2))
     lengths = torch.tensor([len(x) for x in old_logps])
     bounds, found = {"low": 0.8, "high": 1.3}, {}
-    for batch in pack(rollouts, range(16), 80, "cpu"):
+    for batch in pack(rollouts, range(16), 80):
         found |= batch.split(losses.correction_weights(
             batch.flat(old_logps), batch.flat(engine_logps), correction, mean=batch.mean,
             lengths=batch.spread(lengths), **bounds))
@@ -306,7 +306,7 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
 
 
 def test_the_tensors_of_an_idle_micro_batch_are_empty():
-    batch, values = idle("cpu"), torch.randn(5)
+    batch, values = idle(), torch.randn(5)
     assert batch.spread(values).tolist() == batch.mean(torch.empty(0)).tolist() == []
     assert batch.flat({}).tolist() == batch.flat([values]).tolist() == []
     assert batch.split(torch.empty(0)) == {}

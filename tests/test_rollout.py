@@ -160,14 +160,14 @@ def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh
     # This model is surer of its tokens than `folder`.
     base, gaps = tiny.ensure(folder=str(tmp_path / "tiny")), {}
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = enumerate(data.load_rows("algebra", "eval", 8))
+    rows = enumerate(data.load_rows("algebra", "eval", 24))
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(rows))]
     policy = load_policy(base, mesh, torch.bfloat16, float32_head=True)
     for float32_head in (True, False):
         engine = rollout.engine_class(name)(base, torch.bfloat16, 128, [tokenizer.eos_token_id], 0.4,
                                             float32_head=float32_head)
         rollouts = generate(engine, prompts, n=16, max_tokens=64, temperature=1.0)
-        (batch,) = pack(rollouts, range(len(rollouts)), 20000, "cpu")
+        (batch,) = pack(rollouts, range(len(rollouts)), 20000)
         with torch.no_grad():
             logp, _ = policy(batch, 1.0)
         theirs = batch.flat([torch.from_numpy(r.logprobs) for r in rollouts])

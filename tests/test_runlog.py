@@ -41,7 +41,7 @@ def log_figures(out_dir):
     log.sum("timeouts", 0)
     # The prompt 5 6 7 of three rollouts, one of them in another update, and a rollout that is not chosen.
     group = [Rollout.single([5, 6, 7], [token, 9, 9], [-1.0] * 3, "stop") for token in (1, 2, 3, 4)]
-    log.shares(group, [0, 1, 2], [[[0], [1]], [[2], []]][rank])
+    log.shared_tokens(group, [0, 1, 2], [[[0], [1]], [[2], []]][rank])
     keeps_graph = any(torch.is_tensor(total) and total.requires_grad for total, _ in log.totals.values())
     log.write()
     first = dict(log.metrics)

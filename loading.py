@@ -334,8 +334,8 @@ def can_be_packed(network, what):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
     if not can and ranks.sequence_group:
         P = ranks.sequence_group.size()
-        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention read "
-                         "earlier tokens, and they would see only those of a part")
+        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
+                         "read earlier tokens, and they would see only those of a part")
     if not can and dist.get_rank() == 0:
         print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
               "padded to the longest, which takes longer", file=sys.stderr)

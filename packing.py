@@ -46,8 +46,8 @@ class MicroBatch:
     numbers: torch.Tensor        # [S] `sequences` as a tensor
     owner: torch.Tensor          # [C] which of this micro-batch's sequences each sampled token belongs to
     lengths: list                # S: sampled tokens of each sequence; they sum to C
-    # None: this rank has the whole row. Otherwise the network reads [1, T / P] and predicts about C / P tokens,
-    # those of this rank's part.
+    # None: this rank has the whole row. Otherwise input_ids to targets are those of its part, [1, T / P] and
+    # about C / P.
     cut: Cut = None
 
     def flat(self, tensors, dtype=torch.float32):

@@ -320,8 +320,7 @@ for step in range(run.first_step, max_steps + 1):
     # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout with advantage 0 has no gradient. It counts in the denominators below, but nothing is computed
-    # for it, which makes the default run 1.7 times as fast.
+    # A rollout with advantage 0 has no gradient. It counts in the denominators below, but is not computed.
     computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
     log.shared_tokens(rollouts, computed, shares)               # the share that is computed once for several

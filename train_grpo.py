@@ -196,10 +196,11 @@ def marked_tokens(rollouts, adv, step):
 
 
 # ---------------------------------------------------------------- the loop
-# Shapes: N rollouts in a step, on all ranks. C sampled tokens in a micro-batch, the EOS among them; prompts
-# are not counted, and there is no padding. {s: [len]} has a tensor for the sampled tokens of each rollout s.
-# batch.flat makes [C] of such a dict, batch.split makes the dict of [C], batch.spread gives each token its
-# rollout's entry of [N], and batch.mean, for losses by sequence, each token its rollout's mean of [C].
+# Shapes: N rollouts in a step, on all ranks. A micro-batch is a row of tokens in which a prompt stands once
+# for all its completions (packing.py). C of its tokens were sampled, the EOS among them. {s: [len]} has a
+# tensor for the sampled tokens of each rollout s. batch.flat makes [C] of such a dict, batch.split makes the
+# dict of [C], batch.spread gives each token its rollout's entry of [N], and batch.mean, for losses by
+# sequence, each token its rollout's mean of [C].
 for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
@@ -244,8 +245,7 @@ for step in range(run.first_step, max_steps + 1):
     # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout with advantage 0 has no gradient. It counts in the denominators below, but nothing is computed
-    # for it, which makes the default run 1.7 times as fast.
+    # A rollout with advantage 0 has no gradient. It counts in the denominators below, but is not computed.
     computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
     shares = [deal(rollouts, [s for s in update if s in computed], world_size)[rank] for update in updates]
     log.shared_tokens(rollouts, computed, shares)               # the share that is computed once for several
@@ -271,7 +271,8 @@ for step in range(run.first_step, max_steps + 1):
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # All ranks have the same number of micro-batches; one that runs out of work gets some with C = 0.
+            # All ranks have the same number of micro-batches, and call policy and backward for each. C is 0 if
+            # a rank is out of work, and if the row has another rank's rollouts (sequence_parallel_size).
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())

@@ -271,7 +271,7 @@ for step in range(run.first_step, max_steps + 1):
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # All ranks have the same number of micro-batches, and call policy and backward for each. C is 0 if
+            # All ranks have the same number of micro-batches, and call policy and backward for each. C = 0 if
             # a rank is out of work, and if the row has another rank's rollouts (sequence_parallel_size).
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]

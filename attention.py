@@ -4,9 +4,9 @@ Attention for packed rows (packing.py): a sequence sees itself and nothing else 
 Hugging Face models call packed_attention by the name "packed" in place of their own. It is PyTorch's CUDA
 kernel for sequences of several lengths where kernel_takes says so, otherwise a loop over the sequences.
 """
+import copy
 import inspect
 import math
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -18,43 +18,45 @@ from transformers import AttentionInterface
 from sequence_parallel import Exchange
 
 
-@dataclass
 class Segments:
     """Which tokens of a packed row attend to which.
 
     A segment is the tokens that one sequence adds to the row. They attend to the tokens that this sequence
     shares with others, gathered from where these stand, and to each other. In the row 5 6 7 9 of packing.py
     sizes are 3 1, key_sizes 3 3, and places 0 1 2 | 0 1 3.
+    sizes: tokens of each segment; they sum to T. places: where in the row the tokens stand that each segment
+    attends to, itself at the end: an array for each, joined to [K]; None if nothing is shared.
+    No dataclass, because FSDP2 hands each layer a copy of those, and the masks are for all layers.
     """
-    sizes: list                     # tokens of each segment; they sum to T
-    key_sizes: list                 # tokens that each segment attends to, itself included; they sum to K
-    places: torch.Tensor            # [K] where in the row these stand; None: nothing is shared, and K = T
-    offsets: torch.Tensor           # where each segment begins in the row, and T; int32
-    key_offsets: torch.Tensor       # where its keys begin in places, and K; int32
-    masks: dict = field(default_factory=dict)       # those that `mask` has made, for all layers
 
-    @classmethod
-    def of(cls, sizes, places):
-        """From the size of each segment and the places that it attends to, an array for each."""
-        key_sizes = [len(part) for part in places]
-        joined = None if key_sizes == sizes else torch.from_numpy(np.concatenate(places))
-        starts = [torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (sizes, key_sizes)]
-        return cls(sizes, key_sizes, joined, *starts)
+    def __init__(self, sizes, places):
+        self.sizes, self.key_sizes, self.masks = sizes, [len(part) for part in places], {}
+        self.places = None if self.key_sizes == sizes else torch.from_numpy(np.concatenate(places))
+        # Where each segment begins in the row, and T; where its keys begin in places, and K.
+        self.offsets, self.key_offsets = (torch.tensor([0, *accumulate(x)], dtype=torch.int32)
+                                          for x in (sizes, self.key_sizes))
 
-    def mask(self, size, key_size, window, dtype):
-        """To be added to a segment's scores: 0 where a token sees a key, otherwise -inf; [size, key_size].
+    def to(self, device):
+        """A copy with its tensors on the device."""
+        other = copy.copy(self)
+        other.masks = {}
+        for name in ("places", "offsets", "key_offsets"):
+            tensor = getattr(self, name)
+            setattr(other, name, None if tensor is None else tensor.to(device))
+        return other
 
-        The last token of a segment is its last key. One mask is made, for the longest segment behind the most
-        shared tokens; that of any other segment is a part of it.
+    def mask(self, size, before, window, dtype):
+        """To be added to scores: 0 where a token sees a key, otherwise -inf; [size, before + size].
+
+        Key j stands j - before tokens behind the first token. Made once for all layers.
         """
-        most = max(key_size - size for size, key_size in zip(self.sizes, self.key_sizes))
-        if (window, dtype) not in self.masks:
-            place = torch.arange(-most, max(self.sizes), device=self.offsets.device, dtype=torch.int32)
-            distance = place[most:, None] - place
+        kind = size, before, window, dtype
+        if kind not in self.masks:
+            place = torch.arange(-before, size, device=self.offsets.device, dtype=torch.int32)
+            distance = place[before:, None] - place
             hidden = (distance < 0) | (distance >= window)
-            self.masks[window, dtype] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
-        start = most - (key_size - size)
-        return self.masks[window, dtype][:size, start:start + key_size]
+            self.masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
+        return self.masks[kind]
 
 
 # PyTorch 2.11's kernel takes fewer heads of key and value than of query by default; later ones need
@@ -96,7 +98,7 @@ def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
     # packed_attention for all tokens of the row, and all heads or a part of them
     sizes, key_sizes = segments.sizes, segments.key_sizes
     if segments.places is not None:
-        key, value = (gathered(x, segments.places) for x in (key, value))                   # [1, heads, K, d]
+        key, value = (pick(x, segments.places) for x in (key, value))                       # [1, heads, K, d]
     longest, window = max(key_sizes), sliding_window or math.inf
     explicit = softcap is not None or sinks is not None
     if kernel_takes(query, value) and not explicit:
@@ -106,23 +108,60 @@ def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
         before = window - 1 if window < longest else -1
         return varlen.varlen_attn(*rows, segments.offsets, segments.key_offsets, max(sizes), longest,
                                   scale=scaling, window_size=(before, 0), **GROUPED)[None]
-    outputs = []
+    # Without a mask PyTorch wants a query for each key. For a long segment those of the tokens that it shares
+    # are computed again, which costs less than its mask.
+    plain = [not explicit and key_size <= window and (size == key_size or size >= max(256, key_size - size))
+             for size, key_size in zip(sizes, key_sizes)]
+    masked = [(size, keys - size) for size, keys, is_plain in zip(sizes, key_sizes, plain) if not is_plain]
+    if masked:
+        most = max(before for _, before in masked)
+        mask = segments.mask(max(size for size, _ in masked), most, window, query.dtype)
     # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T, which is a
     # tenth of the update of 64 short sequences.
-    for q, k, v in zip(query.split(sizes, 2), key.split(key_sizes, 2), value.split(key_sizes, 2)):
-        size, key_size = q.shape[2], k.shape[2]
-        plain = size == key_size <= window and not explicit
-        mask = None if plain else segments.mask(size, key_size, window, q.dtype)
-        outputs.append(
-            explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling, enable_gqa=True))
+    queries, keys, values = query.split(sizes, 2), key.split(key_sizes, 2), value.split(key_sizes, 2)
+    again = any(is_plain and size < key_size for size, key_size, is_plain in zip(sizes, key_sizes, plain))
+    all_queries = pick(query, segments.places).split(key_sizes, 2) if again else queries
+    outputs = []
+    for i, (q, k, v) in enumerate(zip(queries, keys, values)):
+        before = key_sizes[i] - sizes[i]
+        if plain[i]:
+            output = F.scaled_dot_product_attention(all_queries[i], k, v, is_causal=True, scale=scaling,
+                                                    enable_gqa=True)[:, :, before:]
+        else:
+            seen = mask[:sizes[i], most - before:][:, :key_sizes[i]]
+            # CUDA's kernels want aligned rows.
+            seen = seen.contiguous() if seen.is_cuda else seen
+            output = (explicit_attention(q, k, v, seen, scaling, softcap, sinks) if explicit else
+                      F.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True))
+        outputs.append(output)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def gathered(x, places):
-    # [1, heads, T, d] -> [1, heads, K, d]; a CPU takes a third of the time with all heads of a token at once
+def pick(x, places):
+    """The tokens at these places: [1, heads, T, d] -> [1, heads, K, d], or [T, H] -> [K, H]."""
+    if x.dim() == 2:
+        return Pick.apply(x, places)
+    # A CPU takes a third of the time with all heads of a token at once.
     heads = x.shape[1]
-    return x.transpose(1, 2).flatten(2).index_select(1, places).unflatten(2, (heads, -1)).transpose(1, 2)
+    tokens = Pick.apply(x.transpose(1, 2).flatten(2)[0], places)
+    return tokens[None].unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+class Pick(torch.autograd.Function):
+    """index_select of rows, whose gradient is summed in float32: hundreds of sequences may share a token."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        ctx.length = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (places,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.new_zeros(ctx.length, gradient.shape[1], dtype=wide)
+        return total.index_add_(0, places, gradient.to(wide)).to(gradient.dtype), None
 
 
 def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=None):

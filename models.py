@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ranks
+from attention import pick
 from packing import micro_batches
 
 # The most logits held at once; two copies take 128 MB and 1 GB in float32.
@@ -128,7 +129,7 @@ def hidden_states(hf, batch):
     hidden = text_model(hf)(input_ids=batch.input_ids, position_ids=batch.position_ids,
                             segments=batch.segments, cut=batch.cut,
                             use_cache=False).last_hidden_state                      # [1, T, H]
-    return hidden.flatten(0, 1).index_select(0, batch.index)
+    return pick(hidden.flatten(0, 1), batch.index)
 
 
 def scale_and_softcap(config):

@@ -23,7 +23,7 @@ sequences these are gets all C logprobs or values; on the others C = 0 (sequence
 Layers that carry a state from token to token, such as Mamba's, would carry it into the next sequence of a
 row. For models that have them each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,11 @@ class MicroBatch:
     def joined(self, values):
         """What was computed at `index` of this rank's part -> of the whole row, [C], with gradient."""
         return Joined.apply(values, self.cut) if self.cut else values
+
+
+# A row gathers the keys and values of shared tokens for each sequence that sees them, and keeps these for the
+# backward pass. There may be this many times token_budget of them.
+KEYS = 4
 
 
 # ---------------------------------------------------------------- shared prefixes
@@ -143,7 +148,8 @@ def largest_first(pieces, num_ranks):
 def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
     """Pack rollouts[s] for s in chosen (anything with ids, spans and logprobs) into few MicroBatches.
 
-    Each computes at most token_budget tokens, and up to multiple - 1 of padding that make T a multiple of it.
+    Each computes at most token_budget tokens, for which at most KEYS times as many are gathered as keys, and
+    up to multiple - 1 of padding that make T a multiple of it.
     The tokens inside the spans are the targets, the EOS among them even where the pad token has the same id;
     no other token is. packed=False gives each sequence a row of its own, whose padding counts in the budget.
     Raises ValueError for a sequence that is longer than token_budget.
@@ -158,21 +164,25 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
 
 def in_packed_rows(order, token_budget):
     # To the row with room for it that holds the most of its first tokens, or to the first with room.
-    rows, room = [], []
+    rows, room, room_for_keys = [], [], []
     # How many of the first tokens of the sequence at hand each row holds: from one sequence to the next that
     # only falls, as they are in order, until the row takes one in.
     has = []
     for s, size, shared in order:
         has = [min(before, shared) for before in has]
-        fits = [i for i in range(len(rows)) if size - has[i] <= room[i]]
+        fits = [i for i in range(len(rows)) if size - has[i] <= room[i] and size <= room_for_keys[i]]
         if not fits:
             fits = [len(rows)]
             rows, room, has = rows + [[]], room + [token_budget], has + [0]
+            room_for_keys += [KEYS * token_budget]
         best = max(fits, key=lambda i: has[i])
         rows[best].append((s, size, has[best]))
         room[best] -= size - has[best]
+        room_for_keys[best] -= size
         has[best] = size
-    return rows
+    # The heaviest first, as on the other ranks, because FSDP lets all of them wait for the slowest.
+    pairs = lambda row: sum((size - shared) * size for _, size, shared in row)
+    return sorted(rows, key=pairs, reverse=True)
 
 
 def in_rows_of_their_own(order, token_budget):
@@ -207,8 +217,8 @@ def micro_batch(rollouts, members, packed, multiple):
         ids.append(np.zeros(padding))
         positions.append(np.arange(padding))
         seen.append(np.arange(T, T + padding))
-    segments = (Segments.of([len(part) for part in ids], seen) if packed else
-                Segments.of([longest], [np.arange(longest)]))
+    segments = (Segments([len(part) for part in ids], seen) if packed else
+                Segments([longest], [np.arange(longest)]))
     tensor = lambda parts: torch.from_numpy(np.concatenate(parts).astype(np.int64))
     row = lambda parts: tensor(parts).view(1 if packed else len(members), -1)
     sequences = [s for s, _, _ in members]
@@ -220,12 +230,13 @@ def micro_batch(rollouts, members, packed, multiple):
 def idle(T=1):
     # A MicroBatch that predicts nothing, C = 0: every loss made of it is 0, and so is its gradient.
     zeros, none = torch.zeros(1, T, dtype=torch.long), torch.empty(0, dtype=torch.long)
-    return MicroBatch(zeros, zeros, Segments.of([T], [np.arange(T)]), none, none, [], none, none, [])
+    return MicroBatch(zeros, zeros, Segments([T], [np.arange(T)]), none, none, [], none, none, [])
 
 
 def on_device(batch, device):
-    # A copy of a dataclass with all tensors there, also those in dataclasses inside it.
-    move = lambda x: x.to(device) if torch.is_tensor(x) else on_device(x, device) if is_dataclass(x) else x
+    # A copy of a MicroBatch or a Cut with all its tensors there.
+    move = lambda x: (on_device(x, device) if isinstance(x, Cut) else
+                      x.to(device) if isinstance(x, (torch.Tensor, Segments)) else x)
     return replace(batch, **{field.name: move(getattr(batch, field.name)) for field in fields(batch)})
 
 

@@ -128,10 +128,10 @@ class RunLog:
         all were on one rank and in one update. Neither knows of token_budget. A collective.
         """
         order = prefix_order(rollouts, chosen)
-        separate = sum(size for _, size, _ in order) or 1
+        separate = sum(size for _, size, _ in order)
         (computed,) = ranks.total([sum(row_size(prefix_order(rollouts, share)) for share in shares)])
-        self.metrics |= {"perf/shared_tokens": 1 - computed / separate,
-                         "perf/shareable_tokens": 1 - row_size(order) / separate}
+        self.metrics |= {"perf/shared_tokens": 1 - computed / separate if separate else 0.0,
+                         "perf/shareable_tokens": 1 - row_size(order) / separate if separate else 0.0}
 
     def groups(self, stds):
         """Note the spread of the scores of each prompt's rollouts, [P]."""

@@ -131,7 +131,7 @@ check(shutil.which(trl) and not subprocess.run([trl, "-c", has_trl], stderr=subp
 print(f"{'':48} {'here':>11} {'TRL':>11}   ratio {'unshared':>11}   ratio")
 # size: the sequences at a time that TRL is fastest with, of 8, 16 and 64; a guess for the last one
 for name, steps, size, *arguments in (
-        ("update", 5, 64),
+        ("update, completions of 1 to 64 tokens", 5, 64),
         ("update, every eighth 512 tokens, others 32", 5, 8, "--lengths=skewed", "--completion_length=512"),
         ("update, prompts of 512 tokens", 3, 16, "--prompt_length=512"),
         ("update, vocabulary 151,936", 1, 64, "--vocab_size=151936"),

@@ -67,7 +67,7 @@ json = False                    # one line of JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
 check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
-check(int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
+check(sequence_parallel_size > 0 and int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
       f"sequence_parallel_size={sequence_parallel_size} does not divide the ranks")
 check(not (checkpoint and (model or engine)), "checkpoint brings its model, and no prompts to sample for")
 check(engine or not cycles, f"cycles={cycles} would do nothing: without an engine there are none")

@@ -1,5 +1,6 @@
 """The attention of packed rows against loops over segments, tokens and heads."""
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import attention
-from attention import Segments, packed_attention
+from attention import Segments, kernel_takes, packed_attention, pick
 
 
 class OnCuda(torch.Tensor):
@@ -20,7 +21,7 @@ def row(*paths):
     for path in paths:
         sizes.append(path[-1] + 1 - T)
         T += sizes[-1]
-    return Segments.of(sizes, [np.array(path) for path in paths])
+    return Segments(sizes, [np.array(path) for path in paths])
 
 
 # Rows of 12 tokens: one sequence, three without and with shared beginnings, which for the last is 0 1 2 5.
@@ -126,3 +127,50 @@ def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch, window, name):
     on_cuda, _ = packed_attention(None, *(x.bfloat16().as_subclass(OnCuda) for x in (q, k, v)), None, 0.3,
                                   segments=ROWS[name], sliding_window=window)
     torch.testing.assert_close(on_cuda.as_subclass(torch.Tensor).float(), expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("sizes", [(300, 40), (300, 300), (260, 700)])
+def test_long_segments_need_no_mask(sizes, monkeypatch):
+    """Behind a shared prompt of 50: the same values and gradients as with a mask."""
+    shared, T, paths = 50, 0, []
+    for size in sizes:
+        new = np.arange(T, T + size)
+        paths.append(np.concatenate([np.arange(shared), new]) if T else new)
+        T += size
+    inputs = [torch.randn(1, heads, T, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    upstream, results = torch.randn(1, T, 4, 8, dtype=torch.float64), []
+    for threshold in (True, False):
+        segments = Segments(list(sizes), paths)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        # A window as long as all keys changes nothing but the way.
+        window = None if threshold else max(segments.key_sizes) - 1
+        if not threshold:
+            monkeypatch.setattr(segments, "mask", lambda size, before, window, dtype: Segments.mask(
+                segments, size, before, 10 ** 6, dtype))
+        output, _ = packed_attention(None, *leaves, None, 0.3, segments, sliding_window=window)
+        output.backward(upstream)
+        results.append([output.detach(), *(x.grad for x in leaves)])
+        assert threshold == (not segments.masks) or min(sizes) < 256
+    for with_none, with_mask in zip(*results):
+        torch.testing.assert_close(with_none, with_mask)
+
+
+def test_gradients_of_shared_tokens_are_summed_in_float32():
+    """A thousand times 1: in bfloat16 the sum stops at 256."""
+    x = torch.ones(3, 2, dtype=torch.bfloat16).requires_grad_()
+    picked = pick(x, torch.tensor([0] * 1000 + [2]))
+    picked.sum().backward()
+    assert picked.dtype == x.grad.dtype == torch.bfloat16
+    assert x.grad[:, 0].tolist() == [1000, 0, 1]
+
+
+def test_several_rows_are_not_for_the_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    one, two = (torch.zeros(rows, 2, 5, 8).bfloat16().as_subclass(OnCuda) for rows in (1, 2))
+    assert kernel_takes(one, one) and not kernel_takes(two, two)
+
+
+def test_heads_of_keys_have_to_divide_as_well():
+    cut = SimpleNamespace(group=SimpleNamespace(size=lambda: 4))
+    with pytest.raises(ValueError, match="does not divide its 4 heads of queries and 2 of keys"):
+        packed_attention(None, *random_attention(), None, 0.3, ROWS["one"], cut=cut)

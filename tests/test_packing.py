@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import losses
+import packing
 from packing import deal, idle, micro_batches, pack, prefix_order, row_size
 from rollout import Rollout
 
@@ -169,8 +170,9 @@ def test_pack_trains_every_sampled_token_once_and_no_other_token(budget, longest
         assert next(trained, None) is None
 
 
-def test_a_beginning_that_a_whole_step_shares_is_computed_once_per_micro_batch():
+def test_a_beginning_that_a_whole_step_shares_is_computed_once_per_micro_batch(monkeypatch):
     """A system prompt of 30 tokens, ten questions, four answers to each."""
+    monkeypatch.setattr(packing, "KEYS", 100)
     rng = random.Random(0)
     rollouts = [single([1] * 30 + [question] * 5, [rng.randrange(100, 300) for _ in range(6)])
                 for question in range(2, 12) for _ in range(4)]
@@ -179,7 +181,33 @@ def test_a_beginning_that_a_whole_step_shares_is_computed_once_per_micro_batch()
     (batch,) = pack(rollouts, rng.sample(range(40), 40), 280)
     assert batch.input_ids.shape == (1, 280)
     batches = pack(rollouts, range(40), 30 + 3 * 25)
-    assert [batch.input_ids.shape[1] for batch in batches] == [105, 105, 105, 55]
+    assert sorted(batch.input_ids.shape[1] for batch in batches) == [55, 105, 105, 105]
+
+
+def test_a_sequence_goes_where_most_of_it_is():
+    """The first row has room for the third, but the second has its prompt."""
+    rollouts = [single([1, 1], [2, 2]), single([5] * 7, [6] * 4), single([5] * 7, [7, 7])]
+    batches = pack(rollouts, range(3), 11)
+    assert sorted(sorted(batch.sequences) for batch in batches) == [[0], [1, 2]]
+
+
+def test_a_row_has_a_limited_number_of_keys():
+    """A prompt of 30 tokens with 40 answers of one or two: the tokens would fit one row of 70."""
+    rollouts = [single([5] * 30, [token, token]) for token in range(100, 140)]
+    batches = pack(rollouts, range(40), 70)
+    assert len(batches) == -(-40 // (packing.KEYS * 70 // 31)) > 1
+    assert all(sum(batch.segments.key_sizes) <= packing.KEYS * 70 for batch in batches)
+
+
+def test_the_heaviest_rows_come_first():
+    rollouts = [single([i], [7] * size) for i, size in enumerate((9, 30, 4, 25, 10, 28))]
+    sizes = [max(batch.segments.sizes) for batch in pack(rollouts, range(6), 30)]
+    assert len(sizes) > 2 and sizes == sorted(sizes, reverse=True)
+
+
+def test_groups_with_one_system_prompt_are_dealt_apart():
+    rollouts = [single([1] * 9 + [question] * 3, [token] * 4) for question in (2, 3) for token in (5, 6, 7)]
+    assert sorted(map(sorted, deal(rollouts, range(6), 2))) == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_rollouts_that_are_the_same_are_computed_once():

@@ -92,6 +92,22 @@ def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_pat
         assert metrics[1][key] == pytest.approx(metrics[0][key], rel=2e-3, abs=1e-5), key
 
 
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_dapo.py"])
+def test_every_script_cuts_rows(folder, reward_file, tmp_path, script):
+    """Which shows where it cannot: the model has four heads of queries, but two of keys."""
+    settings = {"updates_per_epoch": 1, "critic_warmup_steps": 0} if "ppo" in script else {}
+    _, said = train(script, folder, tmp_path / "run", reward_file, 4, code=2, sequence_parallel_size=4,
+                    **settings)
+    assert "sequence_parallel_size=4 does not divide its 4 heads of queries and 2 of keys" in said
+
+
+@pytest.mark.parametrize("script, message", [
+    ("train_grpo.py", "sequence_parallel_size=3 does not divide 2 ranks"),
+    ("train_async.py", "sequence_parallel_size=3 does not divide 1 trainers")])
+def test_ranks_that_cannot_share_rows_are_refused(folder, tmp_path, script, message):
+    runs.refused([f"--model={folder}", "--sequence_parallel_size=3"], message, tmp_path, script, ranks=2)
+
+
 # Each update is of one sequence.
 @pytest.mark.parametrize("script, settings", [
     ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}),

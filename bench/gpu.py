@@ -113,6 +113,7 @@ if "speed" in chosen:
     long = f"--completion_length={completion_length}"
     bench("speed", f"--engine=vllm --sequences={sequences} {long}")
     bench("loop", f"--kernel=false --sequences={sequences} {long}")
+    bench("unshared", f"--shared=false --sequences={sequences} {long}")
     bench("four_times", f"--sequences={4 * sequences} {long} --repeats=2")
     bench("checkpointing", f"--gradient_checkpointing=true --sequences={sequences} {long} --repeats=2")
 if "base" in chosen and (done := call("base", f"{sys.executable} tiny.py {base} --out={out_dir}/base")):

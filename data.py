@@ -346,9 +346,9 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
 
 def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     # Returns the Prompts of a split, those that fit among the encoded ones, and a note. The held-out prompts
-    # are all encoded; of the training prompts, in the order of the first epoch, 512 at a time are until
-    # as many as wanted fit. All rows of a file are loaded, even where only the first `count`
-    # are used, because the note says how many there are.
+    # are all encoded; the training prompts, in the order of the first epoch, 512 at a time until as many as
+    # wanted fit. All rows of a file are loaded, even where only the first `count` are used, because the note
+    # says how many there are.
     asked = count if s.task in GENERATORS else min(count, 0)
     named = named_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file, read)
     prompts = Prompts(tokenizer, named[:count or None], s, tools)

@@ -381,7 +381,8 @@ for step in range(run.first_step, max_steps + 1):
                 # sampling/... compare the policy with the one that sampled. Only where both are the same has
                 # their difference a limit; in flight nobody knows by which weights a prompt was read.
                 bound = math.inf if in_flight or log.metrics["async/staleness/max"] else gap_bound
-                log.metrics |= rollout.compare_logprobs(rollouts, old_logps or new_logps, bound, tokenizer)
+                trainer_logps = old_logps if old_needs_forward else new_logps
+                log.metrics |= rollout.compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # a gradient with NaN is skipped
                 optimizer.step()

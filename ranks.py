@@ -40,9 +40,6 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     cuda = torch.cuda.is_available()
     if not cuda and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         keep_freed_memory()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     group = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps the store itself. If it was killed while its workers were importing, joining would
@@ -54,6 +51,13 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
             sys.exit(f"torchrun is gone: its store at {store[0]}:{store[1]} does not answer ({error})")
     if role:
         group = role()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        gpus, size = torch.cuda.device_count(), group.get("world_size") or int(os.environ["WORLD_SIZE"])
+        here = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        if here > gpus:
+            sys.exit(f"{here} processes of this node form one group and need a GPU each, but it has {gpus}")
+        torch.cuda.set_device(device)
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)

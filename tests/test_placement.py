@@ -20,7 +20,7 @@ import placement
 import runs
 from placement import Sampled
 from rollout import Rollout, load_rollouts
-from runs import TORCHRUN, begin, finish, forked, lines, refused, with_defaults
+from runs import TORCHRUN, begin, finish, forked, launch, lines, refused, with_defaults
 from test_many_ranks import bits
 from test_survive import count_lines, start, wait_for
 
@@ -460,6 +460,46 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estima
     assert metrics[2]["sampling/correction_mean"] == pytest.approx(weight, rel=1e-4)
     assert (ratios - 1).abs().max() > 0.01
     assert metrics[0]["sampling/correction_mean"] == pytest.approx(1, abs=1e-5)
+
+
+# ---------------------------------------------------------------- fewer GPUs than processes
+
+FEW_GPUS = """
+import os, sys, torch
+sys.path.insert(0, "")
+import ranks
+from placement import Bridge
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+bridge = Bridge({"sync_timeout": 60, "rollout_ranks": 1, "vllm_tensor_parallel_size": 1, "engine": "hf"})
+role = {"apart": bridge.join, "together": None, "two trainers": lambda: {"world_size": 2}}[sys.argv[1]]
+if sys.argv[1] != "apart":
+    ranks.set_up(role=role)
+role()
+if bridge.trains:
+    bridge.tell("begin")
+    bridge.publish(0, [("weight", torch.arange(3))])
+    bridge.store.get("done")
+else:
+    bridge.begin()
+    print("GPU", os.environ["LOCAL_RANK"], bridge.weights(0))
+    bridge.store.set("done", "")
+ranks.end(0)
+"""
+
+
+def on_one_gpu(case, tmp_path, code):
+    (tmp_path / "few_gpus.py").write_text(FEW_GPUS)
+    return launch(tmp_path / "few_gpus.py", case, launcher=(*TORCHRUN, "--nproc_per_node=2"), code=code)
+
+
+def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
+    """Not over NCCL, which refuses that."""
+    assert "GPU 0 [('weight', tensor([0, 1, 2]))]" in on_one_gpu("apart", tmp_path, 0)
+
+
+@pytest.mark.parametrize("case", ["together", "two trainers"])
+def test_ranks_of_a_group_need_a_gpu_each(case, tmp_path):
+    assert "2 processes of this node form one group and need a GPU each, but it has 1" in on_one_gpu(case, tmp_path, 1)
 
 
 # ---------------------------------------------------------------- settings that do not fit

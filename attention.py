@@ -96,18 +96,24 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
 
 def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks):
     # packed_attention for all tokens of the row, and all heads or a part of them
-    sizes, key_sizes = segments.sizes, segments.key_sizes
     if segments.places is not None:
         key, value = (pick(x, segments.places) for x in (key, value))                       # [1, heads, K, d]
-    longest, window = max(key_sizes), sliding_window or math.inf
+    window = sliding_window or math.inf
+    if softcap is not None or sinks is not None or not kernel_takes(query, value):
+        return attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
+    rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                      # [T, heads, d]
+    # window_size: how many tokens before and after are seen; -1 is all. Where a segment has fewer tokens than
+    # keys, the kernel lets its last token see the last key.
+    longest = max(segments.key_sizes)
+    before = window - 1 if window < longest else -1
+    return varlen.varlen_attn(*rows, segments.offsets, segments.key_offsets, max(segments.sizes), longest,
+                              scale=scaling, window_size=(before, 0), **GROUPED)[None]
+
+
+def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
+    # attend, one segment after the other
+    sizes, key_sizes = segments.sizes, segments.key_sizes
     explicit = softcap is not None or sinks is not None
-    if kernel_takes(query, value) and not explicit:
-        rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                  # [T, heads, d]
-        # window_size: how many tokens before and after are seen; -1 is all. Where a segment has fewer tokens
-        # than keys, the kernel lets its last token see the last key.
-        before = window - 1 if window < longest else -1
-        return varlen.varlen_attn(*rows, segments.offsets, segments.key_offsets, max(sizes), longest,
-                                  scale=scaling, window_size=(before, 0), **GROUPED)[None]
     # Without a mask PyTorch wants a query for each key. For a long segment those of the tokens that it shares
     # are computed again, which costs less than its mask.
     plain = [not explicit and key_size <= window and (size == key_size or size >= max(256, key_size - size))

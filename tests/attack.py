@@ -39,13 +39,16 @@ from runs import ROOT, environment, forkserver, free_port, run_in_child, with_de
 SECONDS = 60                    # that a case may take
 WORK = Path(tempfile.gettempdir()) / f"attack-{os.getpid()}"
 MODEL, JUDGE, ROWS, OWNED = WORK / "model", WORK / "judge", WORK / "rows.jsonl", WORK / "owned"
-GRPO, DAPO, PPO, SAMPLE, REPLAY = "train_grpo.py", "train_dapo.py", "train_ppo.py", "sample.py", "replay.py"
+GRPO, DAPO, PPO, ASYNC = "train_grpo.py", "train_dapo.py", "train_ppo.py", "train_async.py"
+SAMPLE, REPLAY = "sample.py", "replay.py"
 SMALL = {"model": MODEL, "out_dir": "{dir}/run", "reward": f"{WORK}/letters.py:score", "engine": "hf",
          "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 12, "train_prompts": 32,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-3}
 DEFAULTS = {GRPO: SMALL, DAPO: SMALL | {"max_num_gen_batches": 4}, PPO: SMALL | {"critic_warmup_steps": 1},
-            REPLAY: {}, SAMPLE: {"model": MODEL, "engine": "hf", "max_completion_length": 12,
-                                 "eval_prompts": 4, "samples": 2}}
+            ASYNC: SMALL, REPLAY: {},
+            SAMPLE: {"model": MODEL, "engine": "hf", "max_completion_length": 12, "eval_prompts": 4,
+                     "samples": 2}}
+RANKS = {ASYNC: 2}              # the others run in one process
 BASES = {"grpo": GRPO, "file": GRPO, "dapo": DAPO, "ppo": PPO}     # runs of three steps, to be copied
 LETTERS = """
 def score(prompts, completions, **_):
@@ -210,13 +213,15 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length pass_k "
               "token_budget updates_per_step max_steps cov_share eval_samples eval_interval save_interval "
-              "difficulty sample_interval keep_checkpoints max_skipped_updates vllm_tensor_parallel_size",
+              "difficulty sample_interval keep_checkpoints max_skipped_updates vllm_tensor_parallel_size "
+              "sequence_parallel_size", ASYNC: "rollout_ranks sync_timeout max_steps updates_per_step",
         DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
         PPO: "num_epochs updates_per_epoch kl_horizon max_steps"}),
     ("-1", BOUND, {
         GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
               "entropy_coef correction_low correction_high logprob_gap reward_timeout timeout train_prompts "
               "reward_step_timeout eval_prompts vllm_gpu_memory_utilization",
+        ASYNC: "max_staleness learning_rate kl_coef",
         DAPO: "overlong_buffer overlong_penalty skip_after", REPLAY: "kl_coef epsilon dual_clip",
         PPO: "critic_learning_rate critic_warmup_steps value_clip kl_target max_kl",
         SAMPLE: "temperature top_p top_k eval_prompts reward_timeout show vllm_gpu_memory_utilization"}),
@@ -225,17 +230,19 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
     ("1", BOUND, {GRPO: "beta1 beta2"}),
     ("nonsense", r"\b{}\b.*nonsense", {
         GRPO: "task engine dtype advantage kl_in kl_estimator old_logprobs loss_type loss_aggregation "
-              "engine_correction entropy_decay lr_decay",
+              "engine_correction entropy_decay lr_decay", ASYNC: "stale in_flight engine engine_correction",
         PPO: "loss_aggregation lr_decay dtype task engine", DAPO: "loss_type advantage",
         SAMPLE: "task engine dtype", REPLAY: "advantage loss_type kl_estimator dtype"}),
     (f"{10 ** 30}", r"\b{}\b", {
         GRPO: "prompts_per_step num_generations eval_samples max_completion_length train_prompts "
-              "eval_prompts difficulty updates_per_step max_prompt_length"})]
+              "eval_prompts difficulty updates_per_step max_prompt_length sequence_parallel_size",
+        ASYNC: "max_staleness rollout_ranks sync_timeout num_generations"})]
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
     ([GRPO, DAPO, PPO], {
         ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; reward_weight=2; "
-                "token_budget=70; reward_model_weight=0; vllm_tensor_parallel_size=2",
+                "token_budget=70; reward_model_weight=0; vllm_tensor_parallel_size=2; "
+                "sequence_parallel_size=2",
         "train_file": "task=file", "reward_model": "reward=none", "resume=auto": "resume=auto out_dir=",
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
@@ -256,6 +263,13 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
                            "max_num_gen_batches=1", runs(): ["seed=0"]}),
     ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; kl_target=1; kl_horizon=7; updates_per_epoch=3",
              runs(): ["seed=0"]}),
+    ([ASYNC], {
+        ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
+                "updates_per_step=7; timeout=50 sync_timeout=50; eval_file=x.jsonl",
+        "in_flight": "in_flight=true max_staleness=0; stale=drop", "max_steps": "max_steps=0 stale=drop",
+        "engine_correction": "old_logprobs=engine engine_correction=token_mask",
+        runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; sync_timeout=20; "
+                "in_flight=true stale=drop; advantage=remax max_staleness=1; timeout=0 sync_timeout=600"}),
     ([GRPO], {
         "pass_k": "advantage=pass_at_k pass_k=5",
         "pass_at_k": "advantage=pass_at_k kl_coef=0.1 kl_in=reward kl_estimator=k1; advantage=pass_at_k "
@@ -279,7 +293,8 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
 def settings_cases(add):
     def together(name, expected, settings):
         expected = expected.format(settings.partition("=")[0]) if expected == ITSELF else expected
-        add(f"{script} {name}", expected, *[f"--{setting}" for setting in settings.split(" ")], script=script)
+        add(f"{script} {name}", expected, *[f"--{setting}" for setting in settings.split(" ")], script=script,
+            ranks=RANKS.get(script, 1))
 
     for key, values in BAD_VALUES.items():
         for value in values:
@@ -287,7 +302,8 @@ def settings_cases(add):
     for value, words, keys in BAD_FOR_MANY:
         for script, key in [(script, key) for script in keys for key in keys[script].split()]:
             checkpoint = [WORK / "grpo/checkpoint-2"] if script == REPLAY else []
-            add(f"{script} {key}={value}", words.format(key), *checkpoint, f"--{key}={value}", script=script)
+            add(f"{script} {key}={value}", words.format(key), *checkpoint, f"--{key}={value}", script=script,
+                ranks=RANKS.get(script, 1))
     for script, table in [(script, table) for scripts, table in TOGETHER for script in scripts]:
         add_all(together, table)
     for argument in ("max_steps", "--max_steps", "-max_steps=5", "--", "-", "", "countdown", "=", "model=x",
@@ -297,6 +313,9 @@ def settings_cases(add):
     add("two ranks, 3 prompts", "prompts_per_step=3 does not divide", "--prompts_per_step=3", ranks=2)
     add("two ranks, one held-out prompt", "eval_prompts", "--eval_prompts=1", ranks=2)
     add("two ranks", runs(), ranks=2)
+    add("two ranks, rows cut", runs(), "--sequence_parallel_size=2", ranks=2)
+    add("two ranks, rows cut over 3", "sequence_parallel_size=3", "--sequence_parallel_size=3", ranks=2)
+    add("two roles in one process", "a process each", script=ASYNC)
 
 
 # ---- configs -----------------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def reward_file(tmp_path_factory):
     """A reward that even a random model earns: more even than odd letters."""
     path = tmp_path_factory.mktemp("reward") / "rewards.py"
     path.write_text(
+        'import gc\n'
         'def score(prompts, completions, **_):\n'
+        '    assert gc.isenabled(), "the script has left it off"\n'
         '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
     return f"--reward={path}:score"
 

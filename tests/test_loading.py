@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+import attention
 from bench.models import make
 from checkpoint import load_optimizer, save_checkpoint
 from loading import check_model, check_trainable, load_critic, load_policy, load_tokenizer, model_class
@@ -179,6 +180,11 @@ def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(f
     monkeypatch.setattr(Qwen3MLP, "forward", noise)
     with pytest.raises(ValueError, match="differs from what transformers computes by 0"):
         load_policy(folder, mesh, torch.float32)
+
+
+def test_loading_notices_that_a_shared_beginning_is_read_wrongly(folder, mesh, monkeypatch):
+    monkeypatch.setattr(attention, "pick", lambda x, places: x[:, :, places.flip(0)])
+    assert not load_policy(folder, mesh, torch.float32).packed
 
 
 @pytest.mark.parametrize("name, packed", [("smollm3", True), ("falcon_h1", False)])

@@ -258,8 +258,11 @@ def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_p
 
 # ---------------------------------------------------------------- more ranks
 
-def test_two_trainers_share_what_an_engine_samples(train, whole):
-    metrics, output = train(ranks=3, max_staleness=2, max_steps=3, lr_decay="constant")
+@pytest.mark.parametrize("cut", [1, 2])
+def test_two_trainers_share_what_an_engine_samples(train, whole, cut):
+    """Each has some of the rollouts, or a part of each row."""
+    metrics, output = train(ranks=3, max_staleness=2, max_steps=3, lr_decay="constant",
+                            sequence_parallel_size=cut)
     alone, _ = train("alone", max_staleness=2, max_steps=3, lr_decay="constant")
     assert "on 2 x cpu, engine hf, 1 apart" in output and ages(metrics) == [0, 1, 2]
     for key in ("reward", "loss", "grad_norm", "num_tokens", "sampling/sampling_logp_difference/mean"):

@@ -186,7 +186,8 @@ class Bridge:
             # A connection that is broken already fails here before the wait.
             begin(*arguments).wait(datetime.timedelta(seconds=self.seconds))
         except RuntimeError as error:
-            if "imed out" in str(error):
+            # Gloo's words for it, and NCCL's.
+            if "imed out" in str(error) or "before timing out" in str(error):
                 raise self._in_vain(what) from error
             time.sleep(SOON)
             raise self._in_vain(what, f"the connection broke: {error}") from error

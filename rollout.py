@@ -243,7 +243,11 @@ def compare_logprobs(rollouts, logps, bound, tokenizer):
 
 def give_float32_head(model):
     """Let a model of vLLM 0.25 compute logits in float32; that version is the last that needs this."""
-    model.lm_head.quant_method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    # The embedding may be the head as well; apply is only for logits.
+    for layer in model.modules():
+        if isinstance(method := getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
+            method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
 
 
 def has_head(model):

@@ -9,7 +9,8 @@ All that needs a GPU to be tested or measured, each part under its command.
     episodes    train_grpo.py on a game of many turns and on problems with a tool
     apart       train_async.py, with its trainer and its engine on this one GPU
     colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
-    speed       Qwen3-0.6B's shape: long sequences, sampling, shared prompts, memory, the attention kernel
+    speed       updates of Qwen3-0.6B's shape: long sequences, shared prompts, memory, the attention kernel
+    rollouts    sampling and weight sync of that shape
     base        a larger base model, made with tiny.py
     larger      GRPO of that base, and the result sampled anew
     trl         bench/against_trl.py's update of Qwen3-0.6B's shape
@@ -27,13 +28,13 @@ import torch
 
 from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
-parts = "tests,default,episodes,apart,colocation,speed,base,larger,trl"
+parts = "tests,default,episodes,apart,colocation,speed,rollouts,base,larger,trl"
 out_dir = "out/gpu"             # of runs and logs; those of the same parts must not be there yet
-# of colocation and speed
+# of colocation, speed and rollouts
 shape = "--hidden_size=1024 --num_layers=28 --num_heads=16 --head_dim=128 --vocab_size=151936"  # Qwen3-0.6B's
 token_budget = 16384
-length = 1024                   # tokens of a sequence, of speed; also 4 and 16 times as many
-sequences = 128                 # of that length, of speed; four times as many for the memory
+length = 1024                   # tokens of a sequence; in speed also 4 and 16 times as many
+sequences = 128                 # of that length; in speed also four times as many, for the memory
 cycles = 100                    # of colocation
 # of base, larger and trl
 base = "config/larger_base.py"  # settings for tiny.py
@@ -116,17 +117,18 @@ if "apart" in chosen:
     train("apart", f"torchrun --nproc_per_node=2 train_async.py {small}")
 if "colocation" in chosen:
     bench("colocation", f"--engine=vllm --sequences=32 --completion_length=128 --cycles={cycles}")
+work = lambda tokens, count: f"--sequences={count} --prompt_length=40 --completion_length={tokens - 40}"
 if "speed" in chosen:
-    work = lambda tokens, count: f"--sequences={count} --prompt_length=40 --completion_length={tokens - 40}"
     for times in (1, 4, 16):
         bench(f"length_{times * length}", f"--lengths=equal {work(times * length, sequences // times)}")
-    bench("rollouts", f"--engine=vllm {work(length, sequences)}")
-    bench("loop", f"--kernel=false {work(length, sequences)}")
-    bench("four_times", f"--repeats=2 {work(length, 4 * sequences)}")
-    bench("checkpointing", f"--gradient_checkpointing=true --repeats=2 {work(length, sequences)}")
     half = f"--sequences={sequences} --prompt_length={length // 2} --completion_length={length // 2}"
     bench("shared", half)
     bench("unshared", f"--shared=false {half}")
+    bench("loop", f"--kernel=false {work(length, sequences)}")
+    bench("four_times", f"--repeats=2 {work(length, 4 * sequences)}")
+    bench("checkpointing", f"--gradient_checkpointing=true --repeats=2 {work(length, sequences)}")
+if "rollouts" in chosen:
+    bench("rollouts", f"--engine=vllm {work(length, sequences)}")
 if "base" in chosen and (done := call("base", f"{sys.executable} tiny.py {base} --out={out_dir}/base")):
     print(f"  {done[1]:.0f} s")
 command = f"torchrun train_grpo.py {larger} --model={out_dir}/base"

@@ -176,6 +176,17 @@ def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh
     assert gaps[True] < 2e-3 and gaps[True] < 0.8 * gaps[False], gaps
 
 
+def test_a_model_of_vllm_without_a_head_gets_a_float32_one():
+    """Its embedding is the head, as in Gemma 2."""
+    embeddings = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
+    embed, hidden = torch.nn.Embedding(7, 16).bfloat16(), torch.randn(3, 16).bfloat16()
+    embed.quant_method = embeddings.UnquantizedEmbeddingMethod()
+    rollout.give_float32_head(torch.nn.Sequential(embed))
+    expected = hidden.double() @ embed.weight.double().T
+    logits = embed.quant_method.apply(embed, hidden)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 class SleepyLLM:
     """vLLM's memory on a GPU: nobody wakes a part that is awake, or uses one that is asleep."""
 

@@ -113,28 +113,29 @@ def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
 def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
     # attend, one segment after the other
     sizes, key_sizes = segments.sizes, segments.key_sizes
+    shared = [key_size - size for size, key_size in zip(sizes, key_sizes)]
     explicit = softcap is not None or sinks is not None
     # Without a mask PyTorch wants a query for each key. For a long segment those of the tokens that it shares
     # are computed again, which costs less than its mask.
-    plain = [not explicit and key_size <= window and (size == key_size or size >= max(256, key_size - size))
-             for size, key_size in zip(sizes, key_sizes)]
-    masked = [(size, keys - size) for size, keys, is_plain in zip(sizes, key_sizes, plain) if not is_plain]
-    if masked:
-        most = max(before for _, before in masked)
-        mask = segments.mask(max(size for size, _ in masked), most, window, query.dtype)
+    plain = [not explicit and before + size <= window and (before == 0 or size >= max(256, before))
+             for before, size in zip(shared, sizes)]
+    if not all(plain):
+        most, longest = (max(x for x, is_plain in zip(counts, plain) if not is_plain)
+                         for counts in (shared, sizes))
+        mask = segments.mask(longest, most, window, query.dtype)
     # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T, which is a
     # tenth of the update of 64 short sequences.
     queries, keys, values = query.split(sizes, 2), key.split(key_sizes, 2), value.split(key_sizes, 2)
-    again = any(is_plain and size < key_size for size, key_size, is_plain in zip(sizes, key_sizes, plain))
+    again = any(before and is_plain for before, is_plain in zip(shared, plain))
     all_queries = pick(query, segments.places).split(key_sizes, 2) if again else queries
     outputs = []
-    for i, (q, k, v) in enumerate(zip(queries, keys, values)):
-        before = key_sizes[i] - sizes[i]
-        if plain[i]:
-            output = F.scaled_dot_product_attention(all_queries[i], k, v, is_causal=True, scale=scaling,
+    for q, all_q, k, v, is_plain in zip(queries, all_queries, keys, values, plain):
+        size, before = q.shape[2], k.shape[2] - q.shape[2]
+        if is_plain:
+            output = F.scaled_dot_product_attention(all_q, k, v, is_causal=True, scale=scaling,
                                                     enable_gqa=True)[:, :, before:]
         else:
-            seen = mask[:sizes[i], most - before:][:, :key_sizes[i]]
+            seen = mask[:size, most - before:most + size]
             # CUDA's kernels want aligned rows.
             seen = seen.contiguous() if seen.is_cuda else seen
             output = (explicit_attention(q, k, v, seen, scaling, softcap, sinks) if explicit else

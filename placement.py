@@ -94,11 +94,10 @@ class Bridge:
         role, rank, size = (("trainer", self.number, self.trainers) if self.trains
                             else (f"engine {self.engine}", place, self.ranks_per_engine))
         self.me, self.speaks = f"rank {self.number} ({role})", self.number == 0
-        gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-        self.share_gpus = 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         # From here on these are the role's; vLLM reads them.
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "ROLE_NAME": role.replace(" ", ""),
-                       "LOCAL_RANK": str(local_rank % gpus if gpus else local_rank)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "ROLE_NAME": role.replace(" ", "")}
+        if gpus := torch.cuda.device_count():
+            os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
         in_background(self._await_failure)
         sys.excepthook = self._fail
         if self.speaks or not self.trains:
@@ -113,7 +112,7 @@ class Bridge:
             return kind(dist.PrefixStore(f"{name}/", self.store), place, 1 + self.rollout_ranks, FOREVER)
 
         # NCCL cannot connect two processes on one GPU.
-        cuda = torch.cuda.is_available() and not self.share_gpus
+        cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         self.gloo = group("gloo", dist.ProcessGroupGloo)
         self.wire = group("nccl", dist.ProcessGroupNCCL) if cuda else self.gloo         # of the weights

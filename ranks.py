@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import console
+from configurator import check
 
 
 sequence_group = None           # of the ranks that share rows with this one; None: rows are whole
@@ -30,7 +31,8 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. sequence_parallel_size:
     how many neighbouring ranks share rows (sequence_parallel.py). role: a function that returns the store,
     rank and world_size of the group to join instead, where torchrun's ranks have roles (placement.py).
-    Returns rank, world_size, device, and the mesh of all ranks of the group, over which FSDP2 shards.
+    Returns rank, world_size, device, and the mesh of all ranks of the group, over which FSDP2 shards. Stops
+    the script where a node has fewer GPUs than processes of the group.
     """
     console.escape_the_unknown()
     watchdog.start()
@@ -53,10 +55,11 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
         group = role()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
-        gpus, size = torch.cuda.device_count(), group.get("world_size") or int(os.environ["WORLD_SIZE"])
-        here = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        if here > gpus:
-            sys.exit(f"{here} processes of this node form one group and need a GPU each, but it has {gpus}")
+        gpus = torch.cuda.device_count()
+        # With a role, WORLD_SIZE is that of its group.
+        here = min(int(os.environ.get(size, 1)) for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        check(here <= gpus, f"{here} processes of this node form one group and need a GPU each, but it has "
+                            f"{gpus}: torchrun's nproc_per_node is too large")
         torch.cuda.set_device(device)
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)

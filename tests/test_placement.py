@@ -432,6 +432,22 @@ runpy.run_path("train_async.py", run_name="__main__")
 """
 
 
+@pytest.mark.parametrize("error, reason", [
+    ("Timed out waiting 4000ms for recv operation to complete", "sync_timeout=4 seconds have passed"),
+    ("Watchdog caught collective operation timeout: ran for 4001 milliseconds before timing out.",
+     "sync_timeout=4 seconds have passed"),
+    ("Connection reset by peer", "the connection broke: Connection reset by peer")])
+def test_gloo_and_nccl_say_in_their_words_that_a_wait_was_too_long(error, reason, monkeypatch):
+    def begin():
+        raise RuntimeError(error)
+    monkeypatch.setattr(placement, "SOON", 0)
+    bridge = placement.Bridge({"sync_timeout": 4, "rollout_ranks": 1, "vllm_tensor_parallel_size": 1,
+                               "engine": "hf"})
+    bridge.me = "rank 0 (trainer)"
+    with pytest.raises(RuntimeError, match=rf"rank 0 \(trainer\) waited for the engines, but {reason}"):
+        bridge._bounded("the engines", begin)
+
+
 def test_after_the_last_weights_no_engine_waits_in_vain(folder, reward_file, tmp_path):
     """The last save may take longer than sync_timeout."""
     (tmp_path / "slow.py").write_text(SLOW)
@@ -474,10 +490,11 @@ import ranks
 from placement import Bridge
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 bridge = Bridge({"sync_timeout": 60, "rollout_ranks": 1, "vllm_tensor_parallel_size": 1, "engine": "hf"})
-role = {"apart": bridge.join, "together": None, "two trainers": lambda: {"world_size": 2}}[sys.argv[1]]
-if sys.argv[1] != "apart":
-    ranks.set_up(role=role)
-role()
+if sys.argv[1] == "together":
+    ranks.set_up()
+if sys.argv[1] == "two trainers" and os.environ["RANK"] != "2":
+    ranks.set_up(role=bridge.join)
+bridge.join()
 if bridge.trains:
     bridge.tell("begin")
     bridge.publish(0, [("weight", torch.arange(3))])
@@ -490,9 +507,10 @@ ranks.end(0)
 """
 
 
-def on_one_gpu(case, tmp_path, code):
+def on_one_gpu(case, tmp_path, code, processes=2):
     (tmp_path / "few_gpus.py").write_text(FEW_GPUS)
-    return launch(tmp_path / "few_gpus.py", case, launcher=(*TORCHRUN, "--nproc_per_node=2"), code=code)
+    return launch(tmp_path / "few_gpus.py", case, launcher=(*TORCHRUN, f"--nproc_per_node={processes}"),
+                  code=code)
 
 
 def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
@@ -500,9 +518,10 @@ def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
     assert "GPU 0 [('weight', tensor([0, 1, 2]))]" in on_one_gpu("apart", tmp_path, 0)
 
 
-@pytest.mark.parametrize("case", ["together", "two trainers"])
-def test_ranks_of_a_group_need_a_gpu_each(case, tmp_path):
-    assert "2 processes of this node form one group and need a GPU each, but it has 1" in on_one_gpu(case, tmp_path, 1)
+@pytest.mark.parametrize("case, processes", [("together", 2), ("two trainers", 3)])
+def test_ranks_of_a_group_need_a_gpu_each(case, processes, tmp_path):
+    refusal = "few_gpus.py: 2 processes of this node form one group and need a GPU each, but it has 1: "
+    assert refusal in on_one_gpu(case, tmp_path, 1, processes)
 
 
 # ---------------------------------------------------------------- settings that do not fit

@@ -4,59 +4,15 @@ Attention for packed rows (packing.py): a sequence sees itself and nothing else 
 Hugging Face models call packed_attention by the name "packed" in place of their own. It is PyTorch's CUDA
 kernel for sequences of several lengths where kernel_takes says so, otherwise a loop over the sequences.
 """
-import copy
 import inspect
 import math
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 from transformers import AttentionInterface
-
-from sequence_parallel import Exchange
-
-
-class Segments:
-    """Which tokens of a packed row attend to which.
-
-    A segment is the tokens that one sequence adds to the row. They attend to the tokens that this sequence
-    shares with others, gathered from where these stand, and to each other. In the row 5 6 7 9 of packing.py
-    sizes are 3 1, key_sizes 3 3, and places 0 1 2 | 0 1 3.
-    sizes: tokens of each segment; they sum to T. places: where in the row the tokens stand that each segment
-    attends to, itself at the end: an array for each, joined to [K]; None if nothing is shared.
-    No dataclass, because FSDP2 hands each layer a copy of those, and the masks are for all layers.
-    """
-
-    def __init__(self, sizes, places):
-        self.sizes, self.key_sizes, self.masks = sizes, [len(part) for part in places], {}
-        self.places = None if self.key_sizes == sizes else torch.from_numpy(np.concatenate(places))
-        # Where each segment begins in the row, and T; where its keys begin in places, and K.
-        self.offsets, self.key_offsets = (torch.tensor([0, *accumulate(x)], dtype=torch.int32)
-                                          for x in (sizes, self.key_sizes))
-
-    def to(self, device):
-        """A copy with its tensors on the device."""
-        other = copy.copy(self)
-        other.masks = {}
-        for name in ("places", "offsets", "key_offsets"):
-            tensor = getattr(self, name)
-            setattr(other, name, None if tensor is None else tensor.to(device))
-        return other
-
-    def mask(self, size, before, window, dtype):
-        """To be added to scores: 0 where a token sees a key, otherwise -inf; [size, before + size].
-
-        Key j stands j - before tokens behind the first token. Made once for all layers.
-        """
-        kind = size, before, window, dtype
-        if kind not in self.masks:
-            place = torch.arange(-before, size, device=self.offsets.device, dtype=torch.int32)
-            distance = place[before:, None] - place
-            hidden = (distance < 0) | (distance >= window)
-            self.masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
-        return self.masks[kind]
 
 
 # PyTorch 2.11's kernel takes fewer heads of key and value than of query by default; later ones need
@@ -82,25 +38,21 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     ranks it takes [1, heads, T / P, d] and returns [1, T / P, heads, d]. Raises ValueError where P does not
     divide the heads.
     """
-    if cut is None:
-        return attend(query, key, value, scaling, segments, sliding_window, softcap, s_aux), None
-    P = cut.group.size()
-    if query.shape[1] % P or key.shape[1] % P:
-        raise ValueError(f"sequence_parallel_size={P} does not divide its {query.shape[1]} heads of queries "
-                         f"and {key.shape[1]} of keys")
-    query, key, value = (Exchange.apply(x, cut.group) for x in (query, key, value))     # [1, heads / P, T, d]
-    sinks = None if s_aux is None else s_aux.chunk(P)[cut.group.rank()]
-    output = attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
-    return Exchange.apply(output, cut.group), None
-
-
-def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks):
-    # packed_attention for all tokens of the row, and all heads or a part of them
+    if cut is not None:
+        query, key, value = exchanged(query, key, value, cut.group)                     # [1, heads / P, T, d]
+        s_aux = None if s_aux is None else s_aux.chunk(cut.group.size())[cut.group.rank()]
     if segments.places is not None:
         key, value = (pick(x, segments.places) for x in (key, value))                       # [1, heads, K, d]
     window = sliding_window or math.inf
-    if softcap is not None or sinks is not None or not kernel_takes(query, value):
-        return attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
+    if softcap is None and s_aux is None and kernel_takes(query, value):
+        output = attend_by_kernel(query, key, value, scaling, segments, window)
+    else:
+        output = attend_in_turn(query, key, value, scaling, segments, window, softcap, s_aux)
+    return output if cut is None else Exchange.apply(output, cut.group), None
+
+
+def attend_by_kernel(query, key, value, scaling, segments, window):
+    # All segments in one call of PyTorch's kernel.
     rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                      # [T, heads, d]
     # window_size: how many tokens before and after are seen; -1 is all. Where a segment has fewer tokens than
     # keys, the kernel lets its last token see the last key.
@@ -111,7 +63,7 @@ def attend(query, key, value, scaling, segments, sliding_window, softcap, sinks)
 
 
 def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
-    # attend, one segment after the other
+    # The segments one after the other.
     sizes, key_sizes = segments.sizes, segments.key_sizes
     shared = [key_size - size for size, key_size in zip(sizes, key_sizes)]
     explicit = softcap is not None or sinks is not None
@@ -188,6 +140,109 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=3)
     return scores.softmax(3)[..., :key.shape[2]].to(value.dtype) @ value
+
+
+# ---------------------------------------------------------------- rows cut over ranks
+# Ulysses, https://arxiv.org/abs/2309.14509, for sequences too long for one device. With
+# sequence_parallel_size=P each of P neighbouring ranks holds 1 / P of the tokens of a row and computes
+# everything but attention for them. Attention needs the whole row, so before it the ranks exchange tokens for
+# heads: each then has all tokens, of 1 / P of the heads. After it they change back.
+# A loss by sequence needs all tokens of a sequence. So the leader, which is the rank of the group whose
+# sequences the row holds, gets the logprobs or values of all parts: on it they are the [C] of any
+# micro-batch, and on the other ranks C = 0. Losses and scripts need to know nothing of the cut.
+
+@dataclass
+class Cut:
+    """How a micro-batch is cut over a group of ranks."""
+    group: dist.ProcessGroup
+    leader: int                 # the rank, in the group, whose sequences these are
+    count: int                  # C on the leader
+    mine: torch.Tensor          # which of these C are predicted in this rank's part
+
+    def to(self, device):
+        """A copy with its tensor on the device."""
+        return replace(self, mine=self.mine.to(device))
+
+
+def cut_over(group, batch):
+    """Gather the MicroBatch of each rank of a group; return this rank's part of each, in the order of ranks.
+
+    batch: this rank's, on the CPU; the group's size divides its T. A collective of the group.
+    """
+    batches = [None] * group.size()
+    dist.all_gather_object(batches, batch, group)
+    return [part(batch, leader, group) for leader, batch in enumerate(batches)]
+
+
+def part(batch, leader, group):
+    # This rank's part of the leader's MicroBatch.
+    here, width = group.rank(), batch.input_ids.shape[1] // group.size()
+    of_row = lambda row: row.chunk(group.size(), 1)[here]                           # [1, T] -> [1, T / P]
+    mine = (batch.index // width == here).nonzero()[:, 0]
+    none = batch.index[:0]
+    emptied = {} if here == leader else {"sequences": [], "numbers": none, "owner": none, "lengths": []}
+    return replace(batch, input_ids=of_row(batch.input_ids), position_ids=of_row(batch.position_ids),
+                   index=batch.index[mine] - here * width, targets=batch.targets[mine],
+                   cut=Cut(group, leader, len(batch.index), mine), **emptied)
+
+
+class Joined(torch.autograd.Function):
+    """What was computed for this rank's part of a row -> that of all parts, [C] on the leader, elsewhere [0].
+
+    Its gradient goes back to the ranks that computed it. A collective of the group.
+    """
+
+    @staticmethod
+    def forward(ctx, values, cut):
+        ctx.cut, ctx.shape = cut, (cut.count, *values.shape[1:])
+        joined = values.new_zeros(ctx.shape)
+        joined[cut.mine] = values
+        dist.all_reduce(joined, group=cut.group)
+        return joined if cut.group.rank() == cut.leader else joined[:0].clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        cut = ctx.cut
+        joined = gradient.contiguous() if cut.group.rank() == cut.leader else gradient.new_empty(ctx.shape)
+        dist.broadcast(joined, group=cut.group, group_src=cut.leader)
+        return joined[cut.mine], None
+
+
+join = Joined.apply             # (values, cut) -> the values of the whole row
+
+
+class Exchange(torch.autograd.Function):
+    """All-to-all of [1, a, b / P, d] on each of P ranks -> [1, a / P, b, d].
+
+    Heads and tokens are a and b before attention, tokens and heads after it. The gradient goes the same way
+    back. A collective of the group.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_to_all(x, group, 1, 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return all_to_all(gradient, ctx.group, 2, 1), None
+
+
+def exchanged(query, key, value, group):
+    # All tokens of a row, of 1 / P of the heads, for this rank's part of the row with all heads.
+    P = group.size()
+    if query.shape[1] % P or key.shape[1] % P:
+        raise ValueError(f"sequence_parallel_size={P} does not divide its {query.shape[1]} heads of queries "
+                         f"and {key.shape[1]} of keys")
+    return [Exchange.apply(x, group) for x in (query, key, value)]
+
+
+def all_to_all(x, group, split, join):
+    # Each rank keeps a part of the dimension `split` and gets all parts of the dimension `join`.
+    parts = torch.stack(x.chunk(group.size(), split))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), join)
 
 
 # No mask function is registered with it, so transformers makes no mask.

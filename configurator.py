@@ -1,8 +1,9 @@
 """Overrides a script's settings, from left to right: `python train.py config/name.py --key=value ...`.
 
 The settings are the simple values that a script assigns at module level between two rules (comment lines of
-dashes), before it calls configure(globals()). Where a line between the rules is `from settings import *`, the
-settings of settings.py, which stands next to the script and has the same form, become settings of the script.
+dashes), before it calls configure(globals()). Where a line between them is `from config.shared import *`, the
+settings of that file, which has the same form, become settings of the script. A config file is looked for
+here, then beside the script, then beside this file.
 The type of the default decides what a setting accepts, and whatever cannot be taken exactly as it is written
 stops the script, because a typo must not cost a training run.
 """
@@ -13,10 +14,11 @@ import math
 import os
 import sys
 import tokenize
+import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
-from console import one_line
-
+TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
@@ -70,7 +72,8 @@ def read_layout(path):
             layout[-1][1].append(text)
     for place, (statement, _) in enumerate(layout[:]):
         if statement.endswith(" import *"):
-            file = Path(path).with_name(statement.split()[1] + ".py")
+            # The script has imported it, so Python knows where it is.
+            file = Path(sys.modules[statement.split()[1]].__file__)
             imported, own = read_layout(file), {key for key, _ in layout if key}
             above = {key for key, _ in layout[:place] if key} & {key for key, _ in imported}
             assert not above, f"{path}: `{statement}` overwrites {', '.join(above)}, which stands above it"
@@ -95,11 +98,14 @@ def show_help(docstring, layout, settings):
             heading = []
 
 
-def read_config(path):
+def read_config(path, script):
     """Yields (place, key, source of the value). The file is parsed, never run: it can only set values."""
-    if not os.path.isfile(path):
-        nearest = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
-        fail(f"cannot read {path} (no such file){nearest}")
+    here, given = Path(), path
+    path = next((folder / given for folder in (here, Path(script).parent, Path(__file__).parent)
+                 if os.path.isfile(folder / given)), None)
+    if not path:
+        nearest = did_you_mean(given, map(str, Path(given).parent.glob("*.py")))
+        fail(f"cannot read {given} (no such file){nearest}")
     try:
         tree = ast.parse(Path(path).read_bytes())
         # It fails here if a value nests too deep.
@@ -125,10 +131,10 @@ def read_value(source, kind):
             return kind(value)
 
 
-def configure(namespace, argv=None, others=()):
+def configure(namespace, argv=None):
     """Applies the command line to `namespace`, a script's globals(), and returns all settings in order.
 
-    others: keys of another script, which a config file may set without any effect here.
+    The settings are the attributes of what it returns.
     """
     argv = sys.argv[1:] if argv is None else argv
     layout = read_layout(namespace["__file__"])
@@ -141,15 +147,13 @@ def configure(namespace, argv=None, others=()):
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         if arg.endswith(".py") and not arg.startswith("--"):
-            found, seen = read_config(arg), set()
+            found, seen = read_config(arg, namespace["__file__"]), set()
         elif arg.startswith("--") and equals:
             found, seen = [("", key, text)], on_command_line
         else:
             fail(f"cannot take {arg}; write --{key.lstrip('-')}={text or 'value'}, or config/name.py")
         for place, key, text in found:
             dashes = "" if place else "--"
-            if place and key in others and key not in settings:
-                continue
             if key not in settings:
                 nearest = did_you_mean(key, settings, dashes)
                 fail(f"{place}unknown setting {dashes}{key}{nearest} (--help lists all)")
@@ -164,4 +168,18 @@ def configure(namespace, argv=None, others=()):
                 literal = "a literal and " if place else ""
                 fail(f"{place}{dashes}{key} must be {literal}{MUST_BE[kind]}, not `{text:.200}`")
     namespace.update(settings)
-    return settings
+    return SimpleNamespace(**settings)
+
+
+def one_line(text):
+    """Text as one line, with its line ends and other control characters escaped."""
+    return printable(text).replace("\n", r"\n")
+
+
+def printable(text):
+    r"""Text with its control characters escaped, except tabs and line ends: \x1b[2J clears the screen.
+
+    So are half surrogate pairs, and the characters that turn the direction of writing.
+    """
+    return "".join(c if c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cs") and c not in TURNS
+                   else ascii(c)[1:-1] for c in str(text))

@@ -1,12 +1,11 @@
-"""Problems: the rows of a task, their prompts as tokens, and which of them a step uses.
+"""Data: the rows of a task, their prompts as tokens, and which of them a step uses.
 
 A row is a dict. Its `prompt` is a string or a list of chat messages, and the reward gets every other column.
 
     load_rows      the rows of a task: most are generated, gsm8k is fetched, file is your own
     encode_rows    rows with their prompts as token ids
     load_prompts   a run's training rows, of which Prompts.draw encodes what a step uses, and held-out prompts
-    next_rows      which rows come next in the endless sequence of epochs
-    record_visits  which of them rest, in train_dapo.py
+    epoch_order    the order in which an epoch uses its rows
 """
 import functools
 import json
@@ -15,11 +14,9 @@ import numbers
 import os
 import random
 import urllib.request
-import zlib
-from types import SimpleNamespace
 from typing import NamedTuple
 
-from problems import GENERATORS
+from tasks.generate_problems import GENERATORS, held_out
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
@@ -28,11 +25,11 @@ from problems import GENERATORS
 def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file=""):
     """Returns the rows of a task's split, "train" or "eval".
 
-    The tasks of problems.py generate `count` distinct problems; count 0 stands for 4,096 of "train" and 128
-    of "eval", or all that the task has if it has fewer. gsm8k and file give their first `count` rows, or all
-    of them for 0. Without an eval_file task file sets one in eight prompts of train_file aside: their rows
-    are "eval", the others "train". Raises ValueError if there are no such rows, or fewer distinct problems
-    than `count`; a message about a row of a file begins with file:line.
+    The tasks of tasks/generate_problems.py generate `count` distinct problems; count 0 stands for 4,096 of
+    "train" and 128 of "eval", or all that the task has if it has fewer. gsm8k and file give their first
+    `count` rows, or all of them for 0. Without an eval_file task file sets one in eight prompts of train_file
+    aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows, or fewer
+    distinct problems than `count`; a message about a row of a file begins with file:line.
     """
     return [row for _, row in named_rows(task, split, count, seed, difficulty, train_file, eval_file)]
 
@@ -42,8 +39,6 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
 
     The name is file:line, or the text of a generated problem. read: what reads a file; None: file_rows.
     """
-    if count < 0:
-        raise ValueError(f"{split}_prompts must not be negative, but is {count}")
     if task == "gsm8k":
         return gsm8k_rows(split)[:count or None]
     if task == "file":
@@ -75,12 +70,6 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
     return list(rows.items())
 
 
-def held_out(text):
-    # A stable hash of the prompt's text decides its split, so that no two seeds can mix training and
-    # evaluation, and both rows of a prompt that stands in two are on the same side.
-    return zlib.crc32(text.encode()) % 8 == 0
-
-
 def gsm8k_rows(split):
     # Cobbe et al. 2021, https://arxiv.org/abs/2110.14168, in its original files, which are kept in a cache
     # folder. The prompt is verl's.
@@ -101,15 +90,12 @@ def gsm8k_rows(split):
         os.replace(part, path)
     rows = []
     for where, row in read_rows(path):
-        question, solution = row.get("question"), row.get("answer")
-        if not isinstance(question, str) or not isinstance(solution, str) or "####" not in solution:
+        if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
             raise ValueError(f"{where}: not a row of GSM8K; remove the file, and it is fetched again")
-        text = question + ' Let\'s think step by step and output the final answer after "####".'
-        answer = solution.rpartition("####")[2].strip().replace(",", "")
+        text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
+        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
         rows.append((where, {"prompt": [{"role": "user", "content": text}], "answer": answer,
-                             "source": "gsm8k", "solution": solution}))
-    if not rows:
-        raise ValueError(f"{path}: no rows; remove the file, and it is fetched again")
+                             "source": "gsm8k", "solution": row["answer"]}))
     return rows
 
 
@@ -238,7 +224,6 @@ def is_answer(value):
 class Prompt(NamedTuple):
     row: dict
     ids: list               # token ids, those of the chat template included
-    number: int = 0         # the row's place in its split
 
 
 def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
@@ -301,23 +286,23 @@ class Prompts:
 
     def encoded(self, numbers):
         """Returns a Prompt for each of the rows with these numbers."""
-        prompts = encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
-                              self.s.system_prompt, self.tools)
-        return [prompt._replace(number=i) for i, prompt in zip(numbers, prompts)]
+        return encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
+                           self.s.system_prompt, self.tools)
 
-    def fitting(self, prompts):
-        """Returns the prompts that have at most max_prompt_length tokens."""
-        return [prompt for prompt in prompts if len(prompt.ids) <= self.s.max_prompt_length]
-
-    def draw(self, position, count, seed, rests=()):
+    def draw(self, position, count, seed):
         """Returns the next `count` prompts that fit, the same on every rank, and the new position.
 
-        position, rests: as in next_rows; the position is 0 at the start of a run.
+        position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch is its own
+        permutation of the rows, so resuming needs no more. Raises ValueError for more prompts than rows.
         """
+        if count > len(self.named):
+            raise ValueError(f"prompts_per_step={count} is more than the {len(self.named)} training rows")
         drawn = []
         while len(drawn) < count:
-            rows, position = next_rows(len(self), position, count - len(drawn), seed, rests)
-            drawn += self.fitting(self.encoded(rows))
+            places = range(position, position := position + count - len(drawn))
+            epochs = [divmod(place, len(self.named)) for place in places]
+            rows = [epoch_order(len(self.named), epoch, seed)[place] for epoch, place in epochs]
+            drawn += [prompt for prompt in self.encoded(rows) if len(prompt.ids) <= self.s.max_prompt_length]
         return drawn, position
 
 
@@ -328,8 +313,7 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
     are left out. The held-out prompts are the same for every seed. Raises ValueError where load_rows or
     encode_rows does, and if too few prompts are left for a step, or too few held-out ones for the ranks.
     """
-    s = SimpleNamespace(**settings)
-    batches = settings.get("max_num_gen_batches", 1)
+    s, batches = settings, getattr(settings, "max_num_gen_batches", 1)
     wanted = s.prompts_per_step * batches
     # Both splits may be in one file, which is read once.
     read = functools.cache(file_rows)
@@ -352,7 +336,7 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     asked = count if s.task in GENERATORS else min(count, 0)
     named = named_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file, read)
     prompts = Prompts(tokenizer, named[:count or None], s, tools)
-    total, long = len(prompts), f"longer than max_prompt_length={s.max_prompt_length} tokens"
+    total = len(prompts)
     first = prompts.encoded(range(min(32, total)))
     if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
         raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
@@ -367,33 +351,18 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     looked, fitting, shortest = 0, [], math.inf
     while looked < total and len(fitting) < wanted:
         batch = prompts.encoded(order[looked:looked + 512])
-        looked, fitting = looked + len(batch), fitting + prompts.fitting(batch)
+        looked += len(batch)
+        fitting += [prompt for prompt in batch if len(prompt.ids) <= s.max_prompt_length]
         shortest = min(shortest, *(len(prompt.ids) for prompt in batch))
     if not fitting:
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
-    origin = f"{total:,} generated problems"
-    if s.task not in GENERATORS:
-        part = "all" if total == len(named) else f"the first {total:,} of"
-        file = s.eval_file if split == "eval" and s.eval_file else s.train_file
-        origin = f"{part} {len(named):,} rows of {file if s.task == 'file' else s.task}"
-    if s.task == "file" and not s.eval_file:
-        origin += f" that are {'' if split == 'eval' else 'not '}held out"
-    left_out = looked - len(fitting)
-    if looked < total:
-        origin += f", without those {long}: {left_out:,} of the first {looked:,}"
-    elif left_out:
-        origin += f", without {left_out:,} that are {long}"
-    number = f"{len(fitting):,}" if looked == total else f"at most {total:,}"
-    return prompts, fitting, f"{number} {'held-out ' * (split == 'eval')}prompts ({origin})"
-
-
-def checksum(rows):
-    """Returns the CRC-32 of rows, by which a resumed run knows its data again."""
-    value, encode = 0, json.JSONEncoder(default=str).encode
-    for row in rows:
-        value = zlib.crc32(encode(row).encode(), value)
-    return value
+    long, kind = looked - len(fitting), {"train": "training", "eval": "held-out"}[split]
+    source = (s.eval_file if split == "eval" else "") or s.train_file or s.task
+    note = (f"{'' if looked == total else 'at most '}{total - long:,} {kind} prompts (the first {total:,} of "
+            f"{len(named):,} rows of {source}; {long:,} of {looked:,} have more than max_prompt_length="
+            f"{s.max_prompt_length} tokens and are left out)")
+    return prompts, fitting, note
 
 
 def prompt_text(prompt):
@@ -406,44 +375,7 @@ def whole_text(prompt):
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# the sequence of epochs, and prompts that rest in it (train_dapo.py)
-
-
 @functools.lru_cache(maxsize=4)
 def epoch_order(num_rows, epoch, seed):
+    """The permutation of the row numbers in which an epoch uses them."""
     return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows)
-
-
-def next_rows(num_rows, position, count, seed, rests):
-    """Returns the next `count` row numbers from `position` on that do not rest, and the new position.
-
-    The sequence of epochs is endless, and each epoch is its own permutation of the rows. Rows that rest (see
-    record_visits; empty for none) are passed over, which shortens their rest in `rests` itself. A row may
-    come twice where an epoch ends or where many others rest. Position and rests are all that resuming needs.
-    Raises ValueError for count > num_rows.
-    """
-    if count > num_rows:
-        raise ValueError(f"prompts_per_step={count} is more than the {num_rows} training rows")
-    rows = []
-    while len(rows) < count:
-        epoch, place = divmod(position, num_rows)
-        row, position = epoch_order(num_rows, epoch, seed)[place], position + 1
-        if rests and rests[row] > 0:
-            rests[row] -= 1
-        else:
-            rows.append(row)
-    return rows, position
-
-
-def record_visits(alike, rests, rows, stds, skip_after):
-    """Notes a visit to each of the rows in `alike` and `rests`, which have an entry for every training row.
-
-    alike: the number of visits in a row, up to the last one, in which all completions had the same score (std
-    0); a prompt that is always right or always wrong teaches nothing. Once there are skip_after of them (0:
-    never) the row rests after each visit, each time for one epoch more than the last time: rests has the
-    epochs that are left. No row is lost, but a resting row costs less and less.
-    """
-    for row, std in zip(rows, stds):
-        alike[row] = 0 if std > 0 else alike[row] + 1
-        rests[row] = max(0, alike[row] - skip_after + 1) if skip_after else 0

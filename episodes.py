@@ -10,32 +10,26 @@ forms. Its methods may be `async def`.
             other methods    tools: type hints and docstring tell the policy how to call them
             get_reward()     at the end, if there is such a method
 
-Each episode goes on as soon as it can: its next turn joins those that the engine is working on. Without an
-environment every answer is an episode of one turn, played by the same code.
+Each episode continues as soon as it can: its next turn joins those that the engine is working on. Without an
+environment an answer is an episode of one turn; train_async.py plays these here as well.
 """
-import asyncio
 import functools
 import inspect
 import itertools
 import json
 import math
-import queue
 import re
-import threading
-import time
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from copy import deepcopy
-from types import SimpleNamespace
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from transformers.utils import get_json_schema
 
-import ranks
-from chat import Template, tool_call
-from console import one_line
-from rewards import TimeUp, accepted, limited, load_from, shown
+from runtime.chat_template import Template, tool_call
+from runtime.user_code import Failed, Threads, TimeUp, accepted, escaped, load_from, outcome, shown
 from rollout import Answer, Request, Rollout
 
 # A call of a tool in the form of Qwen's and many other models. One without its closing tag is found as well.
@@ -50,8 +44,8 @@ class Player:
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
-        s, self.tokenizer, self.eos_ids = SimpleNamespace(**settings), tokenizer, eos_ids
-        self.settings, self.tools, self.rewards_as = s, None, ""
+        s, self.tokenizer, self.eos_ids = settings, tokenizer, eos_ids
+        self.settings, self.tools, self.rewards_as = settings, None, ""
         self.make = load_from(s.environment, "environment", "Class") if s.environment else None
         if not self.make:
             return
@@ -86,7 +80,7 @@ class Player:
             raise ValueError(f"environment={self.settings.environment}: the tool {tool.__name__} needs type "
                              f"hints and a docstring that explains its arguments: {error}") from error
 
-    def try_on(self, prompts):
+    def check_with(self, prompts):
         """Plays a first turn after each of these prompts, so that what is broken shows before any training.
 
         Raises ValueError if the environment or the chat template cannot be used.
@@ -141,14 +135,14 @@ class Player:
 
     def check_errors(self, rollouts):
         """Raises RuntimeError if all episodes, on all ranks, ended by errors. A collective."""
-        if not self.make:
-            return
         problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
-        counts = [len(problems), len(rollouts)]
-        failed, played = ranks.total(counts) if dist.is_initialized() else counts
+        counts = torch.tensor([len(problems), len(rollouts)])
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        failed, played = counts.tolist()
         # A rank that has played none leaves this to the others.
         if problems and failed == played:
-            raise RuntimeError(f"all {played:.0f} episodes ended by errors; the first: {problems[0]}")
+            raise RuntimeError(f"all {played} episodes ended by errors; the first: {problems[0]}")
 
     # ------------------------------------------------------------ one episode
 
@@ -250,7 +244,7 @@ class Player:
 
     def _told(self, error):
         return (f"took more than environment_timeout={self.settings.environment_timeout:g} seconds"
-                if isinstance(error, TimeUp) else f"raised {one_line(shown(error.__cause__))}")
+                if isinstance(error, TimeUp) else f"raised {escaped(shown(error.__cause__))}")
 
     # ------------------------------------------------------------ tools
 
@@ -378,109 +372,3 @@ class Table:
 # calls of an environment
 
 
-class Failed(Exception):
-    """An environment has raised the error that is the __cause__ of this one."""
-
-
-def outcome(function, seconds=0):
-    """Calls a function of an environment; returns (its value, its error or None, the seconds that it took).
-
-    The error is TimeUp or Failed. seconds: how long it may take, 0: for ever. In a thread only an async
-    function can be stopped.
-    """
-    start, value, problem = time.perf_counter(), None, None
-    try:
-        in_thread = threading.current_thread() is not threading.main_thread()
-        value = limited(0 if in_thread else seconds, function)
-        if inspect.isawaitable(value):
-            value = awaited(value, seconds)
-    except KeyboardInterrupt:
-        raise
-    except TimeUp as error:
-        problem = error
-    # sys.exit, for example, must not end the run as if it had come to its end.
-    except BaseException as error:
-        problem = Failed()
-        problem.__cause__ = error
-    return value, problem, time.perf_counter() - start
-
-
-@functools.cache
-def event_loop():
-    # One for the whole run, because a connection belongs to the loop that opened it.
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def awaited(awaitable, seconds):
-    async def guarded():
-        try:
-            return await awaitable, None
-        except asyncio.CancelledError:
-            raise
-        # sys.exit would end the loop, and the run would wait for it for ever.
-        except BaseException as error:
-            return None, error
-
-    future = asyncio.run_coroutine_threadsafe(guarded(), event_loop())
-    try:
-        value, error = future.result(seconds or None)
-    except TimeoutError:
-        future.cancel()
-        raise TimeUp from None
-    if error:
-        raise error
-    return value
-
-
-class Threads:
-    """Calls in at most `count` threads at a time, each for at most `timeout` seconds (0: for ever).
-
-    Python cannot end a thread: a call that takes too long goes on, and what it returns is dropped.
-    """
-
-    def __init__(self, count, timeout):
-        self.count, self.seconds, self.timeout = count, timeout, timeout or threading.TIMEOUT_MAX
-        self.waiting, self.running, self.ended = deque(), {}, queue.SimpleQueue()
-
-    def start(self, name, function):
-        """Calls a function as soon as a thread is free. name: under which its result is returned."""
-        self.waiting.append((name, function))
-        self._fill()
-
-    def _fill(self):
-        while self.waiting and len(self.running) < self.count:
-            name, function = self.waiting.popleft()
-            self.running[name] = time.monotonic() + self.timeout
-            threading.Thread(target=self._work, args=(name, function), daemon=True).start()
-
-    def _work(self, name, function):
-        self.ended.put((name, *outcome(function, self.seconds)))
-
-    def finished(self, wait):
-        """Returns (name, value, error, seconds) of the calls that have ended or run out of time.
-
-        wait: block until there is one.
-        """
-        results = []
-        while self.running:
-            # First those that have ended, because a step of the engine may take longer than a call has time.
-            try:
-                while True:
-                    left = max(0, min(self.running.values(), default=0) - time.monotonic())
-                    name, value, error, seconds = self.ended.get(wait and not results, left)
-                    # One that ran out of time earlier is not among those that run.
-                    if self.running.pop(name, None):
-                        late = seconds > self.timeout
-                        results.append((name, *((None, TimeUp()) if late else (value, error)), seconds))
-            except queue.Empty:
-                pass
-            now = time.monotonic()
-            for name in [name for name, end in self.running.items() if end <= now]:
-                del self.running[name]
-                results.append((name, None, TimeUp(), self.timeout))
-            self._fill()
-            if results or not wait:
-                break
-        return results

@@ -18,19 +18,18 @@ token c and is read from the hidden state one place before it. Prompts and inser
 so there is no mask that could be wrong.
 
 With sequence_parallel_size=P a row is cut, and each of P ranks holds T / P of its tokens. The rank whose
-sequences these are gets all C logprobs or values; on the others C = 0 (sequence_parallel.py).
+sequences these are gets all C logprobs or values; on the others C = 0 (attention.py).
 
 Layers that carry a state from token to token, such as Mamba's, would carry it into the next sequence of a
 row. For models that have them each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
-from dataclasses import dataclass, fields, replace
+import copy
+import math
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
-
-import ranks
-from attention import Segments
-from sequence_parallel import Cut, Joined, cut_over
 
 
 @dataclass
@@ -38,7 +37,7 @@ class MicroBatch:
     # what the network reads, and where it predicts
     input_ids: torch.Tensor      # [1, T]; or [S, longest], a row for each sequence
     position_ids: torch.Tensor   # the same shape: each token's place in its sequence, from 0
-    segments: Segments           # which tokens attend to which
+    segments: object             # Segments: which tokens attend to which
     index: torch.Tensor          # [C] where each sampled token is predicted: one place before it
     targets: torch.Tensor        # [C] the sampled tokens
     # whose tokens these are
@@ -48,7 +47,7 @@ class MicroBatch:
     lengths: list                # S: sampled tokens of each sequence; they sum to C
     # None: this rank has the whole row. Otherwise input_ids to targets are those of its part, [1, T / P] and
     # about C / P.
-    cut: Cut = None
+    cut: object = None           # attention.Cut
 
     def flat(self, tensors, dtype=torch.float32):
         """Per-token tensors by sequence (a dict or list of [len]) -> those of this micro-batch, flat [C].
@@ -71,9 +70,9 @@ class MicroBatch:
         """Per-token values of this micro-batch [C] -> {sequence: its [len] values}."""
         return dict(zip(self.sequences, flat.split(self.lengths)))
 
-    def joined(self, values):
-        """What was computed at `index` of this rank's part -> of the whole row, [C], with gradient."""
-        return Joined.apply(values, self.cut) if self.cut else values
+    def to(self, device):
+        """A copy with its tensors on the device."""
+        return type(self)(*(x.to(device) if hasattr(x, "to") else x for x in vars(self).values()))
 
 
 # A row gathers the keys and values of shared tokens for each sequence that sees them, and keeps these for the
@@ -131,6 +130,19 @@ def deal(rollouts, chosen, num_ranks):
         pieces = [group[i:i + most] for group in groups for i in range(0, len(group), most)]
         ways.append(largest_first(pieces, num_ranks))
     return min(ways, key=lambda way: way[0])[1]
+
+
+def shared_tokens(rollouts, dealt):
+    """How much is saved by computing common prefixes once, as fractions of all tokens; a dict for the log.
+
+    dealt: what deal returned for each update. perf/shareable_tokens is what the fraction would be with all
+    rollouts on one rank and in one update. Neither knows of token_budget.
+    """
+    order = prefix_order(rollouts, [s for shares in dealt for share in shares for s in share])
+    separate = max(1, sum(size for _, size, _ in order))
+    computed = sum(row_size(prefix_order(rollouts, share)) for shares in dealt for share in shares)
+    return {"perf/shared_tokens": 1 - computed / separate if order else 0.0,
+            "perf/shareable_tokens": 1 - row_size(order) / separate if order else 0.0}
 
 
 def largest_first(pieces, num_ranks):
@@ -233,29 +245,42 @@ def idle(T=1):
     return MicroBatch(zeros, zeros, Segments([T], [np.arange(T)]), none, none, [], none, none, [])
 
 
-def on_device(batch, device):
-    # A copy of a MicroBatch or a Cut with all its tensors there.
-    move = lambda x: (on_device(x, device) if isinstance(x, Cut) else
-                      x.to(device) if isinstance(x, (torch.Tensor, Segments)) else x)
-    return replace(batch, **{field.name: move(getattr(batch, field.name)) for field in fields(batch)})
+class Segments:
+    """Which tokens of a packed row attend to which.
 
-
-def micro_batches(network, rollouts, chosen, token_budget):
-    """The MicroBatches of the chosen rollouts for a Policy or Critic, the same number on every rank.
-
-    The network is sharded, so its forward and backward are collectives. A rank that has fewer MicroBatches
-    than another therefore also gets idle ones that predict nothing: each of their per-token tensors is empty.
-    Where rows are cut over P ranks, each rank gets its part of all P ranks' MicroBatches, in turn. This
-    function is a collective as well.
+    A segment is the tokens that one sequence adds to the row. They attend to the tokens that this sequence
+    shares with others, gathered from where these stand, and to each other. In the row 5 6 7 9 of packing.py
+    sizes are 3 1, key_sizes 3 3, and places 0 1 2 | 0 1 3.
+    sizes: tokens of each segment; they sum to T. places: where in the row the tokens stand that each segment
+    attends to, itself at the end: an array for each, joined to [K]; None if nothing is shared.
+    No dataclass, because FSDP2 hands each layer a copy of those, and the masks are for all layers.
     """
-    device = next(network.parameters()).device
-    group = ranks.sequence_group if network.packed else None
-    P = group.size() if group else 1
-    batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
-    # At least one, so that every rank has a gradient, even if it is 0.
-    turns = max(1, int(ranks.largest([len(batches)])[0]))
-    batches += [idle(P)] * (turns - len(batches))
-    if group:
-        batches = [part for batch in batches for part in cut_over(group, batch)]
-    # One after the other, so that each takes its attention masks with it.
-    return (on_device(batch, device) for batch in batches)
+
+    def __init__(self, sizes, places):
+        self.sizes, self.key_sizes, self.masks = sizes, [len(part) for part in places], {}
+        self.places = None if self.key_sizes == sizes else torch.from_numpy(np.concatenate(places))
+        # Where each segment begins in the row, and T; where its keys begin in places, and K.
+        self.offsets, self.key_offsets = (torch.tensor([0, *accumulate(x)], dtype=torch.int32)
+                                          for x in (sizes, self.key_sizes))
+
+    def to(self, device):
+        """A copy with its tensors on the device."""
+        other = copy.copy(self)
+        other.masks = {}
+        for name in ("places", "offsets", "key_offsets"):
+            tensor = getattr(self, name)
+            setattr(other, name, None if tensor is None else tensor.to(device))
+        return other
+
+    def mask(self, size, before, window, dtype):
+        """To be added to scores: 0 where a token sees a key, otherwise -inf; [size, before + size].
+
+        Key j stands j - before tokens behind the first token. Made once for all layers.
+        """
+        kind = size, before, window, dtype
+        if kind not in self.masks:
+            place = torch.arange(-before, size, device=self.offsets.device, dtype=torch.int32)
+            distance = place[before:, None] - place
+            hidden = (distance < 0) | (distance >= window)
+            self.masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
+        return self.masks[kind]

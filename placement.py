@@ -23,13 +23,12 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-import ranks
+from runtime import distributed
 import rollout
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
@@ -45,7 +44,6 @@ class Sampled:
     """Rollouts of a step or of an evaluation, scored: an engine's share, or all."""
     rollouts: list
     greedy: list             # ReMax's scores of one greedy completion per prompt, or empty
-    timeouts: int            # of the reward
     position: int            # in the sequence of prompts, after these
     figures: dict            # of how they were made, for the log
 
@@ -56,12 +54,9 @@ class Sampled:
     def from_json(cls, entry):
         """Raises ValueError for what as_json does not write."""
         try:
-            position = entry["position"]
-            if not entry["rollouts"] or type(position) is not int or position < 0:
-                raise ValueError(f"position={position!r:.100}")
-            return cls([rollout.from_json(one) for one in entry["rollouts"]],
-                       [float(score) for score in entry["greedy"]], int(entry["timeouts"]), position,
-                       {name: float(value) for name, value in entry["figures"].items()})
+            rollouts = [rollout.from_json(one) for one in entry["rollouts"]]
+            figures = {name: float(value) for name, value in entry["figures"].items()}
+            return cls(rollouts, [float(score) for score in entry["greedy"]], int(entry["position"]), figures)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"not what engines have sampled: {error!r:.300}") from error
 
@@ -76,17 +71,19 @@ class Bridge:
     allocated = 0
 
     def __init__(self, settings):
-        self.seconds, self.waited, self.since = settings["sync_timeout"], 0.0, time.monotonic()
-        self.rollout_ranks = settings["rollout_ranks"]
-        self.ranks_per_engine = settings["vllm_tensor_parallel_size"]
+        self.seconds, self.waited, self.since = settings.sync_timeout, 0.0, time.monotonic()
+        self.rollout_ranks = settings.rollout_ranks
+        self.ranks_per_engine = settings.vllm_tensor_parallel_size
         self.engines = self.rollout_ranks // self.ranks_per_engine
-        kind = rollout.engine_class(settings["engine"])
+        kind = rollout.engine_class(settings.engine)
+        if kind is rollout.HFEngine and self.ranks_per_engine > 1:
+            raise ValueError(f"vllm_tensor_parallel_size={self.ranks_per_engine}: engine=hf has one rank")
         self.name, self.weight_names = f"{kind.name}, {self.engines} apart", kind.weight_names
 
     def join(self):
-        """Take this rank's role and return the group that ranks.set_up joins. A collective of all ranks."""
+        """Take this rank's role; return the group that set_up joins. A collective of all ranks."""
         # Some ranks may never come.
-        ranks.watchdog.limit(self.seconds)
+        distributed.watchdog.limit(self.seconds)
         self.store, self.number, world_size = next(dist.rendezvous("env://"))
         self.trainers = world_size - self.rollout_ranks
         self.trains = self.number < self.trainers
@@ -102,7 +99,7 @@ class Bridge:
         sys.excepthook = self._fail
         if self.speaks or not self.trains:
             self._build()
-        ranks.watchdog.limit(0)
+        distributed.watchdog.limit(0)
         return {"store": dist.PrefixStore(f"{role}/", self.store), "rank": rank, "world_size": size}
 
     def _build(self):
@@ -162,12 +159,12 @@ class Bridge:
                 self.dropped[e] += 1
                 dropped += len(part.rollouts)
             parts.append(part)
-        parts, dropped = ranks.from_master((parts, dropped))
+        parts, dropped = distributed.from_master((parts, dropped))
         self.waited += time.monotonic() - began
         figures = {name: sum(part.figures[name] for part in parts) / len(parts) for name in parts[0].figures}
         return Sampled([r for part in parts for r in part.rollouts],
                        [score for part in parts for score in part.greedy],
-                       sum(part.timeouts for part in parts), max(part.position for part in parts),
+                       max(part.position for part in parts),
                        figures | {"async/dropped": dropped})
 
     def _receive(self, e, key):
@@ -214,7 +211,7 @@ class Bridge:
         """Returns how the trainers say that the run begins. From here on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signal)
-        ranks.watchdog.can_save = True
+        distributed.watchdog.can_save = True
         self._await(lambda: self.opening, "rank 0 (trainer) to begin")
         # sys.exit does not call sys.excepthook.
         atexit.register(self._tell_failure, f"{self.me} stops, and its message says why")
@@ -277,7 +274,7 @@ class Bridge:
                             for (name, shape), piece in zip(layout, flat.cpu().split(sizes))]
         except Exception as error:
             self._gone(error)
-        ranks.end(0)
+        distributed.end(0)
 
     def _hear(self):
         return unpacked(lambda tensor: self.gloo.broadcast(tensor, 0).wait(FOREVER))
@@ -299,7 +296,7 @@ class Bridge:
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)
             sys.__stderr__.flush()
         self._tell_failure(f"{'' if str(error).startswith(self.me) else self.me + ' failed: '}{error}")
-        ranks.end(1)
+        distributed.end(1)
 
     def _tell_failure(self, message):
         with contextlib.suppress(RuntimeError):
@@ -324,7 +321,7 @@ class Bridge:
     def _end(self, message):
         with contextlib.suppress(OSError, ValueError):
             print(f"{self.me} ends: {message}", file=sys.stderr)
-        ranks.end(1)
+        distributed.end(1)
 
 
 def in_background(function):
@@ -353,26 +350,18 @@ def kept_ahead(state, settings, folder):
     """
     try:
         kept = {int(step): Sampled.from_json(entry) for step, entry in state["ahead"]}
-        if list(kept) != list(range(state["step"], state["step"] + len(kept))):
-            raise ValueError(f"of the steps {list(kept)!r:.100}")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}: ahead in its state.json is {error}") from error
-    fits = all(state["settings"].get(key) == settings[key] for key in SAMPLED_WITH)
+    fits = all(state["settings"].get(key) == getattr(settings, key) for key in SAMPLED_WITH)
     return kept if fits else {}
 
 
 def note(settings, engines, state, ahead):
-    """Says how the run is placed. state, ahead: of the checkpoint that it goes on from."""
-    s, lines = SimpleNamespace(**settings), []
-    if s.max_staleness:
-        lines.append(f"A step's completions are sampled with weights that are up to {s.max_staleness} steps "
-                     "older: sampling/... compare these two policies.\nAn evaluation compares engine and "
-                     "trainer with the same weights.")
-    if s.in_flight:
-        lines.append("in_flight: weights enter when they come, so the run does not repeat bit for bit")
+    """Says how the run is placed. state, ahead: of the checkpoint that it resumes."""
+    lines = [f"Engines sample with weights that are at most {settings.max_staleness} steps older"
+             + ", and in flight: the run does not repeat bit for bit" * settings.in_flight]
     if state["engines"] != engines:
-        lines.append(f"{state['engines']} engines sampled before, and {engines} do now: sums round "
-                     "differently, so the steps are not bit for bit those of an unbroken run")
+        lines.append(f"{state['engines']} engines sampled before, {engines} do now: sums round differently")
     if state["ahead"] and not ahead:
         lines.append("what was sampled for the next steps does not fit the settings, and is sampled again")
     return "\n".join(lines)

@@ -6,25 +6,19 @@
     evaluation    mean@k, pass@k, maj@k of scored rollouts
 """
 import copy
-import difflib
-import functools
 import importlib
-import importlib.util
 import inspect
+import json
 import math
-import os
 import re
-import signal
-import sys
-import threading
 import time
 from collections import Counter, defaultdict
-from types import SimpleNamespace
+from fractions import Fraction
 
 import numpy as np
 
-from answers import check_answer, extract_answer, plain, value
-from console import one_line
+from tasks.check_answer import check_answer, extract_answer, plain, value
+from runtime.user_code import TimeUp, accepted, escaped, limited, load_from, name_of, shown
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
@@ -38,13 +32,30 @@ def content(completion):
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
+# A final number at the end of a text, such as 7, -3/4 or 0.5, behind "Answer:" or in a box.
+NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
+                    r"([-+]?\d{1,300}(?:\.\d{1,300}|/[1-9]\d{0,300})?)[\s*$}.]*\Z", re.IGNORECASE)
+
+
 def accuracy(prompts, completions, answer, **columns):
-    """Returns 1.0 for each completion whose final answer is the row's `answer`, otherwise 0.0."""
+    """Returns 1.0 for each completion that ends with the row's number as its answer, otherwise 0.0."""
+    found = [NUMBER.search(content(completion)) for completion in completions]
+    return [float(bool(n) and Fraction(n[1]) == Fraction(truth)) for n, truth in zip(found, answer)]
+
+
+def exact_accuracy(prompts, completions, answer, **columns):
+    """Returns 1.0 for each completion whose final answer has the value of the row's `answer`, otherwise 0.0.
+
+    It reads LaTeX, units, intervals and more: tasks/check_answer.py.
+    """
     return [float(check_answer(content(completion), truth)) for completion, truth in zip(completions, answer)]
 
 
+exact_accuracy.__name__ = "accuracy"            # as which it is logged
+
+
 def math_verify(prompts, completions, answer, **columns):
-    """Is accuracy with the package math-verify where exact values do not decide: for algebra and sets."""
+    """exact_accuracy, with the package math-verify where exact values do not decide: for algebra and sets."""
     return [float(check_answer(content(completion), truth, algebra=True))
             for completion, truth in zip(completions, answer)]
 
@@ -74,7 +85,7 @@ def load_reward(spec, task):
     without its package or without answers to compare.
     """
     if not spec:
-        return countdown if task == "countdown" else accuracy
+        return {"countdown": countdown, "algebra": accuracy, "arithmetic": accuracy}.get(task, exact_accuracy)
     if spec == "math_verify":
         if task == "countdown":
             raise ValueError("reward=math_verify needs one right answer, but task=countdown has many")
@@ -85,39 +96,9 @@ def load_reward(spec, task):
                              f"'math-verify[antlr4_13_2]' ({error})") from error
         return math_verify
     function = load_from(spec, "reward", "function", " or math_verify")
-    try:
-        parameters = inspect.signature(function).parameters.keys()
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"reward={spec} does not say which columns it takes ({error})") from error
+    parameters = inspect.signature(function).parameters.keys()
     verl = {"data_source", "solution_str", "ground_truth"} <= parameters
     return one_by_one(function) if verl else function
-
-
-def load_from(spec, key, kind, others=""):
-    """Returns what a spec "file.py:name" stands for.
-
-    For the messages: key is the setting, kind is function or class, others says what else the spec may be.
-    Raises ValueError if there is no such thing, or if the file raises.
-    """
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{key} must be file.py:{kind}{others}, not {spec!r}")
-    if not os.path.isfile(path):
-        raise ValueError(f"{key}: no such file: {path}")
-    module_spec = importlib.util.spec_from_file_location(f"{key}_file", path)
-    module = sys.modules[f"{key}_file"] = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ValueError(f"{key}: {path} raised {shown(error)}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        names = [other for other, value in vars(module).items() if callable(value)]
-        near = ", ".join(difflib.get_close_matches(name, names) or names)
-        raise ValueError(f"{key}: {path} has no {kind} {name}; it has {near or 'none'}")
-    return found
 
 
 def one_by_one(compute_score):
@@ -138,102 +119,8 @@ def one_by_one(compute_score):
     return reward
 
 
-def accepted(function, columns, name=""):
-    # Returns those of the columns that the function takes. name: of it, for a message.
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for p in named:
-        if p.default is p.empty and p.name not in columns:
-            there = ", ".join(columns)
-            raise ValueError(f"{name or 'reward ' + name_of(function)} needs a column {p.name}; "
-                             f"the columns are {there}")
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return columns
-    return {p.name: columns[p.name] for p in named if p.name in columns}
-
-
-def name_of(function):
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def shown(value):
-    # A value or an error that a reward gave, for a message; it may be of any kind.
-    try:
-        return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"{value!r:.100}"
-    except Exception:
-        return f"a value of type {type(value).__name__}"
-
-
-class TimeUp(BaseException):
-    """Says that a reward ran out of time.
-
-    It is not an Exception, so that no `except Exception` in the reward swallows it.
-    """
-
-
-# The signal of our own time limits: rewards may use SIGALRM and its timer themselves.
-SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
-
-
-class Watcher(threading.Thread):
-    """Signals the main thread when its time is up, and again each time as many seconds later.
-
-    There is one for the whole run: a thread for each call would cost a millisecond on a busy machine.
-    """
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.deadline, self.seconds = math.inf, math.inf
-
-    def run(self):
-        while True:
-            time.sleep(min(0.05, self.seconds / 4))
-            if time.monotonic() >= self.deadline:
-                self.deadline += self.seconds
-                signal.pthread_kill(threading.main_thread().ident, SIGNAL)
-
-
-@functools.cache
-def watcher():
-    thread = Watcher()
-    thread.start()
-    return thread
-
-
-def limited(seconds, function, **arguments):
-    # Returns function(**arguments), called in the main thread; raises TimeUp in it every `seconds` seconds
-    # until it ends (0: never). It repeats because some rewards swallow even TimeUp. Python acts on a signal
-    # between its own instructions, and some functions in C, like those of re, look for one as well.
-    if not seconds:
-        return function(**arguments)
-    watch, deadline = watcher(), time.monotonic() + seconds
-
-    def inside():
-        return function(**arguments)
-
-    def stop(_, frame):
-        # Only if `inside` has called what runs now: TimeUp must not come in our own lines, nor later.
-        callers = []
-        while frame := frame.f_back:
-            callers.append(frame.f_code)
-        if inside.__code__ in callers and time.monotonic() >= deadline:
-            raise TimeUp
-
-    # Both handlers stay afterwards: the signals' default action would end the process.
-    signal.signal(SIGNAL, stop)
-    signal.signal(signal.SIGPROF, stop)
-    watch.seconds, watch.deadline = seconds, deadline
-    # The thread cannot signal while a function in C holds Python's lock; this counts the processor's time.
-    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
-    try:
-        return inside()
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        watch.deadline = math.inf
-
-
 def score(reward, rows, completions, timeout, budget=math.inf):
-    """Returns (scores, {part: values}, number of timeouts) of completions, with NaN for what has no value.
+    """Returns scores, {part: values} and who timed out, of completions, with NaN for what has no value.
 
     completions: for each row a string, or where its prompt is a list of messages the list of those that
     follow. A reward without named parts is its own only part, under the function's name. The reward gets
@@ -265,25 +152,25 @@ def score(reward, rows, completions, timeout, budget=math.inf):
 
     end = time.monotonic() + budget
     # The culprit stays 0 if the reward raises for all completions together and for none alone.
-    values, timeouts, culprit = [], 0, 0
+    values, timed_out, culprit = [], [False] * len(rows), 0
     returned, error = call(range(len(rows))) if not hasattr(reward, "one_by_one") else (None, TimeUp())
     if error is None:
         values = checked(reward, returned, len(rows))
     for i in range(len(rows) if error is not None else 0):
         returned, own_error = call([i])
         if isinstance(own_error, TimeUp):
-            returned, timeouts = [0.0], timeouts + 1
+            returned, timed_out[i] = [0.0], True
         elif own_error is not None:
             error, culprit = own_error, i
             break
         values += checked(reward, returned, 1)
     if error is not None and not isinstance(error, TimeUp):
-        raise RuntimeError(f"reward {name_of(reward)} raised {one_line(shown(error))}; "
+        raise RuntimeError(f"reward {name_of(reward)} raised {escaped(shown(error))}; "
                            f"the completion is {content(completions[culprit])[:500]!r}") from error
     names = dict.fromkeys(key for _, parts in values for key in parts)
     totals = [total for total, _ in values]
     named = {key: [parts.get(key, math.nan) for _, parts in values] for key in names}
-    return totals, named or {name_of(reward): totals}, timeouts
+    return totals, named or {name_of(reward): totals}, timed_out
 
 
 def checked(reward, returned, count):
@@ -324,30 +211,30 @@ def checked(reward, returned, count):
 class Scorer:
     """Scores rollouts by the reward and the reward model that a run's settings name.
 
-    scorer(rollouts) sets score, parts and rewards of each rollout and returns the number of timeouts. What an
-    environment gave for an episode and the reward are added up, and a task's own reward is left out where the
-    environment gives rewards. With a reward model the score is reward_weight times that sum plus
-    reward_model_weight times the model's score. Where several are added up an unscored reward counts as 0,
-    and what the model cannot score has no score, unless its weight is 0.
+    scorer(rollouts) sets score, parts, rewards and timed_out of each rollout. What an environment gave for an
+    episode and the reward are added up, and a task's own reward is left out where the environment gives
+    rewards. With a reward model the score is reward_weight times that sum plus reward_model_weight times the
+    model's score. Where several are added up an unscored reward counts as 0, and what the model cannot score
+    has no score, unless its weight is 0.
 
-    settings: what configure returns. device, dtype: where and in which precision the reward model computes.
+    settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     environment: the name of the environment, if it gives rewards. Raises ValueError if the reward or the
     reward model cannot be loaded.
     """
 
     def __init__(self, settings, device, dtype, environment=""):
-        self.settings, self.environment = SimpleNamespace(**settings), environment
+        self.settings, self.environment = settings, environment
         self.reward = self.model = None
-        if self.settings.reward != "none" and not (environment and not self.settings.reward):
-            self.reward = load_reward(self.settings.reward, self.settings.task)
-        if self.settings.reward_model:
+        if settings.reward != "none" and not (environment and not settings.reward):
+            self.reward = load_reward(settings.reward, settings.task)
+        if settings.reward_model:
             # Only those who use a reward model wait for this import.
-            from reward_models import RewardModel
-            self.model = RewardModel(self.settings.reward_model, device, dtype, self.settings.token_budget)
+            from runtime.reward_model import RewardModel
+            self.model = RewardModel(settings.reward_model, device, dtype, settings.token_budget)
         if not self.reward and not self.model and not environment:
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
-    def try_on(self, rows):
+    def check_with(self, rows):
         """Scores two made-up completions of rows, so that what is broken shows before a model is trained.
 
         Raises ValueError if the reward or the reward model cannot score them.
@@ -359,10 +246,10 @@ class Scorer:
             timeout, two = self.settings.reward_timeout, (rows * 2)[:2]
             completions = [made_up(row["prompt"], text) for row, text in zip(two, ["Answer: 0", ""])]
             try:
-                _, _, timeouts = score(self.reward, two, completions, timeout)
+                _, _, timed_out = score(self.reward, two, completions, timeout)
             except RuntimeError as error:
                 raise ValueError(error) from error
-            if timeouts:
+            if any(timed_out):
                 raise ValueError(f"reward {name_of(self.reward)} took more than reward_timeout={timeout:g} "
                                  "seconds for one completion")
         if self.model:
@@ -370,14 +257,22 @@ class Scorer:
             self.model.score([prompt] * 2, [made_up(prompt, text) for text in ("Answer: 0", "0")])
 
     def __call__(self, rollouts):
-        if not rollouts:
-            return 0
+        if self.reward is accuracy and not self.model and not self.settings.environment:
+            # Single answers with a number: no code of the user's runs that might hang or raise.
+            scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
+            for r, right in zip(rollouts, scores):
+                r.score, r.parts, r.rewards = right, {"accuracy": right}, np.array([right], np.float32)
+        elif rollouts:
+            self._score(rollouts)
+
+    def _score(self, rollouts):
+        # By any reward, with an environment or a reward model or without.
         s, rows = self.settings, [rollout.row for rollout in rollouts]
         completions = [rollout.completion for rollout in rollouts]
-        scores, parts, timeouts = [math.nan] * len(rollouts), {}, 0
+        scores, parts, timed_out = [math.nan] * len(rollouts), {}, [False] * len(rollouts)
         if self.reward:
-            scores, parts, timeouts = score(self.reward, rows, completions, s.reward_timeout,
-                                            s.reward_step_timeout or math.inf)
+            scores, parts, timed_out = score(self.reward, rows, completions, s.reward_timeout,
+                                             s.reward_step_timeout or math.inf)
         # What the environment gave at each turn.
         given = [rollout.rewards.astype(float) if self.environment else np.zeros(len(rollout.spans))
                  for rollout in rollouts]
@@ -394,10 +289,10 @@ class Scorer:
         for i, (rollout, turns) in enumerate(zip(rollouts, given)):
             rollout.score = math.nan if rollout.finish_reason == "error" else scores[i]
             rollout.parts = {name: values[i] for name, values in parts.items()}
+            rollout.timed_out = timed_out[i]
             # What belongs to no turn stands at the last one.
             turns[-1] += rollout.score - turns.sum()
             rollout.rewards = turns.astype(np.float32)
-        return timeouts
 
 
 def part_means(rollouts, prefix):
@@ -439,3 +334,52 @@ def evaluation(rollouts, k):
             values[f"{name}/maj@{k}"].append(scores[winner])
     means = {name: sum(each) / len(each) for name, each in values.items()}
     return means | part_means(rollouts, "eval/rewards")
+
+
+def rollout_metrics(rollouts, engines):
+    """What a log says of sampled and scored rollouts; its means ignore scores and parts that are NaN.
+
+    engines: how many sampled them; the time that environments took is said per engine.
+    """
+    lengths = [len(r.logprobs) for r in rollouts]
+    scores = np.array([r.score for r in rollouts])
+    figures = {"reward": 0.0 if np.isnan(scores).all() else float(np.nanmean(scores)),
+               "rewards/unscored": int(np.isnan(scores).sum()), **part_means(rollouts, "rewards"),
+               "rewards/timeouts": sum(r.timed_out for r in rollouts),
+               "completions/mean_length": sum(lengths) / len(lengths),
+               "completions/min_length": min(lengths), "completions/max_length": max(lengths),
+               "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}
+    return figures | episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else figures
+
+
+def episode_metrics(rollouts, engines):
+    # What a log says of episodes with an environment.
+    turns, calls = sum(len(r.spans) for r in rollouts), sum(r.counts["calls"] for r in rollouts)
+    inserted = sum(len(r.ids) - len(r.prompt_ids) - len(r.logprobs) for r in rollouts)
+    ended = Counter(r.finish_reason for r in rollouts)
+    return {"episodes/turns": turns / len(rollouts), "episodes/inserted_tokens": inserted / len(rollouts),
+            **{f"episodes/ended/{'done' if reason == 'stop' else reason}": ended[reason] / len(rollouts)
+               for reason in ("stop", "length", "turns", "timeout", "error")},
+            "tools/call_frequency": calls / len(rollouts),
+            "tools/failure_frequency": sum(r.counts["failures"] for r in rollouts) / max(calls, 1),
+            "timing_s/environment": sum(r.counts["seconds"] for r in rollouts) / engines}
+
+
+def sample_lines(rollouts):
+    """What samples.jsonl says of a step: the first rollout of each of its first eight prompts."""
+    first = [r for i, r in enumerate(rollouts) if i == 0 or r.row != rollouts[i - 1].row]
+    return [{"prompt": r.row["prompt"],
+             "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
+             "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in first[:8]]
+
+
+def conversation(completion):
+    """The text of a completion; of an episode's messages, with what the policy did not say in brackets."""
+    if isinstance(completion, str):
+        return completion
+    texts = []
+    for message in completion:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
+        text = " ".join(part for part in [message["content"], *calls] if part)
+        texts.append(text if message["role"] == "assistant" else f"[{text}]")
+    return " ".join(texts)

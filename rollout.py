@@ -3,8 +3,8 @@ Rollout: prompts in, sampled tokens and their logprobs out. Both engines have th
 attributes name, weight_names and allocated.
 
     add(request)                    queues a Request
-    step()                          goes on with all that are queued; returns the Answers that are finished
-    switch(version)                 goes on with other weights, also in the middle of requests
+    step()                          samples for all that are queued; returns the Answers that are finished
+    switch(version)                 takes other weights, also in the middle of requests
     load_weights(named_tensors)     later steps use them
     close()
 
@@ -16,10 +16,9 @@ nats, are those of the distribution that was sampled from, after temperature, to
 has a seed of its own, so a run repeats no matter what else is in the batch.
 """
 import contextlib
+import functools
 import gc
-import glob
 import importlib.util
-import json
 import math
 import os
 import warnings
@@ -29,11 +28,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, DynamicCache, GenerationConfig
+from transformers import AutoConfig, DynamicCache
 
-from files import in_words, opened
-from loading import model_class
-from models import head_logits
+from runtime.logprobs import head_logits
+from runtime.check_model import model_class, reading
+from runtime.vllm_workarounds import (compute_logits_in_float32, has_head, shared_memory_of_its_own,
+                                      take_kernels)
 
 
 @dataclass
@@ -47,9 +47,10 @@ class Rollout:
     completion: object = ""  # what follows the prompt: a string, or messages where the prompt is messages
     score: float = math.nan  # what it is worth; NaN: it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
+    timed_out: bool = False  # whether the reward took too long for it
     rewards: np.ndarray = None                  # float32 [S]: the share of each span in the score
     counts: dict = field(default_factory=dict)  # of an episode: tool calls, failures, the environment's time
-    versions: tuple = ((0, 0),)                 # from which of the sampled tokens on, by which weights
+    versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from it on)
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason):
@@ -82,191 +83,50 @@ class Answer(NamedTuple):
 
 
 def as_json(rollout):
-    """A Rollout as a dict that JSON can hold; of its row, the prompt and the answer."""
+    """A Rollout as a dict that JSON can hold; of its row, only the prompt and the answer."""
     r = rollout
-    return {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
-            "finish_reason": r.finish_reason, "score": r.score, "completion": r.completion, "parts": r.parts,
-            "rewards": None if r.rewards is None else r.rewards.tolist(), "counts": r.counts,
-            "versions": r.versions, "row": r.row and {key: r.row.get(key) for key in ("prompt", "answer")}}
+    row = r.row and {key: r.row.get(key) for key in ("prompt", "answer")}
+    rewards = None if r.rewards is None else r.rewards.tolist()
+    return vars(r) | {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
+                      "row": row, "rewards": rewards}
 
 
 def from_json(entry):
-    """The Rollout of such a dict, of which all up to the score has to be there. Raises ValueError."""
+    """The Rollout of such a dict. Raises ValueError for anything else."""
     try:
-        ids, spans = np.array(entry["ids"]), np.array(entry["spans"])
-        logprobs = np.array(entry["logprobs"], np.float32)
-        starts, ends = spans.T
-        if not (ids.ndim == logprobs.ndim == 1 and spans.ndim == 2
-                and ids.dtype.kind == spans.dtype.kind == "i" and 0 <= ids.min() and ids.max() < 2 ** 31
-                and np.isfinite(logprobs).all()
-                and 0 < starts[0] and (starts < ends).all() and (ends[:-1] <= starts[1:]).all()
-                and ends[-1] <= len(ids) and (ends - starts).sum() == len(logprobs)):
-            raise ValueError("its ids, spans and logprobs do not fit")
-        rest = {key: entry[key] for key in ("row", "completion", "parts", "counts") if key in entry}
-        if entry.get("rewards") is not None:
-            rest["rewards"] = np.array(entry["rewards"], np.float32)
-        if "versions" in entry:
-            rest["versions"] = tuple((int(start), int(version)) for start, version in entry["versions"])
-        return Rollout(ids.astype(np.int32), spans.astype(np.int32), logprobs, entry["finish_reason"],
-                       score=float(entry["score"]), **rest)
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError) as error:
+        arrays = {"ids": np.array(entry["ids"], np.int32),
+                  "logprobs": np.array(entry["logprobs"], np.float32),
+                  "spans": np.array(entry["spans"], np.int32).reshape(-1, 2),
+                  "rewards": entry["rewards"] and np.array(entry["rewards"], np.float32),
+                  "versions": tuple((int(start), int(version)) for start, version in entry["versions"])}
+        return Rollout(**entry | arrays)
+    except (ValueError, TypeError, KeyError, OverflowError, AttributeError) as error:
         raise ValueError(f"{error!r:.200}") from error
-
-
-def save_rollouts(path, settings, rollouts, greedy=None):
-    """Write rollouts, and the settings they were made with, to a JSONL file in a checkpoint, for replay.py.
-
-    greedy: the scores of ReMax's greedy completions, one per prompt. Returns None, or what went wrong.
-    """
-    group = len(rollouts) // len(greedy) if greedy is not None else 0
-    # Not in the checkpoint: what a kill leaves there would count as damage.
-    part = os.path.join(os.path.dirname(os.path.dirname(path)), "rollouts.jsonl.part")
-    try:
-        with opened(part, "w") as file:
-            file.write(json.dumps(settings) + "\n")
-            for s, r in enumerate(rollouts):
-                line = as_json(r)
-                if group and s % group == 0:
-                    line["greedy"] = float(greedy[s // group])
-                file.write(json.dumps(line) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        return f"{path} could not be written: {in_words(error)}"
-
-
-def load_rollouts(path):
-    """What save_rollouts wrote: (settings, rollouts, greedy). Raises ValueError with the line at fault."""
-    settings, rollouts, greedy = {}, [], []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                entry = json.loads(line)
-                if number == 1:
-                    settings = dict(entry)
-                    continue
-                rollouts.append(from_json(entry))
-                greedy += [float(entry["greedy"])] if "greedy" in entry else []
-            except (ValueError, TypeError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: not a line of kept rollouts: {error!r:.200}") from error
-    group = settings.get("num_generations")
-    if type(group) is not int or not rollouts or group < 1 or len(rollouts) % group:
-        raise ValueError(f"{path}: {len(rollouts)} rollouts are no groups of num_generations={group}")
-    return settings, rollouts, greedy
 
 
 def engine_class(engine):
     """The class for engine vllm, hf, or auto, which is vllm where it is installed and hf elsewhere.
 
-    Raises ValueError for another name, or for vllm where it is not installed.
+    Raises ValueError for vllm where it is not installed.
     """
-    if engine not in ("auto", "vllm", "hf"):
-        raise ValueError(f"engine={engine}: choose auto, vllm or hf")
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
-        raise ValueError("engine=vllm, but vLLM is not installed: "
-                         "install requirements.txt, or take --engine=hf")
+        raise ValueError("engine=vllm needs vLLM: install requirements.txt, or take --engine=hf")
     return VLLMEngine if installed and engine != "hf" else HFEngine
 
 
-def end_tokens(model, tokenizer):
-    """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
+def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+    """Prompts in, rollouts out: n adjacent Rollouts for each data.Prompt, each of them one answer.
 
-    The first of the three that names any is taken. Raises ValueError if none does, if what it names is no
-    token of the model, or if the generation config is damaged.
+    seeds: one per prompt, for seed, seed + 1, ... max_tokens: a longer answer is cut off.
     """
-    ids, config = None, AutoConfig.from_pretrained(model)
-    if not os.path.isdir(model) or os.path.lexists(f"{model}/generation_config.json"):
-        try:
-            ids = GenerationConfig.from_pretrained(model).eos_token_id
-        except Exception as error:
-            # A model of the hub may have none.
-            if os.path.isdir(model):
-                raise ValueError(f"{model}/generation_config.json cannot be read: {error!r:.300}") from error
-    for other in (getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
-        ids = other if ids is None else ids
-    if ids is None:
-        raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
-                         "names an end-of-sequence token")
-    ids, size = ids if isinstance(ids, list) else [ids], config.get_text_config().vocab_size
-    if not ids or any(type(one) is not int or not 0 <= one < size for one in ids):
-        raise ValueError(f"model={model}: eos_token_id={ids} in its generation config, config or tokenizer; "
-                         f"a completion ends with a token, from 0 to {size - 1}")
-    return ids
-
-
-def compare_logprobs(rollouts, logps, bound, tokenizer):
-    """Metrics of the trainer's logprobs, {s: [len]}, against the engine's for the same tokens of rollouts[s].
-
-    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
-    sync, a wrong temperature, or a model that one side computes wrongly: training on would be off-policy, and
-    nobody would know. Raises RuntimeError with the worst tokens; with an infinite bound, for weights that are
-    known to differ, only if the gap is not finite. A collective: every rank calls it, with or without any
-    logprobs.
-    sampling_logp_difference   |trainer - engine|; its p99 is that of the rank where it is largest
-    importance_sampling_ratio  w = exp(trainer - engine); nothing is truncated here
-    effective_sample_size      (sum w)^2 / (n sum w^2), as a share of the tokens
-    kl                         KL(engine || trainer), by k3
-    """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
-    theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)]).to(device)
-    gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    k3 = ratio - 1 - (ours - theirs)
-    sums = torch.stack([torch.tensor(float(len(gap)), device=device),
-                        *(x.sum() for x in (gap, ratio, ratio.square(), k3))])
-    peaks = torch.full((4,), -math.inf, device=device)
-    if len(gap):
-        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
-        peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
-    dist.all_reduce(sums)
-    dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
-    gap_p99, gap_max, ratio_max, ratio_min = (peaks * torch.tensor([1, 1, 1, -1], device=device)).tolist()
-    # Where no token was trained on, nothing can have gone wrong.
-    if sums[0] == 0:
-        gap_mean, gap_p99, gap_max, kl = 0.0, 0.0, 0.0, 0.0
-        ratio_mean, ratio_max, ratio_min, square_mean = 1.0, 1.0, 1.0, 1.0
-    if not (gap_mean <= bound and math.isfinite(gap_mean)):
-        tokens = [(rollouts[s], t) for s in logps for t in range(len(logps[s]))]
-        worst = [(*tokens[c], ours[c]) for c in gap.argsort(descending=True)[:8].tolist()]
-        raise RuntimeError(
-            f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
-            "The worst tokens here:\n" + "\n".join(
-                f"  {tokenizer.decode(r.sampled_ids[:t])!r} + {tokenizer.decode(r.sampled_ids[t])!r}: "
-                f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}" for r, t, logp in worst))
-    return {f"sampling/{name}": value for name, value in {
-        "sampling_logp_difference/mean": gap_mean, "sampling_logp_difference/p99": gap_p99,
-        "sampling_logp_difference/max": gap_max, "importance_sampling_ratio/min": ratio_min,
-        "importance_sampling_ratio/mean": ratio_mean, "importance_sampling_ratio/max": ratio_max,
-        "effective_sample_size": ratio_mean ** 2 / square_mean, "kl": kl}.items()}
-
-
-def give_float32_head(model):
-    """Let a model of vLLM 0.25 compute logits in float32; that version is the last that needs this."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    # The embedding may be the head as well; apply is only for logits.
-    for layer in model.modules():
-        if isinstance(method := getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
-            method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
-
-
-def has_head(model):
-    """Whether a model of vLLM has an output head of its own."""
-    return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
-
-
-def take_kernels(model):
-    """Take the kernels away from the mixtures of experts in a model of vLLM; returns {owner: kernel}.
-
-    The CPU build of vLLM 0.32 packs experts only where there is no kernel yet, and so computes wrongly with
-    new ones. To be removed once it packs them whenever they are loaded.
-    """
-    owners = [layer.quant_method for layer in model.modules()
-              if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None]
-    kernels = {owner: owner.moe_kernel for owner in owners}
-    for owner in owners:
-        owner.moe_kernel = None
-    return kernels
+    rollouts = engine.generate([prompt.ids for prompt in prompts], n, seeds, max_tokens, temperature, top_p,
+                               top_k)
+    for i, r in enumerate(rollouts):
+        r.row = prompts[i // n].row
+        text = tokenizer.decode(r.ids[r.spans[0, 0]:], skip_special_tokens=True)
+        r.completion = text if isinstance(r.row["prompt"], str) else [{"role": "assistant", "content": text}]
+    return rollouts
 
 
 class Engine:
@@ -280,10 +140,6 @@ class Engine:
     def add(self, request):
         self.added.append(request)
         self.versions[request.name] = {0: self.version}
-
-    def answer(self, name, *sampled):
-        # The ranks that follow know no versions, and nobody asks them.
-        return Answer(name, *sampled, tuple(self.versions.pop(name, {}).items()))
 
     def switch(self, version):
         """Go on with the weights of this version, also in the middle of requests; their KV cache stays."""
@@ -328,11 +184,36 @@ class VLLMEngine(Engine):
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  float32_head=True, apart=False):
+        self.cuda, self.apart, self.asleep = torch.cuda.is_available(), apart, set()
+        self.sleeps = self.cuda and not apart
+        self.eos_ids, self.added, self.versions = eos_ids, [], {}
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        gc.disable()                                           # its imports take a third less time without it
+        try:
+            self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size,
+                                  float32_head)
+            if not self.cuda:
+                self._try_kernels(max_length)
+        except Exception as error:
+            # Of a pydantic error the first line says nothing, and what follows the second is noise.
+            reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
+            raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
+                             f"{' '.join(reason).partition(' [type=')[0][:300] or repr(error)}") from error
+        finally:
+            gc.freeze()
+            gc.enable()
+        self.has_head = all(self.llm.apply_model(has_head))
+        # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
+        self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
+        from vllm.distributed import get_tp_group
+        self.group = get_tp_group()                            # the ranks that share this engine
+        self._sleep()
+
+    def _make(self, model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size, float32_head):
+        # vLLM's own object, made with the arguments that each of this project's guarantees needs.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine runs in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        self.cuda, self.asleep = torch.cuda.is_available(), set()
-        self.sleeps, self.apart = self.cuda and not apart, apart
         if not self.cuda:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
@@ -342,27 +223,21 @@ class VLLMEngine(Engine):
         import vllm
         from vllm.sampling_params import RequestOutputKind
         self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
-        self.eos_ids, self.added, self.versions = eos_ids, [], {}
-        before = torch.cuda.memory_allocated() if self.cuda else 0
-        shared = tensor_parallel_size > 1 and not self.cuda
-        if shared:
-            self._name_shared_memory()
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
-        gc.disable()                                           # making it imports much, as in the scripts
-        try:
-            config = vllm.EngineArgs(**arguments).create_model_config()
-            if config.is_multimodal_model:
-                arguments["language_model_only"] = True
-            # Without chunks vLLM cannot keep the states of such layers in its prefix cache. The cache holds
-            # whole blocks, and the CPU build's blocks of 128 tokens are longer than most turns.
-            if not self.cuda:
-                stateful = config.is_hybrid or config.is_attention_free
-                arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
-            # Apart from the trainer, weights change between two steps, and the second must not have begun by
-            # then.
-            if apart:
-                arguments["async_scheduling"] = False
-            self.llm = vllm.LLM(
+        config = vllm.EngineArgs(**arguments).create_model_config()
+        if config.is_multimodal_model:
+            arguments["language_model_only"] = True
+        # Without chunks vLLM cannot keep the states of such layers in its prefix cache. The cache holds whole
+        # blocks, and the CPU build's blocks of 128 tokens are longer than most turns.
+        if not self.cuda:
+            stateful = config.is_hybrid or config.is_attention_free
+            arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
+        # Apart from the trainer, weights change between two steps; the second must not have begun by then.
+        if self.apart:
+            arguments["async_scheduling"] = False
+        ranks_share = tensor_parallel_size > 1 and not self.cuda
+        with shared_memory_of_its_own() if ranks_share else contextlib.nullcontext():
+            llm = vllm.LLM(
                 **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
                 enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
                 tensor_parallel_size=tensor_parallel_size,
@@ -370,29 +245,15 @@ class VLLMEngine(Engine):
                 logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
                 enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
-            # A kernel that the CPU build lacks shows here, not in the middle of the run.
-            if not self.cuda:
-                trial = [Request(0, [0] * min(8, max_length - 1), 0, 1)]
-                while not self._step(trial):
-                    trial = []
-        except Exception as error:
-            # Of a pydantic error the first line says nothing, and what follows the second is noise.
-            reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
-            raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
-                             f"{' '.join(reason).partition(' [type=')[0][:300] or repr(error)}") from error
-        finally:
-            gc.freeze()
-            gc.enable()
-        if shared:
-            self._unlink_shared_memory()
-        self.has_head = all(self.llm.apply_model(has_head))
-        # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
-        self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
-        if float32_head and vllm.__version__.startswith("0.25."):   # head_dtype came with 0.26
-            self.llm.apply_model(give_float32_head)
-        from vllm.distributed import get_tp_group
-        self.group = get_tp_group()                            # the ranks that share this engine
-        self._sleep()
+        if float32_head and vllm.__version__.startswith("0.25."):
+            llm.apply_model(functools.partial(compute_logits_in_float32, head_logits))
+        return llm
+
+    def _try_kernels(self, max_length):
+        # A kernel that the CPU build lacks shows here, not in the middle of the run.
+        trial = [Request(0, [0] * min(8, max_length - 1), 0, 1)]
+        while not self._step(trial):
+            trial = []
 
     def serve(self, jobs, play):
         size, place = self.group.world_size, self.group.rank_in_group
@@ -442,8 +303,9 @@ class VLLMEngine(Engine):
                 seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
                 logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))                 # these alone end it
-        return [self.answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
-                            sample.finish_reason)
+        # The ranks that follow know no versions, and nobody asks them.
+        return [Answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
+                       sample.finish_reason, tuple(self.versions.pop(int(output.request_id), {}).items()))
                 for output in engine.step() if output.finished for sample in output.outputs]
 
     def load_weights(self, named_tensors):
@@ -465,25 +327,6 @@ class VLLMEngine(Engine):
         self._wake()                                           # shut down asleep, it would unmap memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
-
-    def _name_shared_memory(self):
-        # vLLM 0.32's CPU build gives the memory that the ranks of an engine share the same name in every run,
-        # so two runs would write into each other's. With the port of torchrun's store and the role of this
-        # rank the name is the engine's own. To be removed once vLLM makes it unique.
-        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-        self.prefix = f"{os.environ['MASTER_PORT']}-{os.environ.get('ROLE_NAME', '')}"
-        make_name = _CPUSHMDistributed.make_group_name
-        _CPUSHMDistributed.make_group_name = staticmethod(
-            lambda communicator: f"{self.prefix}-" + make_name(communicator).replace("/", ""))
-        self._unlink_shared_memory()
-
-    def _unlink_shared_memory(self):
-        # The processes that have it mapped keep it; a kill -9 leaves nothing behind.
-        dist.barrier()
-        for path in glob.glob(f"/dev/shm/{self.prefix}-*-cpushm*"):
-            with contextlib.suppress(FileNotFoundError):       # another rank may be first
-                os.unlink(path)
-        dist.barrier()
 
     def _sleep(self):
         if self.sleeps and len(self.asleep) < 2:
@@ -515,7 +358,8 @@ class HFEngine(Engine):
         config = AutoConfig.from_pretrained(model)
         if not (kind := model_class(config)):
             raise ValueError(f"engine=hf cannot run {model}: {config.model_type} does not generate text")
-        self.model = kind.from_pretrained(model, dtype=dtype).to(self.device).eval()
+        with reading(f"model={model}: its weights"):
+            self.model = kind.from_pretrained(model, dtype=dtype).to(self.device).eval()
         head = self.model.get_output_embeddings()
         head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
                                                   float32_head)[:, None]                        # [B, 1, V]
@@ -571,7 +415,8 @@ class HFEngine(Engine):
                 rows, mask = rows[kept], mask[kept]
                 cache.reorder_cache(kept)
             logits = self._forward(tokens[rows, t][:, None], mask, cache)
-        return [self.answer(request.name, ids[:length], logps[:length], "stop" if stop else "length")
+        return [Answer(request.name, ids[:length], logps[:length], "stop" if stop else "length",
+                       tuple(self.versions.pop(request.name).items()))
                 for request, ids, logps, length, stop in zip(requests, *(
                     x.tolist() for x in (tokens, logprobs, lengths, ended)))]
 

@@ -1,4 +1,8 @@
-"""Weights on their way from the trainer to the engine."""
+"""Weights on their way from the trainer to the engine, and whether they arrived."""
+import math
+
+import torch
+import torch.distributed as dist
 from transformers.core_model_loading import revert_weight_conversion
 
 
@@ -27,3 +31,53 @@ def full_weights(policy, dtype=None, names=None):
             yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
         else:
             yield name, tensor
+
+
+def compare_logprobs(rollouts, logps, bound, tokenizer):
+    """Metrics of the trainer's logprobs, {s: [len]}, against the engine's for the same tokens of rollouts[s].
+
+    Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken weight sync, a
+    wrong temperature, or a model that one side computes wrongly: training would be off-policy, and nobody
+    would know. Raises RuntimeError with the worst tokens. An infinite bound is for weights that are known to
+    differ; then only a gap that is not finite raises. A collective: every rank calls it, with or without any
+    logprobs.
+    sampling_logp_difference   |trainer - engine|; its p99 is that of the rank where it is largest
+    importance_sampling_ratio  w = exp(trainer - engine); nothing is truncated here
+    effective_sample_size      (sum w)^2 / (n sum w^2), as a fraction of the tokens
+    kl                         KL(engine || trainer), by k3
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
+    theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)]).to(device)
+    gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
+    k3 = ratio - 1 - (ours - theirs)
+    sums = torch.stack([torch.tensor(float(len(gap)), device=device),
+                        *(x.sum() for x in (gap, ratio, ratio.square(), k3))])
+    peaks = torch.full((4,), -math.inf, device=device)
+    if len(gap):
+        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
+        peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
+    dist.all_reduce(sums)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    if sums[0] == 0:                                    # where no token was trained on, nothing can be wrong
+        sums, peaks = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, -1])
+    gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
+    gap_p99, gap_max, ratio_max, minus_ratio_min = peaks.tolist()
+    if not (gap_mean <= bound and math.isfinite(gap_mean)):
+        raise RuntimeError(
+            f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
+            f"The worst tokens here:\n{worst_tokens(rollouts, logps, gap, tokenizer)}")
+    return {f"sampling/{name}": value for name, value in {
+        "sampling_logp_difference/mean": gap_mean, "sampling_logp_difference/p99": gap_p99,
+        "sampling_logp_difference/max": gap_max, "importance_sampling_ratio/min": -minus_ratio_min,
+        "importance_sampling_ratio/mean": ratio_mean, "importance_sampling_ratio/max": ratio_max,
+        "effective_sample_size": ratio_mean ** 2 / square_mean, "kl": kl}.items()}
+
+
+def worst_tokens(rollouts, logps, gap, tokenizer):
+    # A line for each of the tokens whose gap, [C], is largest: what it follows, and both logprobs.
+    tokens = [(rollouts[s], t, logp) for s in logps for t, logp in enumerate(logps[s].tolist())]
+    return "\n".join(
+        f"  {tokenizer.decode(r.sampled_ids[:t])!r} + {tokenizer.decode(r.sampled_ids[t])!r}: "
+        f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}"
+        for r, t, logp in (tokens[c] for c in gap.argsort(descending=True)[:8].tolist()))

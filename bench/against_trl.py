@@ -47,7 +47,7 @@ def run_under_trl():
 
     import data
     import rewards
-    import tiny
+    from tiny import pretrain
     given, cuda = os.path.exists(f"{work}/rollouts.json"), torch.cuda.is_available()
     settings = {"num_generations": 8, "per_device_train_batch_size": micro_batch, "beta": 0.0,
                 "loss_type": "dapo", "gradient_checkpointing": False, "bf16": cuda, "use_cpu": not cuda,
@@ -61,7 +61,7 @@ def run_under_trl():
             name: column(name) for name in ("prompt_ids", "completion_ids", "logprobs")}}
         settings |= {"gradient_accumulation_steps": len(rollouts) // micro_batch,
                      "max_completion_length": max(map(len, column("completion_ids")))}
-        model, tokenizer = f"{work}/model", tiny.make_tokenizer()
+        model, tokenizer = f"{work}/model", pretrain.make_tokenizer()
         rows = [{"prompt": str(i)} for i in range(len(rollouts))]
         reward = lambda completions, **_: torch.randn(len(completions)).tolist()
     else:
@@ -159,7 +159,7 @@ if only in "whole step, launch":
             launch_here.append(seconds)
             with open(f"{folder}/run/metrics.jsonl") as file:
                 ours.append(statistics.median(json.loads(line)["timing_s/step"] for line in list(file)[1:10]))
-        seconds, figures = run("step", trl, "-m", "bench.against_trl", "--work=out/tiny", "--repeats=9")
+        seconds, figures = run("step", trl, "-m", "bench.against_trl", "--work=tiny/algebra", "--repeats=9")
         launch_there.append(seconds)
         theirs.append(json.loads(figures)["s"])
     compare("whole step", "s", ours, theirs)

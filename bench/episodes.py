@@ -3,26 +3,27 @@ How much it helps that every episode goes on as soon as it can, and that slow en
 
     python -m bench.episodes
 
-The model is tiny.py's with random weights, and the lengths of turns are drawn: most have a few tokens, one in
-eight has many. For the first table the same episodes are also played with an engine that hands out its
-answers when the slowest of a turn is finished. In the second table every step of the environment takes
-`delay` seconds.
+The model is tiny/pretrain.py's with random weights, and the lengths of turns are drawn: most have a few
+tokens, one in eight has many. For the first table the same episodes are also played with an engine that hands
+out its answers when the slowest of a turn is finished. In the second table every step of the environment
+takes `delay` seconds.
 """
 import random
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 
 import torch
 
-import ranks
 import rollout
-import settings as shared
-import tiny
-from configurator import configure
+from config import shared
+from configurator import check, configure
 from data import encode_rows
 from episodes import Player
-from loading import load_tokenizer
+from runtime import distributed
+from runtime.check_model import load_tokenizer
+from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 episodes = 256                  # of one to six turns
 short = 16                      # tokens, the longest of most turns
@@ -35,6 +36,7 @@ engine = "vllm"
 pairs = 5                       # of measurements; the tables show medians
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
+check(engine in ("vllm", "hf"), f"engine={engine}: choose vllm, hf")
 ENVIRONMENT = f'''
 import time
 class Game:
@@ -76,18 +78,19 @@ class Paced:
 def seconds(sampler, name, rows, threads=0):
     """The time that these episodes take, and their tokens."""
     settings = {key: value for key, value in vars(shared).items() if not key.startswith("_")}
-    player = Player(settings | {"environment": f"{folder}/game.py:{name}", "environment_workers": threads,
-                                "max_completion_length": 900, "max_prompt_length": 32}, tokenizer, eos_ids)
+    settings |= {"environment": f"{folder}/game.py:{name}", "environment_workers": threads,
+                 "max_completion_length": 900, "max_prompt_length": 32}
+    player = Player(SimpleNamespace(**settings), tokenizer, eos_ids)
     prompts = encode_rows(tokenizer, list(enumerate(rows)))
     started = time.perf_counter()
     rollouts = player.play(sampler, prompts, 1, [1000 * i for i in range(len(prompts))], 1.0)
     return time.perf_counter() - started, sum(len(r.logprobs) for r in rollouts)
 
 
-ranks.set_up()
+distributed.set_up()
 with tempfile.TemporaryDirectory() as folder:
-    tokenizer = tiny.make_tokenizer()
-    tiny.save(tiny.make_model(tokenizer), tokenizer, f"{folder}/model")
+    tokenizer = pretrain.make_tokenizer()
+    pretrain.save(pretrain.make_model(tokenizer), tokenizer, f"{folder}/model")
     tokenizer = load_tokenizer(f"{folder}/model")
     with open(f"{folder}/game.py", "w") as file:
         file.write(ENVIRONMENT)
@@ -125,4 +128,4 @@ with tempfile.TemporaryDirectory() as folder:
     ratio = statistics.median(b / a for a, b in list(zip(*list(times.values())[:2]))[1:])
     print(f"    ratio                {ratio:6.2f}")
     sampler.close()
-ranks.leave()
+distributed.leave()

@@ -11,7 +11,7 @@ All that needs a GPU to be tested or measured, each part under its command.
     colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
     speed       updates of Qwen3-0.6B's shape: long sequences, shared prompts, memory, the attention kernel
     rollouts    sampling and weight sync of that shape
-    base        a larger base model, made with tiny.py
+    base        a larger base model, made with tiny/pretrain.py
     larger      GRPO of that base, and the result sampled anew
     trl         bench/against_trl.py's update of Qwen3-0.6B's shape
 
@@ -37,7 +37,7 @@ length = 1024                   # tokens of a sequence; in speed also 4 and 16 t
 sequences = 128                 # of that length; in speed also four times as many, for the memory
 cycles = 100                    # of colocation
 # of base, larger and trl
-base = "config/larger_base.py"  # settings for tiny.py
+base = "config/larger_base.py"  # settings for tiny/pretrain.py
 larger = "config/larger.py"     # settings for train_grpo.py
 trl = "out/trl/bin/python"      # the interpreter that has TRL
 # ------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,8 @@ if "speed" in chosen:
     bench("checkpointing", f"--gradient_checkpointing=true --repeats=2 {work(length, sequences)}")
 if "rollouts" in chosen:
     bench("rollouts", f"--engine=vllm {work(length, sequences)}")
-if "base" in chosen and (done := call("base", f"{sys.executable} tiny.py {base} --out={out_dir}/base")):
+command = f"{sys.executable} -m tiny.pretrain {base} --out={out_dir}/base"
+if "base" in chosen and (done := call("base", command)):
     print(f"  {done[1]:.0f} s")
 command = f"torchrun train_grpo.py {larger} --model={out_dir}/base"
 if "larger" in chosen and (folder := train("larger", command)):
@@ -137,8 +138,8 @@ if "larger" in chosen and (folder := train("larger", command)):
         settings = json.load(file)
     same = " ".join(f"--{key}={settings[key]}"
                     for key in ("task", "difficulty", "eval_prompts", "max_completion_length", "engine"))
-    if done := call("sample", f"{sys.executable} sample.py {same} --samples={settings['eval_samples']} "
-                              f"--model={folder}/checkpoint-{settings['max_steps']}"):
+    if done := call("evaluate", f"{sys.executable} evaluate_model.py {same} --samples={settings['eval_samples']} "
+                                f"--model={folder}/checkpoint-{settings['max_steps']}"):
         print(*("  " + line for line in done[0].splitlines() if line.startswith("eval/")
                 and line.count("/") == 1), sep="\n")
 if "trl" in chosen:

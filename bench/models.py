@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import transformers
 
-import tiny
 from configurator import check, configure
-from loading import model_class
+from runtime.check_model import model_class
+from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 only = ""                       # names of families, separated by commas; empty: all
 out_dir = "out/models"          # of the models and their runs
@@ -144,8 +144,8 @@ ENGINES = {
 
 
 def make(family, folder):
-    """Write a model of this family, with random weights, and the tokenizer of tiny.py to a folder."""
-    tokenizer = tiny.make_tokenizer()
+    """Write a model of this family, with random weights and tiny/pretrain.py's tokenizer, to a folder."""
+    tokenizer = pretrain.make_tokenizer()
     changes = next(group[family] for group in FAMILIES.values() if family in group)
     text = SMALL | dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
                         pad_token_id=tokenizer.pad_token_id) | changes

@@ -1,11 +1,11 @@
 """
-What a save and a resume cost apart from the model itself, late in a long run of train_dapo.py.
+What a save and a resume cost apart from the model itself, late in a long run.
 
     python -m bench.save
-    python -m bench.save --prompts=1000000
+    python -m bench.save --steps=1000000
 
 It makes the folder of such a run without models: a metrics.jsonl of `steps` lines, one in ten with an
-evaluation, and a state with an entry for each of `prompts` training prompts.
+evaluation.
 """
 import json
 import os
@@ -14,21 +14,17 @@ import statistics
 import tempfile
 import time
 
-import checkpoint
-import ranks
-import tiny
 from configurator import configure
-from runlog import RunLog
+from runtime import checkpoint, distributed
+from runtime.run_log import RunLog
+from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 steps = 100_000
-prompts = 200_000
 repeats = 5
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
-ranks.set_up()
-tokenizer, rng = tiny.make_tokenizer(), random.Random(0)
-state = {"step": steps, "alike": [rng.randrange(20) for _ in range(prompts)],
-         "rests": [rng.randrange(20) for _ in range(prompts)]}
+distributed.set_up()
+tokenizer, rng = pretrain.make_tokenizer(), random.Random(0)
 with tempfile.TemporaryDirectory() as folder:
     out_dir = os.path.join(folder, "run")
     os.makedirs(out_dir)
@@ -44,11 +40,10 @@ with tempfile.TemporaryDirectory() as folder:
     for _ in range(repeats):
         started = time.perf_counter()
         log.flush()
-        problem = checkpoint.save_checkpoint(f"{out_dir}/checkpoint-{steps}", {}, tokenizer, state, 2,
-                                             log.eval_scores)
+        problem = checkpoint.save_checkpoint(f"{out_dir}/checkpoint-{steps}", {}, tokenizer,
+                                             {"step": steps}, 2, log.eval_scores)
         seconds.append(time.perf_counter() - started)
         assert not problem, problem
-    size = os.path.getsize(f"{out_dir}/checkpoint-{steps}/trainer/state.json") / 1e6
-    print(f"{steps:,} steps and {prompts:,} prompts: a save takes {statistics.median(seconds):.3f} s "
-          f"apart from the model, its state.json {size:.2f} MB; a resume reads the log in {resume:.1f} s")
-ranks.leave()
+    print(f"{steps:,} steps: a save takes {statistics.median(seconds):.3f} s apart from the model; "
+          f"a resume reads the log in {resume:.1f} s")
+distributed.leave()

@@ -3,7 +3,6 @@ How fast a step is and how much memory it takes: the update, the weight sync, th
 
     python -m bench.step                                                # 1 M parameters, 64 short sequences
     python -m bench.step --hidden_size=512 --num_heads=16 --num_layers=9 --completion_length=256       # 28 M
-    python -m bench.step --checkpoint=out/run/checkpoint-20             # the update of a run's own step
     torchrun -m bench.step --model=Qwen/Qwen3-0.6B --sequences=128 --completion_length=1024 \
         --token_budget=16384
     python -m bench.step --engine=vllm --cycles=100      # and 100 times: sample, train, sync, as a run does
@@ -17,6 +16,7 @@ import gc
 import json as json_module
 import os
 import random
+import resource
 import shutil
 import statistics
 import tempfile
@@ -28,17 +28,14 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 import attention
 import losses
 import packing
-import ranks
 import rollout
 import weights
 from configurator import check, configure
-from loading import load_policy
-from packing import micro_batches
-from runlog import peak_memory
+from model import load_policy, micro_batches
+from runtime import distributed
 # ------------------------------------------------------------------------------------------------------------
 # model
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
-checkpoint = ""                 # of train_grpo.py: its model and the rollouts of its step; empty: random
 hidden_size = 128
 num_layers = 4
 num_heads = 4                   # of queries; half as many of keys and values
@@ -66,12 +63,12 @@ work = ""                       # folder that keeps model and rollouts; empty: a
 json = False                    # one line of JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
+check(engine in ("", "vllm", "hf"), f"engine={engine}: choose vllm, hf, or none")
 check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
 check(sequence_parallel_size > 0 and int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
       f"sequence_parallel_size={sequence_parallel_size} does not divide the ranks")
-check(not (checkpoint and (model or engine)), "checkpoint brings its model, and no prompts to sample for")
 check(engine or not cycles, f"cycles={cycles} would do nothing: without an engine there are none")
-rank, world_size, device, mesh = ranks.set_up(0, sequence_parallel_size)
+rank, world_size, device, mesh, sequence_group = distributed.set_up(0, sequence_parallel_size)
 cuda = device.type == "cuda"
 compute_dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if cuda else "float32")
 
@@ -101,6 +98,12 @@ def in_use():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def most_in_use():
+    """Bytes: the most that tensors have taken on the GPU; on a CPU the process's peak (Linux counts KiB)."""
+    return (torch.cuda.max_memory_allocated() if cuda else
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
 def since_launch():
     """Seconds since this process was started, by the kernel's clock."""
     with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
@@ -109,9 +112,8 @@ def since_launch():
 
 
 # ---------------------------------------------------------------- the work
-keep, work = work, ranks.from_master(work or tempfile.mkdtemp())
+keep, work = work, distributed.from_master(work or tempfile.mkdtemp())
 os.makedirs(work, exist_ok=True)
-model = model or checkpoint
 if not model:
     model = os.path.join(work, "model")
     torch.manual_seed(0)
@@ -122,7 +124,7 @@ if not model:
             head_dim=head_dim, tie_word_embeddings=True,
             max_position_embeddings=32768,
         )).save_pretrained(model)
-    ranks.gathered([])
+    distributed.gathered([])
 config = AutoConfig.from_pretrained(model)
 rng = random.Random(rank)
 length = {"uniform": lambda i: rng.randint(1, completion_length), "equal": lambda i: completion_length,
@@ -132,12 +134,6 @@ prompts = [tokens(prompt_length) for _ in range(sequences)]
 rollouts = [rollout.Rollout.single(prompts[i // num_generations], tokens(size), [-1.0] * size, "stop")
             for i, size in enumerate(map(length, range(sequences)))]
 adv = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).to(device)
-if checkpoint:
-    kept, rollouts, _ = rollout.load_rollouts(os.path.join(checkpoint, "rollouts.jsonl"))
-    scores = torch.tensor([r.score for r in rollouts], device=device)
-    adv = losses.ADVANTAGES["grpo"](scores, kept["num_generations"])
-    # A run does not compute those with an advantage of 0.
-    rollouts, adv = [r for r, a in zip(rollouts, adv) if a], adv[adv != 0]
 if rank == 0:
     with open(os.path.join(work, "rollouts.json"), "w") as file:
         json_module.dump([{"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.sampled_ids.tolist(),
@@ -148,7 +144,7 @@ if not kernel:
     attention.kernel_takes = lambda query, value: False
 if not shared:
     packing.common_prefix = lambda a, b: 0      # as if no two sequences began with the same token
-policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head=float32_head)
+policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", num_tokens=lens.sum() * world_size,
@@ -191,7 +187,7 @@ figures = {
     "tokens computed": computed, "update (s)": train_seconds,
     "training tokens/s": in_rollouts / train_seconds,
     "matrix-product peak (TFLOP/s)": peak / 1e12, "share of the peak (MFU)": flops / train_seconds / peak,
-    "peak memory (GB)": peak_memory() / 1e9, "launch to the first update (s)": first_update}
+    "peak memory (GB)": most_in_use() / 1e9, "launch to the first update (s)": first_update}
 
 # ---------------------------------------------------------------- weight sync, rollouts
 if engine:
@@ -235,4 +231,4 @@ if rank == 0:
         shutil.rmtree(work)
     print(json_module.dumps(figures) if json else
           "\n".join(f"{name:32} {value:12.4g}" for name, value in figures.items()))
-ranks.leave()
+distributed.leave()

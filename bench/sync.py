@@ -13,16 +13,17 @@ import sys
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import ranks
-import tiny
-from configurator import configure
-from loading import load_policy
+from configurator import check, configure
+from model import load_policy
 from placement import Bridge
 from rollout import engine_class
+from runtime import distributed
+from tiny import pretrain
 from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
 layers = 24
@@ -32,10 +33,11 @@ syncs = 4
 engine = "vllm"
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
+check(engine in ("vllm", "hf"), f"engine={engine}: choose vllm, hf")
 
 
 def make_model(folder):
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(
         vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=hidden_size * 38 // 7,
@@ -83,15 +85,15 @@ def make_engine(folder, apart):
 
 
 def colocated(folder):
-    *_, mesh = ranks.set_up()
+    *_, mesh, _ = distributed.set_up()
     policy, one = load_policy(folder, mesh, torch.float32), make_engine(folder, apart=False)
     measured("colocated", lambda _: one.load_weights(full_weights(policy, torch.float32, one.weight_names)))
 
 
 def apart(folder):
-    bridge = Bridge({"engine": engine, "rollout_ranks": 1, "vllm_tensor_parallel_size": 1,
-                     "sync_timeout": 600.0})
-    *_, mesh = ranks.set_up(role=bridge.join)
+    bridge = Bridge(SimpleNamespace(engine=engine, rollout_ranks=1, vllm_tensor_parallel_size=1,
+                                    sync_timeout=600.0))
+    *_, mesh, _ = distributed.set_up(role=bridge.join)
     if bridge.trains:
         policy = load_policy(folder, mesh, torch.float32)
         bridge.tell("begin")
@@ -129,4 +131,4 @@ if __name__ == "__main__":
         colocated(os.environ["FOLDER"])
     else:
         apart(os.environ["FOLDER"])
-    ranks.leave()
+    distributed.leave()

@@ -1,6 +1,7 @@
-"""For tiny.py: the small model of config/guess.py and config/calculator.py.
+"""For tiny/pretrain.py: the small model of config/guess.py and config/calculator.py, which is shipped as
+tiny/episodes.
 
-    python tiny.py config/episodes_base.py --out=out/episodes_base --weights=tiny_episodes.safetensors
+    python -m tiny.pretrain config/episodes_base.py --out=out/episodes
 """
-transcripts = "environments/transcripts.py:draw"
+transcripts = "tiny/transcripts.py:draw"
 steps = 1000

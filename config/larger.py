@@ -1,7 +1,7 @@
 """GRPO with the base model of config/larger_base.py, on the problems that it was made for. It was not
 measured yet.
 
-    python tiny.py config/larger_base.py --out=out/larger
+    python -m tiny.pretrain config/larger_base.py --out=out/larger
     torchrun train_grpo.py config/larger.py
 """
 model = "out/larger"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import tiny
+from tiny import pretrain
 
 
 def pytest_addoption(parser):
@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 def folder(tmp_path_factory):
     """A Qwen3 of 0.1 M parameters with random weights, large enough that its distributions are not flat."""
     path = str(tmp_path_factory.mktemp("model"))
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -47,9 +47,7 @@ def reward_file(tmp_path_factory):
     """A reward that even a random model earns: more even than odd letters."""
     path = tmp_path_factory.mktemp("reward") / "rewards.py"
     path.write_text(
-        'import gc\n'
         'def score(prompts, completions, **_):\n'
-        '    assert gc.isenabled(), "the script has left it off"\n'
         '    return [{"score": sum(ord(c) % 2 == 0 for c in m[0]["content"]) / 12} for m in completions]\n')
     return f"--reward={path}:score"
 
@@ -75,7 +73,7 @@ def talker(folder, tmp_path_factory):
         names[number] = f"<tool_call>{CALLS[number % len(CALLS)] % number}</tool_call>".replace(" ", "\u0120")
     tokenizer["model"]["vocab"] = {name: number for number, name in names.items()}
     file.write_text(json.dumps(tokenizer))
-    end = tiny.make_tokenizer().eos_token_id
+    end = pretrain.make_tokenizer().eos_token_id
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, *range(94, 140)]}))
     return str(path)
 

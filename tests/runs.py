@@ -26,23 +26,59 @@ forkserver.set_forkserver_preload([
     "torch.utils.tensorboard", "transformers.models.qwen3.modeling_qwen3"])
 
 
-def launch(*arguments, launcher=(sys.executable,), code=0):
-    """Run a command to its end and return what it printed. code: the exit code that it should have."""
-    result = subprocess.run([*launcher, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-                            timeout=300)
+def launch(*arguments, launcher=(sys.executable,), code=0, cwd=ROOT, env={}):
+    """Run a command to its end and return what it printed. code: the exit code that it should have.
+
+    env: what is added to the environment.
+    """
+    result = subprocess.run([*launcher, *map(str, arguments)], cwd=cwd, env=os.environ | env,
+                            capture_output=True, text=True, timeout=300)
     assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout + result.stderr
 
 
-def run_in_child(script, arguments, log, env, forbidden, errors):
+def keep_rollouts():
+    """Make the script that this process runs write each step's rollouts, for kept_rollouts to read.
+
+    They are those that it deals out, so of train_dapo.py those that it trains on.
+    """
+    import packing
+    deal = packing.deal
+
+    def kept(rollouts, *rest):
+        frame = sys._getframe(1)
+        script = frame.f_globals
+        # Functions of the script deal out others. Before Python 3.12 a list is made in a frame of its own.
+        if frame.f_code.co_name in ("<module>", "<listcomp>") and dist.get_rank() == 0:
+            greedy, as_json = script.get("greedy"), sys.modules["rollout"].as_json
+            group = len(rollouts) // len(greedy) if greedy is not None else 0
+            folder = f"{script['run'].out_dir}.rollouts"
+            os.makedirs(folder, exist_ok=True)
+            with open(f"{folder}/{script['step']}.jsonl", "w") as file:
+                for s, r in enumerate(rollouts):
+                    more = {"greedy": float(greedy[s // group])} if group and s % group == 0 else {}
+                    file.write(json.dumps(as_json(r) | more) + "\n")
+        return deal(rollouts, *rest)
+    packing.deal = kept
+
+
+def kept_rollouts(out_dir, step):
+    """The rollouts of a step of a run of train() as dicts, with the number of tokens that were sampled."""
+    rows = lines(f"{out_dir}.rollouts", f"{step}.jsonl")
+    return [row | {"length": sum(end - start for start, end in row["spans"])} for row in rows]
+
+
+def run_in_child(script, arguments, log, env, forbidden, errors, keep=False):
     for number, path in ((1, log), (2, errors or log)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(env)
     os.chdir(ROOT)
     sys.path.insert(0, ROOT)
+    if keep:
+        keep_rollouts()
     if "models" in forbidden:
-        from transformers import AutoModelForCausalLM
-        AutoModelForCausalLM.from_pretrained = None
+        from transformers import PreTrainedModel
+        PreTrainedModel.from_pretrained = None
     if "vllm" in forbidden:
         find_spec = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
@@ -97,14 +133,16 @@ def on_ranks(count, folder, function, *arguments):
     return results
 
 
-def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None):
+def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None, keep=False):
     """Start a script in forked processes, one per rank, which write to the file `log`; returns the processes.
 
     forbidden: what must not be there, "models" to load or "vllm". errors: a file of its own for stderr.
+    keep: see keep_rollouts.
     """
     port = free_port()
     processes = [forkserver.Process(target=run_in_child, args=(
-        script, arguments, log, environment(rank, ranks, port), forbidden, errors)) for rank in range(ranks)]
+        script, arguments, log, environment(rank, ranks, port), forbidden, errors, keep))
+                 for rank in range(ranks)]
     for process in processes:
         process.start()
     return processes
@@ -124,16 +162,22 @@ def finish(processes, log, code=0, seconds=240):
     return output
 
 
-def forked(log, script, *arguments, ranks=1, code=0, forbidden=()):
-    """Run a script to its end in forked processes and return what it printed, which the file `log` keeps."""
+def forked(log, script, *arguments, ranks=1, code=0, forbidden=(), keep=False):
+    """Run a script to its end in forked processes and return what it printed, which the file `log` keeps.
+
+    keep: see keep_rollouts.
+    """
     if os.path.exists(log):
         os.remove(log)
-    return finish(begin(log, script, *arguments, ranks=ranks, forbidden=forbidden), log, code)
+    return finish(begin(log, script, *arguments, ranks=ranks, forbidden=forbidden, keep=keep), log, code)
 
 
-def refused(arguments, message, tmp_path, script="train_grpo.py", ranks=1):
-    """Assert that a script refuses its arguments by one clear line at the end, before it loads a model."""
-    forbidden = ["models"] + ["vllm"] * ("HIDE_VLLM" in arguments)
+def refused(arguments, message, tmp_path, script="train_grpo.py", ranks=1, loads=False):
+    """Assert that a script refuses its arguments by one clear line at the end, before it loads a model.
+
+    loads: whether it may load one, because the line is about what is found then.
+    """
+    forbidden = ["models"] * (not loads) + ["vllm"] * ("HIDE_VLLM" in arguments)
     plain = [argument for argument in arguments if argument != "HIDE_VLLM"]
     output = forked(tmp_path / "log", script, *plain, ranks=ranks, code=2, forbidden=forbidden)
     assert message in output.splitlines()[-1] and "Traceback" not in output, output
@@ -152,7 +196,7 @@ def train(script, out_dir, arguments, defaults, launcher=None, ranks=1, code=0):
     """
     command = [script, f"--out_dir={out_dir}", *with_defaults(arguments, defaults)]
     output = (launch(*command, launcher=launcher, code=code) if launcher else
-              forked(f"{out_dir}.log", *command, ranks=ranks, code=code))
+              forked(f"{out_dir}.log", *command, ranks=ranks, code=code, keep=True))
     return lines(out_dir), output
 
 

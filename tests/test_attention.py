@@ -8,7 +8,8 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import attention
-from attention import Segments, kernel_takes, packed_attention, pick
+from attention import kernel_takes, packed_attention, pick
+from packing import Segments
 
 
 class OnCuda(torch.Tensor):

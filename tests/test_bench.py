@@ -1,11 +1,12 @@
 """bench/step.py and bench/gpu.py run, and their figures hang together."""
 import json
 import re
+import shutil
 
 import pytest
 
-import tiny
 from runs import launch, refused
+from runtime.check_model import SHIPPED
 
 
 def test_figures(tmp_path):
@@ -22,7 +23,7 @@ def test_figures(tmp_path):
 
 
 def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
-    tiny.ensure(folder=str(tmp_path / "base"))
+    shutil.copytree(SHIPPED["tiny"], tmp_path / "base")
     (tmp_path / "run.py").write_text("max_steps = 3\nprompts_per_step = 8\neval_prompts = 32\n"
                                      "learning_rate = 1e-3\nengine = 'hf'\ntrain_prompts = 64\n")
     output = launch("-m", "bench.gpu", "--parts=larger", f"--out_dir={tmp_path}",
@@ -49,6 +50,8 @@ def test_what_fails_is_named_at_the_end(tmp_path):
 @pytest.mark.parametrize("script, argument, message", [
     ("bench/step.py", "--num_heads=3", "num_heads=3: must be even"),
     ("bench/step.py", "--cycles=3", "cycles=3 would do nothing"),
+    ("bench/step.py", "--engine=trl", "engine=trl: choose vllm, hf, or none"),
+    ("bench/episodes.py", "--engine=trl", "engine=trl: choose vllm, hf"),
     ("bench/gpu.py", "--parts=sped", "parts=sped: choose from tests, default"),
     ("bench/against_trl.py", "--pears=3", "did you mean --pairs?"),
     ("bench/apart.py", "--workloads=x", "workloads=x: choose from default, skewed, environment")])

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import checkpoint
-import run_folder
-from runlog import RunLog
+from runtime import checkpoint
+from runtime import run_folder
+from runtime.run_log import RunLog
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -167,7 +167,8 @@ def test_what_is_wrong_is_said_and_nothing_hangs(whole, harm, problem):
 # ---------------------------------------------------------------- folders
 
 LOCATE = """
-import sys, run_folder
+import sys
+from runtime import run_folder
 sys.stdin.readline()
 folder, _ = run_folder.locate_run("", "", sys.argv[1])
 print(folder, flush=True)
@@ -199,6 +200,7 @@ def test_what_is_no_run_is_left_alone(tmp_path, resume):
 def test_a_name_may_have_a_tilde_and_slashes(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert run_folder.locate_run("~/run//", "auto", "out/x") == (str(tmp_path / "run"), None)
+    run_folder.LOCKS.clear()                                    # as at the end of a process
     assert run_folder.locate_run("~/run/", "auto", "out/x") == (str(tmp_path / "run"), None)
 
 

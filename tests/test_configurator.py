@@ -3,11 +3,14 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from checks import check_grpo, check_values
+import configurator
+from config import shared
 from configurator import configure, read_layout
+from runtime.check_settings import check_grpo, check_values
 
 SCRIPT = '''"""
 Trains a policy,
@@ -48,7 +51,7 @@ DEFAULTS = {"model": "base", "separator": "#### # ", "learning_rate": 2e-4, "max
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Calls configure as the script would, from the folder that holds it and its config files."""
+    """Calls configure as the script would, from the folder that holds it and its config files; a dict."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -61,7 +64,7 @@ def run(tmp_path, monkeypatch):
         exec(SCRIPT, namespace)
         before = dict(namespace)
         try:
-            settings = configure(namespace, list(argv))
+            settings = vars(configure(namespace, list(argv)))
         except SystemExit:
             assert namespace == before, "a refused command line must change nothing"
             raise
@@ -201,15 +204,34 @@ def test_value_after_a_space(refusal):
     assert "write --max_steps=value" in refusal("--max_steps", "5")
 
 
-def test_settings_of_another_script_pass_in_a_config_file_alone(run, tmp_path, capsys):
-    run(recipe="max_steps = 7\nnum_generations = 4\n")
-    call = lambda *argv: configure({"__file__": "train.py", "max_steps": 1}, argv, others=["num_generations"])
-    assert call("config/recipe.py")["max_steps"] == 7
-    for argv in (["--num_generations=4"], ["config/typo.py"]):
-        (tmp_path / "config" / "typo.py").write_text("num_generation = 4\n")
+def test_a_config_file_is_looked_for_here_then_beside_the_script_then_in_the_project(
+        tmp_path, monkeypatch, capsys):
+    project, mine, here = (tmp_path / name for name in ("project", "mine", "here"))
+    for folder in (project, mine, here):
+        (folder / "config").mkdir(parents=True)
+    (mine / "train.py").write_text(SCRIPT)
+    (project / "config" / "x.py").write_text("max_steps = 4\nkl_coef = 1\n")
+    monkeypatch.setattr(configurator, "__file__", str(project / "configurator.py"))
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "argv", [str(mine / "train.py")])
+    call = lambda file: configure(DEFAULTS | {"__file__": str(mine / "train.py")}, [file])
+    found = call("config/x.py")
+    assert (found.max_steps, found.kl_coef, found.chat) == (4, 1.0, True)
+    # Of several the first one counts, and nothing of the others.
+    (mine / "config" / "x.py").write_text("max_steps = 5\nchat = False\n")
+    found = call("config/x.py")
+    assert (found.max_steps, found.kl_coef, found.chat) == (5, 0.0, False)
+    (here / "config" / "x.py").write_text("max_steps = 6\n")
+    found = call("config/x.py")
+    assert (found.max_steps, found.kl_coef, found.chat) == (6, 0.0, True)
+    assert call(str(project / "config" / "x.py")).max_steps == 4
+    # A message has the place of the file that was read.
+    (mine / "config" / "y.py").write_text("max_stops = 5\n")
+    for file, message in (("config/y.py", f"{mine}/config/y.py:1: unknown setting max_stops"),
+                          ("config/z.py", "cannot read config/z.py (no such file)")):
         with pytest.raises(SystemExit):
-            call(*argv)
-        assert "unknown setting" in capsys.readouterr().err
+            call(file)
+        assert capsys.readouterr().err.startswith(f"train.py: {message}")
 
 
 def test_the_later_wins_across_files_and_command_line(run):
@@ -255,7 +277,8 @@ def test_as_a_script(tmp_path):
     def shell(*argv):
         return subprocess.run([sys.executable, "train.py", *argv], cwd=tmp_path, capture_output=True,
                               text=True, env={"PYTHONPATH": str(Path(__file__).resolve().parents[1])})
-    assert shell("--learning_rate=1").stdout == f"{DEFAULTS | {'learning_rate': 1.0}} 1.0\n"
+    settings = SimpleNamespace(**DEFAULTS | {"learning_rate": 1.0})
+    assert shell("--learning_rate=1").stdout == f"{settings} 1.0\n"
     refused = shell("--learnig_rate=1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == \
@@ -315,7 +338,7 @@ def import_run(tmp_path, monkeypatch):
         namespace = {"__file__": str(tmp_path / "train.py"), "__name__": "script"}
         exec(script, namespace)
         before = dict(namespace)
-        settings = configure(namespace, argv)
+        settings = vars(configure(namespace, argv))
         assert namespace == before | settings
         return settings
     return import_run
@@ -373,13 +396,22 @@ def test_an_import_must_not_overwrite_what_stands_above_it(import_run):
         import_run(script=IMPORTING.replace("from common", "max_steps = 1\nfrom common"))
 
 
-RECIPES = sorted(Path(__file__).parents[1].glob("config/*.py"))
+@pytest.mark.parametrize("key", ["train_prompts", "eval_prompts", "learning_rate"])
+def test_numbers_that_must_not_be_negative(capsys, key):
+    check_values(SimpleNamespace(**{key: 0}))
+    with pytest.raises(SystemExit):
+        check_values(SimpleNamespace(**{key: -1}))
+    assert capsys.readouterr().err.endswith(f": {key}=-1: must not be negative\n")
+
+
+RECIPES = sorted(path for path in Path(__file__).parents[1].glob("config/*.py")
+                 if path.name not in ("__init__.py", "shared.py"))
 
 
 def defaults_of(script):
-    """Returns a script's globals as its block and that of settings.py set them, without running either."""
+    """Returns a script's globals as its block and config/shared.py set them, without running either."""
     namespace, keys = {"__file__": str(script), "__doc__": ""}, {key for key, _ in read_layout(script)}
-    for path in (script.with_name("settings.py"), script):
+    for path in (Path(shared.__file__), script):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in keys:
                 namespace[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
@@ -391,12 +423,12 @@ def test_every_recipe_fits_the_script_that_it_names(recipe):
     root = recipe.parents[1]
     scripts = [path.name for path in root.glob("train_*.py")]
     names = [name for name in scripts if name in recipe.read_text()] or ["train_grpo.py"]
-    names = ["tiny.py"] if recipe.read_text().startswith('"""For tiny.py') else names
+    names = ["tiny/pretrain.py"] if recipe.read_text().startswith('"""For tiny/pretrain.py') else names
     for name in names:
         script = defaults_of(root / name)
         defaults = dict(script)
         settings = configure(script, [str(recipe)])
-        assert any(settings[key] != defaults[key] for key in settings)
+        assert any(value != defaults[key] for key, value in vars(settings).items())
         if name in scripts:
             check_values(settings)
         if name == "train_grpo.py":

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from console import printable
+from configurator import one_line, printable
 from runs import ROOT, lines
 
 REWARD = """
@@ -40,3 +40,4 @@ def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
     ("a\tb\xa0\u3000\u200d", "a\tb\xa0\u3000\u200d")])
 def test_control_characters_are_escaped(text, shown):
     assert printable(text) == shown
+    assert one_line(text) == shown.replace("\n", r"\n")

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 import attention
 import rollout
 import weights
-from attention import Segments, packed_attention
-from loading import load_policy
-from models import product
-from packing import idle, on_device, pack
+from attention import packed_attention
+from model import load_policy
+from packing import Segments, idle, pack
+from runtime.logprobs import product
 from test_packing import episode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -94,7 +94,7 @@ def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy, gaps = load_policy(folder, mesh, torch.bfloat16), []
     for batch in pack(rollouts, range(40), 1000):
-        batch = on_device(batch, "cuda")
+        batch = batch.to("cuda")
         logp, _ = policy(batch, 1.0)
         logp.sum().backward()
         for s, values in batch.split(logp.detach().cpu()).items():
@@ -106,14 +106,14 @@ def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
     assert torch.cat(gaps).mean() < 0.05
     assert all(p.grad.full_tensor().isfinite().all() for p in policy.parameters())
     policy.zero_grad()
-    logp, _ = policy(on_device(idle(), "cuda"), 1.0)
+    logp, _ = policy(idle().to("cuda"), 1.0)
     logp.sum().backward()
     assert len(logp) == 0 and not any(p.grad.full_tensor().any() for p in policy.parameters())
 
 
 def gap(policy, rollouts):
     (batch,) = pack(rollouts, range(len(rollouts)), 4096)
-    batch = on_device(batch, "cuda")
+    batch = batch.to("cuda")
     with torch.no_grad():
         logp, _ = policy(batch, 1.0)
     policy.reshard()

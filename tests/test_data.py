@@ -5,13 +5,17 @@ import json
 import re
 import urllib.error
 import urllib.request
+import zlib
+from types import SimpleNamespace
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 import data
 import rewards
-import tiny
+from runtime import checkpoint
+from tasks import generate_problems
+from tiny import pretrain
 
 
 # ------------------------------------------------------------------------------------------ generated rows
@@ -39,8 +43,6 @@ def test_generation(task):
 @pytest.mark.parametrize("args, message", [
     (("algebra", "train", 10, 0, 0), "difficulty must be a whole number from 1 to 100, not 0"),
     (("algebra", "train", 10, 0, 1.5), "difficulty must be a whole number from 1 to 100, not 1.5"),
-    (("algebra", "train", -1), "train_prompts must not be negative, but is -1"),
-    (("file", "eval", -1), "eval_prompts must not be negative, but is -1"),
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
                                    "not 1000000: lower eval_prompts"),
     (("algebr", "train", 10),
@@ -76,7 +78,8 @@ def test_gsm8k(tmp_path, monkeypatch):
                      "solution": GSM8K[0]["answer"]}
     assert second["answer"] == "1234" and data.load_rows("gsm8k", "train", 1) == [first]
     completion = [{"role": "assistant", "content": "#### 72"}]
-    assert rewards.score(rewards.accuracy, [first, second], [completion] * 2, 5)[0] == [1.0, 0.0]
+    reward = rewards.load_reward("", "gsm8k")
+    assert rewards.score(reward, [first, second], [completion] * 2, 5)[0] == [1.0, 0.0]
 
 
 def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
@@ -236,8 +239,8 @@ def test_a_checksum_knows_every_value_of_every_row():
     rows = [{"prompt": "1+1?", "answer": "2", "extra": [1, {"a": None}]}, {"prompt": "2+2?", "answer": "4"}]
     others = [rows[::-1], rows[:1], [rows[0] | {"answer": "3"}, rows[1]],
               [rows[0] | {"extra": [1, {"a": 0}]}, rows[1]]]
-    assert len({data.checksum(rows), *map(data.checksum, others)}) == 5
-    assert data.checksum(copy.deepcopy(rows)) == data.checksum(rows)
+    assert len({checkpoint.checksum_of_rows(rows), *map(checkpoint.checksum_of_rows, others)}) == 5
+    assert checkpoint.checksum_of_rows(copy.deepcopy(rows)) == checkpoint.checksum_of_rows(rows)
 
 
 def sides(path):
@@ -250,7 +253,7 @@ def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
     """The hash is crc32, so the same rows are held out on every machine, in every order and in every file."""
     texts = [f"{i}+{i}=?" for i in range(800)]
     train, held_out = sides(write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts)))
-    assert held_out == [text for text in texts if data.zlib.crc32(text.encode()) % 8 == 0]
+    assert held_out == [text for text in texts if zlib.crc32(text.encode()) % 8 == 0]
     assert sorted(train + held_out) == sorted(texts) and 70 < len(held_out) < 130
     twice = [{"prompt": text, "answer": answer} for answer in "23" for text in reversed(texts[:100])]
     train, held_out = sides(write(tmp_path / "twice.jsonl", *twice))
@@ -262,7 +265,7 @@ def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
     assert 70 < len(held_out) < 130
     users = [[{"role": "user", "content": text}] for text in texts]
     train, held_out = sides(write(tmp_path / "users.jsonl", *({"prompt": user} for user in users)))
-    assert [user[0]["content"] for user in held_out] == [t for t in texts if data.held_out(t)]
+    assert [user[0]["content"] for user in held_out] == [t for t in texts if generate_problems.held_out(t)]
 
 
 def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
@@ -273,21 +276,10 @@ def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
     assert load("eval") == [{"prompt": f"{i}?"} for i in range(30, 60)]
 
 
-@pytest.mark.parametrize("content, message", [
-    ("", "train.jsonl: no rows"), ('{"prompt": "1?"}\n', "train.jsonl:1: not a row of GSM8K"),
-    ('{"question": "1?", "answer": 1}\n', "train.jsonl:1: not a row of GSM8K")])
-def test_a_damaged_cache_of_gsm8k_is_named(tmp_path, monkeypatch, content, message):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".cache/gsm8k").mkdir(parents=True)
-    (tmp_path / ".cache/gsm8k/train.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message + ".*; remove the file"):
-        data.load_rows("gsm8k", "train", 0)
-
-
 @pytest.mark.parametrize("held_out, count", [(False, 0), (True, 3)])
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
-    texts = [text for text in map(str, range(100)) if data.held_out(text) == held_out][:3]
+    texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == held_out][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* here {count} of 3, "):
         data.load_rows("file", split, 0, train_file=path)
@@ -296,57 +288,42 @@ def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
 # ------------------------------------------------------------------------------------------ prompt stream
 
 
+def prompts_of(num_rows):
+    rows = [(f"row {i}", {"prompt": f"{i}?", "number": i}) for i in range(num_rows)]
+    settings = SimpleNamespace(chat=True, system_prompt="", max_prompt_length=24)
+    return data.Prompts(pretrain.make_tokenizer(), rows, settings)
+
+
+def drawn(num_rows, position, count, seed):
+    """The numbers of the rows that are drawn, and the new position."""
+    prompts, position = prompts_of(num_rows).draw(position, count, seed)
+    return [prompt.row["number"] for prompt in prompts], position
+
+
 def test_the_order_of_rows_stays_what_it_was():
     """A run that is resumed with a later version of this file goes on with the prompts that are due."""
-    assert data.next_rows(10, 7, 6, 3, []) == ([0, 5, 3, 7, 4, 3], 13)
-
-
-def stream(num_rows, count, steps, rests):
-    position, rows = 0, []
-    for _ in range(steps):
-        drawn, position = data.next_rows(num_rows, position, count, 5, rests)
-        assert len(drawn) == count
-        rows += drawn
-    return rows
+    assert drawn(10, 7, 6, 3) == ([0, 5, 3, 7, 4, 3], 13)
 
 
 @pytest.mark.parametrize("num_rows, count", [(10, 5), (10, 3), (7, 7), (1, 1), (100, 32)])
 def test_every_epoch_has_every_row_once(num_rows, count):
-    rows = stream(num_rows, count, 3 * num_rows, [])
+    position, rows, prompts = 0, [], prompts_of(num_rows)
+    for step in range(3 * num_rows):
+        some, position = prompts.draw(position, count, 5)
+        assert len(some) == count and position == (step + 1) * count
+        rows += [prompt.row["number"] for prompt in some]
     epochs = [rows[i:i + num_rows] for i in range(0, len(rows), num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert num_rows < 7 or epochs[0] != epochs[1]
 
 
 def test_rows_are_a_function_of_seed_and_position():
-    steps = [data.next_rows(50, 10 * step, 10, 1, []) for step in range(9)]
+    steps = [drawn(50, 10 * step, 10, 1) for step in range(9)]
     data.epoch_order.cache_clear()
-    assert steps[::-1] == [data.next_rows(50, 10 * step, 10, 1, []) for step in reversed(range(9))]
-    assert steps[0] != data.next_rows(50, 0, 10, 2, []) and steps[0] != steps[1] and steps[8][1] == 90
+    assert steps[::-1] == [drawn(50, 10 * step, 10, 1) for step in reversed(range(9))]
+    assert steps[0] != drawn(50, 0, 10, 2) and steps[0] != steps[1] and steps[8][1] == 90
     with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training rows"):
-        data.next_rows(10, 0, 11, 1, [])
-
-
-def test_a_visit_is_recorded():
-    alike, rests = [0] * 10, [0] * 10
-    data.record_visits(alike, rests, [4, 7, 9], [0.0, 0.0, 0.5], skip_after=2)
-    data.record_visits(alike, rests, [7, 4], [0.0, 0.4], skip_after=2)
-    assert alike == [0, 0, 0, 0, 0, 0, 0, 2, 0, 0] and rests == [0, 0, 0, 0, 0, 0, 0, 1, 0, 0]
-
-
-def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
-    # visited: the epochs in which they are not resting
-    for skip_after, visited in (0, range(10)), (1, [0, 2, 5, 9]), (2, [0, 1, 3, 6]):
-        alike, rests, epochs, position = [0] * 20, [0] * 20, [[] for _ in range(10)], 0
-        while position < 200:
-            rows, position = data.next_rows(20, position, 1, 5, rests)
-            if position <= 200:
-                epochs[(position - 1) // 20] += rows
-            data.record_visits(alike, rests, rows, [0.0 if rows[0] < 6 else 0.5], skip_after)
-        for row in range(20):
-            assert [e for e in range(10) if row in epochs[e]] == list(visited if row < 6 else range(10))
-    # Where all rest, the rows are those of the next epoch but one.
-    assert sorted(stream(20, 20, 1, [2] * 20)) == list(range(20))
+        drawn(10, 0, 11, 1)
 
 
 # ------------------------------------------------------------------------------------------------ prompts
@@ -354,7 +331,7 @@ def test_prompts_that_are_always_right_or_wrong_rest_longer_and_longer():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tiny.make_tokenizer()
+    return pretrain.make_tokenizer()
 
 
 def named(*prompts):
@@ -388,7 +365,7 @@ def test_rows_are_encoded_at_once_as_they_are_alone(tokenizer):
     start = adding.bos_token_id
     adding.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", start)])
-    for template in (tiny.CHAT_TEMPLATE, "{{ bos_token }}" + tiny.CHAT_TEMPLATE):
+    for template in (pretrain.CHAT_TEMPLATE, "{{ bos_token }}" + pretrain.CHAT_TEMPLATE):
         adding.chat_template = template
         prompts = ["1+1?", USER, "<s>1+1?", BEGUN, "a longer one\u00e9", USER * 3]
         expected = []
@@ -400,7 +377,7 @@ def test_rows_are_encoded_at_once_as_they_are_alone(tokenizer):
         assert expected[0][0] == start != expected[0][1] and expected[2][:2] == [start, start]
         expected[2] = expected[2][1:]
         assert [one.ids for one in data.encode_rows(adding, named(*prompts))] == expected
-        assert [ids[0] == start for ids in expected[1::2]] == [template != tiny.CHAT_TEMPLATE] * 3
+        assert [ids[0] == start for ids in expected[1::2]] == [template != pretrain.CHAT_TEMPLATE] * 3
     assert data.encode_rows(adding, named(USER), chat=False)[0].ids == adding("1+1?\n").input_ids
     assert data.encode_rows(adding, []) == []
 
@@ -424,27 +401,27 @@ def test_encode_rows_errors(tokenizer):
 def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_path):
     """Wherever it stands: prompts are encoded when they are used, but one of each kind is at the start."""
     strict = copy.deepcopy(tokenizer)
-    strict.chat_template = tiny.CHAT_TEMPLATE + (
+    strict.chat_template = pretrain.CHAT_TEMPLATE + (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}")
     prompts = [[{"role": "user", "content": f"{i}+1?"}] for i in range(9000)]
     rows = [{"prompt": prompt} for prompt in prompts]
     path, other = write(tmp_path / "rows.jsonl", *rows), tmp_path / "other.jsonl"
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "train_prompts": 0}
-    data.load_prompts(strict, settings)
+    data.load_prompts(strict, SimpleNamespace(**settings))
     write(other, *rows, "", {"prompt": [{"role": "system", "content": "Be brief."}, *prompts[0]]})
     message = "the chat template fails: System role not supported; the messages are .*Be brief"
     with pytest.raises(ValueError, match=f"^{other}:9002: {message}"):
-        data.load_prompts(strict, settings | {"train_file": str(other)})
+        data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
     text = text_of(data.load_rows("algebra", "train", 1)[0])
     with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template fails: System role not"):
-        data.load_prompts(strict, SETTINGS | {"system_prompt": "Be brief."})
+        data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
 
 
 def test_a_template_that_leaves_out_the_prompt_is_refused():
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     tokenizer.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
     with pytest.raises(ValueError, match="its chat template gives the same tokens for different prompts"):
-        data.load_prompts(tokenizer, SETTINGS | {"model": "m"})
+        data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS, model="m"))
 
 
 SETTINGS = {"task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
@@ -468,10 +445,10 @@ class Counting:
 
 @pytest.fixture
 def load_prompts():
-    counting = Counting(tiny.make_tokenizer())
+    counting = Counting(pretrain.make_tokenizer())
 
     def load_prompts(**settings):
-        train_set, eval_set, note = data.load_prompts(counting, SETTINGS | settings)
+        train_set, eval_set, note = data.load_prompts(counting, SimpleNamespace(**SETTINGS | settings))
         return train_set, eval_set, note, counting
     return load_prompts
 
@@ -487,41 +464,39 @@ def epoch_of(train_set, seed):
 
 def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
     train_set, eval_set, note, _ = load_prompts(seed=3)
-    drawn = sorted(epoch_of(train_set, 3), key=lambda prompt: prompt.number)
+    drawn = epoch_of(train_set, 3)
+    drawn.sort(key=lambda prompt: train_set.rows.index(prompt.row))
     for prompts, split, count, seed in (drawn, "train", 300, 3), (eval_set, "eval", 40, 0):
         rows = data.load_rows("algebra", split, count, seed)
         ids = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
                for row in rows]
-        assert prompts == [data.Prompt(rows[i], ids[i], i) for i in range(count) if len(ids[i]) <= 24]
+        assert prompts == [data.Prompt(rows[i], ids[i]) for i in range(count) if len(ids[i]) <= 24]
         assert 0 < len(prompts) < count and max(len(prompt.ids) for prompt in prompts) == 24
     n, m = len(drawn), len(eval_set)
     assert note == (
-        f"The run trains on {n} prompts (300 generated problems, without {300 - n} that are longer than "
-        f"max_prompt_length=24 tokens) and is evaluated on {m} held-out prompts (40 generated problems, "
-        f"without {40 - m} that are longer than max_prompt_length=24 tokens).")
+        f"The run trains on {n} training prompts (the first 300 of 300 rows of algebra; {300 - n} of 300 "
+        f"have more than max_prompt_length=24 tokens and are left out) and is evaluated on {m} held-out "
+        f"prompts (the first 40 of 40 rows of algebra; {40 - m} of 40 have more than max_prompt_length=24 "
+        "tokens and are left out).")
     _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
-    assert "trains on at most 4,096 prompts (4,096 generated problems, without those longer than" in note
-    assert "on 128 held-out prompts (128 generated problems)." in note
+    assert ("trains on at most 4,096 training prompts (the first 4,096 of 4,096 rows of algebra; 0 of 512 "
+            "have more than max_prompt_length=99 tokens and") in note
+    assert "on 128 held-out prompts (the first 128 of 128 rows of algebra; 0 of 128 have more than" in note
 
 
 def test_prompts_are_drawn_as_if_the_long_ones_were_not_there(load_prompts):
-    """Three epochs in batches, with prompts that rest: position and rests are all that going on needs."""
+    """Three epochs in batches: the position is all that going on needs."""
     train_set, _, _, _ = load_prompts()
-    fits = [len(prompt.ids) <= 24 for prompt in train_set.encoded(range(300))]
+    every = train_set.encoded(range(300))
+    fits = [len(prompt.ids) <= 24 for prompt in every]
     assert 30 < sum(fits) < 270
-    for skip in (0, 1):
-        rests, expected, drawn = [2 * skip * (i % 7 == 0) for i in range(300)], [], []
-        state = 0, list(rests)
-        for epoch in range(3):
-            expected += [i for i in data.epoch_order(300, epoch, 0) if fits[i] and rests[i] <= epoch]
-        while state[0] < 900:
-            # As a checkpoint keeps it.
-            position, left = json.loads(json.dumps(state))
-            prompts, position = train_set.draw(position, 8, 0, left)
-            assert len(prompts) == 8
-            drawn, state = drawn + prompts, (position, left)
-        assert [prompt.number for prompt in drawn][:len(expected)] == expected and len(expected) > 90
-        assert all(prompt.row == train_set.rows[prompt.number] for prompt in drawn)
+    expected = [every[i] for epoch in range(3) for i in data.epoch_order(300, epoch, 0) if fits[i]]
+    position, drawn = 0, []
+    while position < 900:
+        prompts, position = train_set.draw(position, 8, 0)
+        assert len(prompts) == 8
+        drawn += prompts
+    assert drawn[:len(expected)] == expected and len(expected) > 90
 
 
 def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
@@ -533,9 +508,9 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     assert counting.count == 512 + 40 + 2 * 33 and len(eval_set) < 40
     first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.rows[i]["prompt"]) > 24 for i in first)
-    assert (f"trains on at most {len(train_set):,} prompts (all {len(train_set):,} rows of {path} that are "
-            f"not held out, without those longer than max_prompt_length=24 tokens: {long:,} of the first "
-            "512) and") in note
+    rows, fitting = f"{len(train_set):,}", f"{len(train_set) - long:,}"
+    assert (f"trains on at most {fitting} training prompts (the first {rows} of {rows} rows of {path}; "
+            f"{long:,} of 512 have more than max_prompt_length=24 tokens and are left out) and") in note
     counting.count = 0
     prompts, position = train_set.draw(0, 100, 0)
     assert len(prompts) == 100 < counting.count == position < 200
@@ -550,7 +525,7 @@ def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_promp
         f"<|system|>Be brief.<|end|><|user|>{text_of(prompt.row)}<|end|><|assistant|>")
     prompt = load_prompts(chat=False, difficulty=2, max_prompt_length=99)[0].draw(0, 1, 0)[0][0]
     assert tokenizer.decode(prompt.ids) == text_of(prompt.row) + "\n"
-    assert prompt.row == data.load_rows("algebra", "train", 300, 0, 2)[prompt.number]
+    assert prompt.row == data.load_rows("algebra", "train", 300, 0, 2)[data.epoch_order(300, 0, 0)[0]]
 
 
 def test_load_prompts_from_files(load_prompts, tmp_path):
@@ -563,15 +538,16 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     assert [row["prompt"] for row in train_set.rows] == train[:100]
     assert sorted(prompt.row["prompt"] for prompt in epoch_of(train_set, 0)) == sorted(short)
     assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
-    assert (f"trains on {len(short)} prompts (the first 100 of {len(train)} rows of {path} that are not held "
-            f"out, without {100 - len(short)} that are longer") in note
-    assert (f"(all {len(held_out)} rows of {path} that are held out, without "
-            f"{len(held_out) - len(eval_set)} that are longer") in note
+    assert (f"trains on {len(short)} training prompts (the first 100 of {len(train)} rows of {path}; "
+            f"{100 - len(short)} of 100 have more") in note
+    count = len(held_out)
+    assert (f"on {len(eval_set)} held-out prompts (the first {count} of {count} rows of {path}; "
+            f"{count - len(eval_set)} of {count} have more") in note
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
     assert (len(train_set), len(eval_set)) == (200, 20)
-    assert f"on 100 prompts (all 200 rows of {path}, without 100 that" in note
-    assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}, without 20 that" in note
+    assert f"on 100 training prompts (the first 200 of 200 rows of {path}; 100 of 200 have" in note
+    assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}; 20 of 40 have" in note
 
 
 def test_a_file_is_read_once(load_prompts, tmp_path, monkeypatch):
@@ -589,17 +565,19 @@ def test_load_prompts_wants_one_that_fits_on_each_side(load_prompts, tmp_path, s
     message = f"max_prompt_length=24: none of the 3 {split} prompts fits; the shortest has 27 tokens"
     with pytest.raises(ValueError, match=message):
         load_prompts(task="file", train_file=train_file, eval_file=eval_file)
-    with pytest.raises(ValueError, match="train_prompts must not be negative"):
-        load_prompts(task="file", train_file=train_file, eval_file=eval_file, train_prompts=-1)
 
 
 def test_load_prompts_wants_enough_for_a_step_and_one_for_each_rank():
-    tokenizer = tiny.make_tokenizer()
-    settings = SETTINGS | {"max_prompt_length": 99, "train_prompts": 10, "eval_prompts": 2}
-    assert len(data.load_prompts(tokenizer, settings | {"prompts_per_step": 10}, 2)[0]) == 10
+    tokenizer = pretrain.make_tokenizer()
+
+    def load(world_size, **settings):
+        few = {"max_prompt_length": 99, "train_prompts": 10, "eval_prompts": 2}
+        return data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS | few | settings), world_size)
+
+    assert len(load(2, prompts_per_step=10)[0]) == 10
     with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training prompts"):
-        data.load_prompts(tokenizer, settings | {"prompts_per_step": 11}, 2)
+        load(2, prompts_per_step=11)
     with pytest.raises(ValueError, match="prompts_per_step=4 times max_num_gen_batches=3 is more than"):
-        data.load_prompts(tokenizer, settings | {"prompts_per_step": 4, "max_num_gen_batches": 3}, 2)
+        load(2, prompts_per_step=4, max_num_gen_batches=3)
     with pytest.raises(ValueError, match="2 held-out prompts are fewer than 3 ranks"):
-        data.load_prompts(tokenizer, settings, 3)
+        load(3)

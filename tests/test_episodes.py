@@ -1,8 +1,10 @@
 """Episodes: exact tokens, how they end, their rewards, tools, threads, environments that are refused."""
+import json
 import math
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,16 +14,18 @@ from transformers import AutoModelForCausalLM
 import data
 import episodes
 import rollout
-import tiny
+from tiny import pretrain
 from rewards import Scorer
 from rollout import Answer
+from runs import ROOT
+from runtime import user_code
 from test_rollout import ENGINES, identical
 
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
             "max_completion_length": 120, "environment_workers": 0, "environment_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",
             "reward_model_weight": 1.0, "reward_weight": 1.0}
-TOKENIZER = tiny.make_tokenizer()
+TOKENIZER = pretrain.make_tokenizer()
 USER, ASSISTANT, END = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
 # With this many end tokens even a random model comes to an end.
 ENDS = [END, *range(0, 256, 8)]
@@ -206,7 +210,8 @@ class Says(rollout.Engine):
 
 def player(games, name="", tokenizer=TOKENIZER, eos_ids=(END,), **settings):
     environment = f"{games}:{name}" if name else ""
-    return episodes.Player(SETTINGS | {"environment": environment} | settings, tokenizer, list(eos_ids))
+    return episodes.Player(SimpleNamespace(**SETTINGS | {"environment": environment} | settings), tokenizer,
+                           list(eos_ids))
 
 
 def prompts_for(rows, tools=None, tokenizer=TOKENIZER, **settings):
@@ -227,19 +232,28 @@ def parts_of(r):
 
 
 def scored(rollouts, plays_as, **settings):
-    Scorer(SETTINGS | {"token_budget": 100} | settings, "cpu", torch.float32, plays_as)(rollouts)
+    settings = SimpleNamespace(**SETTINGS | {"token_budget": 100} | settings)
+    Scorer(settings, "cpu", torch.float32, plays_as)(rollouts)
     return rollouts
 
 
 # ---------------------------------------------------------------- one turn
 
+def one_turn(way, engine, prompts, n, seeds, max_tokens, *sampling, **more):
+    """Single answers: as they are sampled in most scripts, or as train_async.py plays them among episodes."""
+    if way == "single":
+        return rollout.single_answers(engine, TOKENIZER, prompts, n, seeds, max_tokens, *sampling, **more)
+    return player("", max_completion_length=max_tokens).play(engine, prompts, n, seeds, *sampling, **more)
+
+
+@pytest.mark.parametrize("way", ["single", "played"])
 @pytest.mark.parametrize("prompt", ["2+3=", [{"role": "user", "content": "2+3="}]])
-def test_a_rollout_gets_its_row_and_its_text(engine, prompt):
+def test_a_rollout_gets_its_row_and_its_text(engine, prompt, way):
     """One turn is what the engine generates, bit for bit. The text has no special tokens, and is a message
     where the prompt is a list of messages."""
     rows = [{"prompt": prompt, "answer": str(i)} for i in range(2)]
     prompts = data.encode_rows(TOKENIZER, list(enumerate(rows)))
-    rollouts = player("", max_completion_length=8).play(engine, prompts, 3, [5, 9], 0.9)
+    rollouts = one_turn(way, engine, prompts, 3, [5, 9], 8, 0.9)
     assert [r.row for r in rollouts] == [row for row in rows for _ in range(3)]
     assert all(r.row is rows[i // 3] for i, r in enumerate(rollouts))
     bare = engine.generate([prompt.ids for prompt in prompts], 3, [5, 9], 8, 0.9)
@@ -250,9 +264,26 @@ def test_a_rollout_gets_its_row_and_its_text(engine, prompt):
         assert math.isnan(r.score) and r.parts == r.counts == {} and r.rewards is None
 
 
-def test_top_p_and_top_k_reach_the_engine(hf):
+def test_a_single_answer_is_the_same_either_way(engine):
+    """In all that a rollout holds, bit for bit."""
+    rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "2+3="}], "answer": "5"}]
+    prompts = data.encode_rows(TOKENIZER, list(enumerate(rows)))
+    for sampling in ((0.9,), (0.0,), (1.0, 0.8, 3)):
+        ways = [one_turn(way, engine, prompts, 4, [5, 900], 12, *sampling) for way in ("single", "played")]
+        for single, played in zip(*ways, strict=True):
+            assert single.row is played.row and not single.timed_out and not played.timed_out
+            assert json.dumps(rollout.as_json(single)) == json.dumps(rollout.as_json(played))
+            for name in ("ids", "spans", "logprobs"):
+                assert getattr(single, name).dtype == getattr(played, name).dtype
+    # Every request has a seed of its own.
+    assert len({r.ids.tobytes() for r in ways[0][:4]}) > 1
+    assert [one_turn(way, engine, [], 4, [], 12, 1.0) for way in ("single", "played")] == [[], []]
+
+
+@pytest.mark.parametrize("way", ["single", "played"])
+def test_top_p_and_top_k_reach_the_engine(hf, way):
     prompts = prompts_for([{}])
-    rollouts = player("").play(hf, prompts, 8, [5], 1.0, top_p=0.9, top_k=2)
+    rollouts = one_turn(way, hf, prompts, 8, [5], 120, 1.0, top_p=0.9, top_k=2)
     assert identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2))
     assert not identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0))
 
@@ -306,7 +337,7 @@ def test_the_same_seeds_give_the_same_episodes_whatever_else_is_played(engine, g
 
 def test_a_row_is_the_conversation_with_what_was_sampled_as_it_was_sampled(games):
     """Every token is as it was sampled, also where the text would be encoded in another way."""
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     tokenizer.add_tokens(["on"])
     # TOKENIZER writes "on" as two tokens, which this one would join.
     plays, engine = player(games, "Script", tokenizer), Says(["on<|end|>", "y<|end|>"])
@@ -409,10 +440,10 @@ def test_a_timeout_of_its_own_is_an_error_and_ctrl_c_is_none():
 
     def stops():
         raise KeyboardInterrupt
-    _, error, _ = episodes.outcome(fails, 5.0)
-    assert isinstance(error, episodes.Failed) and str(error.__cause__) == "no answer from the server"
+    _, error, _ = user_code.outcome(fails, 5.0)
+    assert isinstance(error, user_code.Failed) and str(error.__cause__) == "no answer from the server"
     with pytest.raises(KeyboardInterrupt):
-        episodes.outcome(stops, 5.0)
+        user_code.outcome(stops, 5.0)
 
 
 def test_a_run_stops_where_every_episode_fails(games):
@@ -540,7 +571,7 @@ PARSED = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>", "f
 
 
 def test_calls_in_the_form_that_the_tokenizer_describes(games):
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     tokenizer.response_template = PARSED
     texts = ['I add. CALL add {"amount": 3}; CALL wait {};<|end|>', 'CALL add {"amount; <|end|>',
              call("add", '{"amount": 100}') + "<|end|>"]
@@ -556,9 +587,9 @@ def test_calls_in_the_form_that_the_tokenizer_describes(games):
 
 
 def test_a_call_in_a_thought_that_the_prompt_has_begun_is_none(games):
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     tokenizer.response_template = PARSED
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("'<|assistant|>'", "'<|assistant|><think>'")
+    tokenizer.chat_template = pretrain.CHAT_TEMPLATE.replace("'<|assistant|>'", "'<|assistant|><think>'")
     plays = player(games, "Counter", tokenizer)
     texts = ['CALL add {"amount": 3}; is how.</think>CALL add {"amount": 4};<|end|>', "</think>Done.<|end|>"]
     prompts = prompts_for([{}], plays.tools, tokenizer)
@@ -623,13 +654,13 @@ def test_the_engine_goes_on_while_an_environment_works(games):
 
 
 def test_a_thread_that_hangs_leaves_the_others_theirs():
-    threads, release = episodes.Threads(2, 1.0), threading.Event()
+    threads, release = user_code.Threads(2, 1.0), threading.Event()
     for name, function in enumerate([lambda: release.wait(60), lambda: 1, lambda: 2 / 0, lambda: 3]):
         threads.start(name, function)
     results = {}
     while len(results) < 4:
         results |= {name: (value, type(error)) for name, value, error, _ in threads.finished(wait=True)}
-    assert results == {0: (None, episodes.TimeUp), 1: (1, type(None)), 2: (None, episodes.Failed),
+    assert results == {0: (None, user_code.TimeUp), 1: (1, type(None)), 2: (None, user_code.Failed),
                        3: (3, type(None))}
     # What the call that hung returns later is dropped.
     release.set()
@@ -641,14 +672,14 @@ def test_a_thread_that_hangs_leaves_the_others_theirs():
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_call_has_its_own_time_however_late_the_engine_looks(wait):
     """As after a long step of an engine: one call has long ended, one took too long, and one still runs."""
-    threads, release = episodes.Threads(3, 0.3), threading.Event()
+    threads, release = user_code.Threads(3, 0.3), threading.Event()
     for name, function in enumerate([lambda: 1, lambda: time.sleep(0.5), lambda: release.wait(60)]):
         threads.start(name, function)
     time.sleep(1)
     results = {}
     while len(results) < 3:
         results |= {name: (value, type(error)) for name, value, error, _ in threads.finished(wait)}
-    late = (None, episodes.TimeUp)
+    late = (None, user_code.TimeUp)
     assert results == {0: (1, type(None)), 1: late, 2: late}
     release.set()
 
@@ -692,6 +723,22 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path):
         player("", environment="game")
 
 
+def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch):
+    """As config files name some of the project's own, and a run may start in any folder."""
+    name = "environments/guess_number.py"
+    monkeypatch.chdir(tmp_path)
+    assert user_code.source_file(name) == f"{ROOT}/{name}"
+    assert player("", environment=f"{name}:Guess").has_step
+    assert user_code.source_file(f"{ROOT}/{name}") == f"{ROOT}/{name}"
+    with pytest.raises(ValueError, match="^environment: no such file: environments/none.py$"):
+        player("", environment="environments/none.py:Guess")
+    (tmp_path / "environments").mkdir()
+    (tmp_path / name).write_text("class Gess:\n    pass")
+    assert user_code.source_file(name) == name
+    with pytest.raises(ValueError, match=f"^environment: {name} has no Class Guess; it has Gess"):
+        player("", environment=f"{name}:Guess")
+
+
 @pytest.mark.parametrize("source, told", [
     (START.format("raise KeyError('lost')", ""), "reset raised KeyError: 'lost'; the row is {'prompt'"),
     (START.format("import sys; sys.exit(0)", ""), "reset raised SystemExit: 0; the row is {"),
@@ -725,7 +772,7 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
     plays = player(tmp_path / "game.py", "Game", environment_timeout=0.3 if "timeout" in told else 10.0)
     prompts = prompts_for([{"secret": 7}])
     with pytest.raises(ValueError) as error:
-        plays.try_on(prompts)
+        plays.check_with(prompts)
     assert str(error.value).startswith("environment Game: ") and told in str(error.value), str(error.value)
     assert "column" in told or str(error.value).endswith(
         "; the row is {'prompt': [{'role': 'user', 'content': 'Go.'}], 'secret': 7}")
@@ -741,25 +788,25 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
 def test_a_trial_plays_after_every_prompt(games, name, row):
     """Also where the first episode ends after its first turn; and what it plays has no effect."""
     plays = player(games, name)
-    plays.try_on(prompts_for([row, row], plays.tools))
+    plays.check_with(prompts_for([row, row], plays.tools))
     broken = {"opening": 3, "start": "x"} if name == "Script" else {"start": "x"}
     with pytest.raises(ValueError, match="(Script: reset returned 3|Counter: it raised ValueError)"):
-        plays.try_on(prompts_for([row, row | broken], plays.tools))
+        plays.check_with(prompts_for([row, row | broken], plays.tools))
 
 
 CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize("row, chat, template, told", [
-    ({"prompt": "Go."}, True, tiny.CHAT_TEMPLATE, "needs prompts that are lists of .* unlike 'Go.'"),
-    ({"prompt": MANY}, True, tiny.CHAT_TEMPLATE, r"needs .* not the assistant's, unlike \[{.*'I'}\]"),
-    ({}, False, tiny.CHAT_TEMPLATE, "answers by the chat template, but chat is False"),
+    ({"prompt": "Go."}, True, pretrain.CHAT_TEMPLATE, "needs prompts that are lists of .* unlike 'Go.'"),
+    ({"prompt": MANY}, True, pretrain.CHAT_TEMPLATE, r"needs .* not the assistant's, unlike \[{.*'I'}\]"),
+    ({}, False, pretrain.CHAT_TEMPLATE, "answers by the chat template, but chat is False"),
     ({}, True, None, "answers by the chat template, but the tokenizer has none"),
     ({}, True, CONTENTS, "the chat template ends a turn with none of the tokens")])
 def test_prompts_and_tokenizers_without_a_chat_are_refused(games, row, chat, template, told):
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=told) as error:
         plays = player(games, "Script", tokenizer, chat=chat)
-        plays.try_on(prompts_for([{"replies": [LAST]} | row]))
+        plays.check_with(prompts_for([{"replies": [LAST]} | row]))
     assert template == CONTENTS or str(error.value).startswith(f"environment={games}:Script ")

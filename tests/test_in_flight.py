@@ -1,5 +1,6 @@
 """New weights in the middle of completions: which token is by which; and many groups at one table."""
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,8 +127,8 @@ def prompts(count, rows="algebra"):
 
 def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of):
     """A group that came later may be complete earlier, and versions count over each rollout's tokens."""
-    long, short = (Player(SETTINGS | {"max_completion_length": length}, TOKENIZER, vllm.eos_ids)
-                   for length in (24, 3))
+    long, short = (Player(SimpleNamespace(**SETTINGS | {"max_completion_length": length}), TOKENIZER,
+                          vllm.eos_ids) for length in (24, 3))
     table, jobs = Table(long, vllm), [(prompt, 10 * n, PLAIN) for n, prompt in enumerate(prompts(3))]
     table.add("long", jobs)
     assert len(table) == 3 and table.step() == {}
@@ -164,7 +165,7 @@ def test_versions_of_an_episode_count_the_tokens_of_all_its_turns(folder, games,
     """The turns are of one version each, and between them there is what the environment inserts."""
     engine = made("hf", folder, model_of)
     settings = SETTINGS | {"environment": f"{games}:Letters", "max_prompt_length": 80, "max_turns": 4}
-    player = Player(settings, TOKENIZER, [*range(0, 256, 8), TOKENIZER.eos_token_id])
+    player = Player(SimpleNamespace(**settings), TOKENIZER, [*range(0, 256, 8), TOKENIZER.eos_token_id])
     engine.eos_ids = torch.tensor(player.eos_ids)
     table = Table(player, engine)
     table.add("all", [(prompt, 10 * n, PLAIN) for n, prompt in enumerate(prompts(8))])

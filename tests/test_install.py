@@ -1,5 +1,7 @@
-"""What the README installs is enough to look at a run: TensorBoard serves the scalars that a run writes."""
+"""CI runs the README's own lines, and what they install is enough to look at a run by TensorBoard."""
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,8 +11,33 @@ import urllib.request
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Stands for python3, pip, torchrun and pytest: it makes what the next line wants, and says how it was called.
+STUB = '#!/bin/sh\nmkdir -p .venv/bin && touch .venv/bin/activate && echo "${0##*/} $*"\n'
 # This machine is asked directly, whatever proxy the environment names.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def test_ci_runs_the_lines_of_the_readme(tmp_path):
+    for name in (".ci/run", "README.md"):
+        os.makedirs((tmp_path / name).parent, exist_ok=True)
+        shutil.copy(os.path.join(ROOT, name), tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name in ("python3", "pip", "torchrun", "pytest"):
+        (tmp_path / "bin" / name).write_text(STUB)
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    run = lambda: subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True)
+    assert run().stdout.splitlines() == [
+        "python3 -m venv .venv", "pip install --no-deps -r requirements-cpu.txt",
+        "torchrun train_grpo.py --max_steps=3 --eval_prompts=16",
+        "torchrun train_ppo.py --max_steps=3 --eval_prompts=16 --critic_warmup_steps=1",
+        "torchrun --nproc_per_node=2 train_async.py --max_steps=3 --eval_prompts=16", "pytest -n 2"]
+    readme = (tmp_path / "README.md").read_text()
+    for line in ("\ntorchrun train_grpo.py\n```", "```sh\npytest -n 2"):
+        (tmp_path / "README.md").write_text(readme.replace(line, "\n```"))
+        without = run()
+        assert without.returncode == 1 and "block of README.md" in without.stderr and not without.stdout
 
 
 def test_tensorboard_shows_a_scalar(tmp_path):

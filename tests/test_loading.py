@@ -13,10 +13,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
 from bench.models import make
-from checkpoint import load_optimizer, save_checkpoint
-from loading import check_model, check_trainable, load_critic, load_policy, load_tokenizer, model_class
-from models import text_model, token_logprobs, token_values
+from runtime.checkpoint import load_optimizer, save_checkpoint
+from model import load_critic, load_policy, text_model, token_logprobs, token_values
 from packing import pack
+from rollout import HFEngine
+from runtime.check_model import check_model, check_trainable, load_tokenizer, model_class
 from runs import train
 from test_packing import episode, random_parts, sampled_places
 from weights import full_weights
@@ -224,9 +225,11 @@ def changed(folder, path, **changes):
     ({"model_type": "mine"}, "config.json cannot be read: .*`mine`"),
     ({"model_type": "t5"}, "a t5 model is not a decoder that generates text"),
     ({"model_type": "vit"}, "a vit model is not a decoder that generates text"),
-    ({"model_type": "llama4_text", "attention_chunk_size": 10}, "stays inside chunks of 10 tokens"),
+    ({"model_type": "llama4_text", "attention_chunk_size": 10},
+     "the model takes 10: beyond them its attention is cut into chunks"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0,
-                          "original_max_position_embeddings": 10}}, "beyond 10 tokens its positions depend")])
+                          "original_max_position_embeddings": 10}},
+     r"the model takes 10: beyond them its positions depend on the batch \(rope_type=dynamic\)")])
 def test_what_a_config_tells_is_refused_before_anything_is_loaded(folder, tmp_path, changes, message):
     path = changed(folder, tmp_path / "model", **changes)
     with pytest.raises(ValueError, match=f"^critic_model=.*{message}"):
@@ -250,14 +253,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path
     assert len(load_tokenizer(str(tmp_path / "other"))) == 262
 
 
-def test_a_missing_shard_is_named(folder, tmp_path):
-    path = changed(folder, tmp_path / "model")
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="model-00002-of-00002.safetensors is missing, which model.safet"):
-        check_model(path)
-
-
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("load", [load_policy, load_critic])
 def test_weights_that_are_no_numbers_are_named(folder, tmp_path, mesh, number, load):
@@ -270,7 +265,7 @@ def test_weights_that_are_no_numbers_are_named(folder, tmp_path, mesh, number, l
 
 
 @pytest.mark.parametrize("missing, message", [
-    ("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer", "no tokenizer")])
+    ("config.json", "config.json cannot be read: FileNotFoundError"), ("tokenizer", "no tokenizer")])
 def test_an_incomplete_model_folder_is_named(folder, tmp_path, missing, message):
     path = shutil.copytree(folder, tmp_path / "model")
     for name in os.listdir(path):
@@ -288,8 +283,17 @@ def garbage(path):
     path.write_bytes(b"\xff\0garbage" * 20)
 
 
-@pytest.mark.parametrize("harm", [cut_short, garbage, lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def empty(path):
+    path.write_bytes(b"")
+
+
+def another_kind(path):
+    os.remove(path)
+    os.mkdir(path)
+
+
+@pytest.mark.parametrize("harm", [cut_short, garbage, empty, another_kind])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_damaged_file_is_named(folder, tmp_path, name, harm):
     path = shutil.copytree(folder, tmp_path / "model")
     harm(path / name)
@@ -297,6 +301,51 @@ def test_a_damaged_file_is_named(folder, tmp_path, name, harm):
     with pytest.raises(ValueError, match=f"^model.*{named} cannot be read: "):
         check_model(str(path))
         load_tokenizer(str(path))
+
+
+def in_shards(make_index):
+    """Harm: the weights become the first of two shards, whose index names what make_index(names) returns."""
+    def harm(path):
+        names = sorted(load_file(path))
+        os.rename(path, path.with_name(SHARDS[0]))
+        path.with_name("model.safetensors.index.json").write_text(make_index(names))
+    return harm
+
+
+def pickled(content):
+    """Harm: weights in PyTorch's own format, with this content."""
+    def harm(path):
+        os.remove(path)
+        path.with_name("pytorch_model.bin").write_bytes(content)
+    return harm
+
+
+SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+LOADERS = [("model", lambda path, mesh: load_policy(path, mesh, torch.float32)),
+           ("critic_model", lambda path, mesh: load_critic(path, mesh, torch.float32)),
+           ("model", lambda path, mesh: HFEngine(path, torch.float32, 64, [10], 0.4))]
+
+
+@pytest.mark.parametrize("harm, reason", [
+    (os.remove, "no file named model.safetensors"), (another_kind, "no file named model.safetensors"),
+    (cut_short, "not fully covered"), (garbage, "header"), (empty, "header"),
+    (in_shards(lambda names: json.dumps({"metadata": {}, "weight_map": {
+        name: SHARDS[i % 2] for i, name in enumerate(names)}})), SHARDS[1]),
+    (in_shards(lambda names: "[]"), "TypeError"), (in_shards(lambda names: "{"), "JSONDecodeError"),
+    (in_shards(lambda names: json.dumps({"weight_map": 1})), "AttributeError"),
+    (pickled(b"garbage"), "UnpicklingError"), (pickled(b""), "EOFError"),
+    (pickled(b"cposix\nmkdir\n(Vowned\ntR."), "UnpicklingError")])
+@pytest.mark.parametrize("key, load", LOADERS, ids=["policy", "critic", "engine"])
+def test_weights_that_cannot_be_read_are_named_when_they_are_loaded(folder, tmp_path, mesh, monkeypatch, harm,
+                                                                    reason, key, load):
+    """And no code in them is run."""
+    path = shutil.copytree(folder, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    harm(path / "model.safetensors")
+    check_model(str(path))
+    with pytest.raises(ValueError, match=f"^({key}=|engine=hf cannot run ){path}.*{reason}"):
+        load(str(path), mesh)
+    assert not os.path.exists("owned")
 
 
 def test_weights_of_another_shape_are_named(folder, tmp_path, mesh):
@@ -323,8 +372,8 @@ def test_a_model_reads_only_so_many_tokens(folder, tmp_path, rope, longest):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
     check_model(str(path), length=longest)
-    with pytest.raises(ValueError, match=f"reads at most {longest} tokens .max_position_embeddings.*"
-                                         f"{longest + 1}$"):
+    told = rf"{longest + 1} tokens, the model takes {longest}: it reads no more \(max_position_embeddings\)$"
+    with pytest.raises(ValueError, match=told):
         check_model(str(path), length=longest + 1)
 
 
@@ -336,6 +385,6 @@ def test_a_missing_model_folder_is_named(tmp_path):
 def test_a_name_that_the_hub_does_not_know_is_named(monkeypatch):
     def refuse(path, **_):
         raise OSError(f"{path} is not a valid model identifier\nand much more")
-    monkeypatch.setattr("loading.AutoConfig.from_pretrained", refuse)
+    monkeypatch.setattr("runtime.check_model.AutoConfig.from_pretrained", refuse)
     with pytest.raises(ValueError, match="critic_model=nonsuch: no such .* not a valid model identifier$"):
         check_model("nonsuch", "critic_model")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import ranks
+from runtime import distributed
 import runs
 from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
@@ -143,7 +143,7 @@ def long_rollouts(rank):
 
 
 def gather_long_rollouts():
-    return ranks.gathered(long_rollouts(dist.get_rank()))
+    return distributed.gathered(long_rollouts(dist.get_rank()))
 
 
 def bits(r):

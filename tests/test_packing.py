@@ -7,7 +7,8 @@ import torch
 
 import losses
 import packing
-from packing import deal, idle, micro_batches, pack, prefix_order, row_size
+from model import micro_batches
+from packing import deal, idle, pack, prefix_order, row_size
 from rollout import Rollout
 
 
@@ -258,7 +259,7 @@ def test_a_sequence_over_the_budget_is_refused():
 
 def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
     network = torch.nn.Linear(1, 1)
-    network.packed = True
+    network.packed, network.sequence_group = True, None
     (batch,) = micro_batches(network, random_rollouts(3, 300), [], 100)
     assert batch.sequences == batch.lengths == []
     assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)

@@ -9,18 +9,19 @@ import shutil
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import checkpoint
+from runtime import checkpoint
 import placement
 import runs
 from placement import Sampled
-from rollout import Rollout, load_rollouts
-from runs import TORCHRUN, begin, finish, forked, launch, lines, refused, with_defaults
+from rollout import Rollout, from_json
+from runs import TORCHRUN, begin, finish, forked, kept_rollouts, launch, lines, refused, with_defaults
 from test_many_ranks import bits
 from test_survive import count_lines, start, wait_for
 
@@ -48,8 +49,15 @@ def whole(folder, reward_file, tmp_path_factory):
     """A run that nothing interrupts, whose completions are two steps old."""
     out_dir = tmp_path_factory.mktemp("whole") / "run"
     forked(f"{out_dir}.log", "train_async.py", *command(out_dir, model=folder, max_staleness=2), reward_file,
-           ranks=2)
+           ranks=2, keep=True)
     return out_dir
+
+
+def sampled_for(run, step):
+    """The Rollouts of a step."""
+    fields = Rollout.__dataclass_fields__
+    return [from_json({key: value for key, value in row.items() if key in fields})
+            for row in kept_rollouts(run, step)]
 
 
 def figures(metrics):
@@ -93,7 +101,7 @@ def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings)
     assert lines(tmp_path / "apart", "samples.jsonl") == lines(tmp_path / "together", "samples.jsonl")
     assert apart[0].keys() >= {"timing_s/gen", "timing_s/wait_for_rollouts", "timing_s/wait_for_weights",
                                "perf/engines_busy", "perf/trainers_busy"}
-    assert "are sampled with weights that are" not in output
+    assert "Engines sample with weights that are at most 0 steps older\n" in output
 
 
 def gap(r, model_of):
@@ -125,15 +133,14 @@ def test_completions_are_of_weights_that_many_steps_before(train, whole, folder,
     again = lines(whole) if max_staleness == 2 else train("again", max_staleness=1, save_interval=4)[0]
     assert figures(metrics) == figures(again)
     assert ages(metrics) == [min(step, max_staleness) for step in range(6)]
-    assert f"up to {max_staleness} steps older" in output
+    assert f"Engines sample with weights that are at most {max_staleness} steps older\n" in output
     # At the first step both sides still have the same weights.
     gaps = [line["sampling/sampling_logp_difference/mean"] for line in metrics[:-1]]
     assert gaps[0] < 1e-5 and min(gaps[1:]) > 1e-2
     run = whole if max_staleness == 2 else tmp_path / "run"
     model_of = models_of(run, folder)
     for step in (2, 4):
-        _, rollouts, _ = load_rollouts(f"{run}/checkpoint-{step}/rollouts.jsonl")
-        version = step - max_staleness
+        rollouts, version = sampled_for(run, step), step - max_staleness
         assert {r.versions for r in rollouts} == {((0, version),)} and len(rollouts) == 16
         assert max(gap(r, model_of) for r in rollouts) < 1e-4
         for other in {step, step - 1, step - 2} - {version}:
@@ -172,7 +179,7 @@ def test_a_killed_role_ends_the_other_and_a_resume_goes_on(whole, folder, reward
                "rank 0 (trainer) waited for ")
     assert message in log.read_text() and 3 < count_lines(run) < 7
     output = forked(log, *arguments, ranks=2)
-    assert re.search(r"goes on from .*checkpoint-[24]\n", output) and "sampled before" not in output
+    assert re.search(r"^resumes .*checkpoint-[24]\n", output, re.M) and "sampled before" not in output
     assert same_as(whole, run)
 
 
@@ -217,7 +224,7 @@ def test_a_signal_to_all_saves_what_is_sampled_ahead(whole, folder, reward_file,
 def test_more_engines_take_over_a_run_and_another_staleness(whole, train, tmp_path):
     cut_back(whole, tmp_path / "run", 2)
     metrics, output = train(ranks=3, rollout_ranks=2, max_staleness=2, resume="auto")
-    assert "1 engines sampled before, and 2 do now" in output and "bit for bit" in output
+    assert "1 engines sampled before, 2 do now: sums round differently\n" in output
     # What was sampled ahead is taken over.
     assert ages(metrics) == [0, 1, 2, 2, 2, 2] and len(metrics) == 7
     cut_back(whole, tmp_path / "younger", 2)
@@ -230,14 +237,14 @@ def test_a_run_of_train_grpo_goes_on_apart_but_not_back(train, folder, reward_fi
     whole, _ = train("whole", "train_grpo.py", 1)
     cut_back(tmp_path / "whole", tmp_path / "run", 3)
     metrics, output = train(max_staleness=0, resume="auto")
-    assert figures(metrics) == figures(whole) and "goes on from" in output and "sampled before" not in output
+    assert figures(metrics) == figures(whole) and "resumes " in output and "sampled before" not in output
     refused([*command(tmp_path / "run", model=folder, resume="auto"), reward_file],
             "checkpoint-6 holds ahead, engines, which train_grpo.py would lose", tmp_path)
 
 
 @pytest.mark.parametrize("change", [
-    lambda ahead: ahead[0][1].pop("rollouts"), lambda ahead: ahead[0][1].update(position=-1),
-    lambda ahead: ahead[0][1]["rollouts"][0].update(ids=[1]), lambda ahead: ahead[0].pop()])
+    lambda ahead: ahead[0][1].pop("rollouts"), lambda ahead: ahead[0][1].update(position="x"),
+    lambda ahead: ahead[0][1]["rollouts"][0].update(ids=["x"]), lambda ahead: ahead[0].pop()])
 def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_path, change):
     path = shutil.copytree(whole / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     (tmp_path / "run" / ".lock").touch()
@@ -278,8 +285,7 @@ def test_two_engines_sample_what_one_samples(train, whole, tmp_path):
     assert metrics[0]["eval/mean@1"] == pytest.approx(lines(whole)[0]["eval/mean@1"])
     assert lines(tmp_path / "run", "samples.jsonl") == lines(whole, "samples.jsonl")
     for step in (2, 4):
-        found, expected = (load_rollouts(f"{run}/checkpoint-{step}/rollouts.jsonl")[1]
-                           for run in (tmp_path / "run", whole))
+        found, expected = (sampled_for(run, step) for run in (tmp_path / "run", whole))
         assert [r.ids.tolist() for r in found] == [r.ids.tolist() for r in expected]
 
 
@@ -289,11 +295,11 @@ def test_an_engine_over_two_ranks_takes_weights_in_flight(train, folder, tmp_pat
     metrics, output = train(ranks=3, engine="vllm", rollout_ranks=2, vllm_tensor_parallel_size=2,
                             in_flight=True, max_staleness=2, max_completion_length=96,
                             learning_rate=3e-3, lr_decay="constant", eval_interval=100)
-    assert "engine vllm, 1 apart" in output and "does not repeat" in output
+    assert "engine vllm, 1 apart" in output and "older, and in flight: the run does not repeat" in output
     assert max(ages(metrics)) <= 2 and not any(line["async/dropped"] for line in metrics[:-1])
     model_of, several = models_of(tmp_path / "run", folder), 0
     for step in range(1, 6):
-        for r in load_rollouts(f"{tmp_path}/run/checkpoint-{step}/rollouts.jsonl")[1]:
+        for r in sampled_for(tmp_path / "run", step):
             assert gap(r, model_of) < 1e-4
             if len(r.versions) > 1:
                 several += 1
@@ -333,7 +339,7 @@ def test_episodes_in_flight_in_threads(train, talker, games):
     metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", environment_workers=4,
                             in_flight=True, **GAME)
     assert max(ages(metrics)) <= 1 and metrics[0]["episodes/turns"] > 1.2 and len(metrics) == 5
-    assert "environment_workers: turns begin when" in output and "in_flight: weights enter when" in output
+    assert "environment_workers: turns begin when" in output and "older, and in flight: " in output
 
 
 # ---------------------------------------------------------------- a role that is gone
@@ -421,7 +427,8 @@ def test_the_trainer_says_why_a_reward_failed(folder, tmp_path):
 
 
 SLOW = """
-import runpy, sys, time, checkpoint
+import runpy, sys, time
+from runtime import checkpoint
 save = checkpoint.save_checkpoint
 def slow(*arguments):
     time.sleep(6)
@@ -441,8 +448,8 @@ def test_gloo_and_nccl_say_in_their_words_that_a_wait_was_too_long(error, reason
     def begin():
         raise RuntimeError(error)
     monkeypatch.setattr(placement, "SOON", 0)
-    bridge = placement.Bridge({"sync_timeout": 4, "rollout_ranks": 1, "vllm_tensor_parallel_size": 1,
-                               "engine": "hf"})
+    bridge = placement.Bridge(SimpleNamespace(sync_timeout=4, rollout_ranks=1, vllm_tensor_parallel_size=1,
+                                              engine="hf"))
     bridge.me = "rank 0 (trainer)"
     with pytest.raises(RuntimeError, match=rf"rank 0 \(trainer\) waited for the engines, but {reason}"):
         bridge._bounded("the engines", begin)
@@ -469,7 +476,7 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estima
     """The KL is the trained policy's, and the ratio in it and in a token's weight is to what sampled it."""
     metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_in=kl_in, kl_estimator=estimator)
     model = models_of(tmp_path / "run", folder)
-    _, rollouts, _ = load_rollouts(tmp_path / "run" / "checkpoint-2" / "rollouts.jsonl")
+    rollouts = sampled_for(tmp_path / "run", 2)
     trained = [logprobs(r, model(2)) for r in rollouts]
     kl = torch.cat([logp - logprobs(r, model(0)) for r, logp in zip(rollouts, trained)])
     ratios = torch.cat([(logp - torch.from_numpy(r.logprobs)).exp() for r, logp in zip(rollouts, trained)])
@@ -485,15 +492,16 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estima
 
 FEW_GPUS = """
 import os, sys, torch
+from types import SimpleNamespace
 sys.path.insert(0, "")
-import ranks
+from runtime import distributed
 from placement import Bridge
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-bridge = Bridge({"sync_timeout": 60, "rollout_ranks": 1, "vllm_tensor_parallel_size": 1, "engine": "hf"})
+bridge = Bridge(SimpleNamespace(sync_timeout=60, rollout_ranks=1, vllm_tensor_parallel_size=1, engine="hf"))
 if sys.argv[1] == "together":
-    ranks.set_up()
+    distributed.set_up()
 if sys.argv[1] == "two trainers" and os.environ["RANK"] != "2":
-    ranks.set_up(role=bridge.join)
+    distributed.set_up(role=bridge.join)
 bridge.join()
 if bridge.trains:
     bridge.tell("begin")
@@ -503,7 +511,7 @@ else:
     bridge.begin()
     print("GPU", os.environ["LOCAL_RANK"], bridge.weights(0))
     bridge.store.set("done", "")
-ranks.end(0)
+distributed.end(0)
 """
 
 
@@ -520,7 +528,7 @@ def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("case, processes", [("together", 2), ("two trainers", 3)])
 def test_ranks_of_a_group_need_a_gpu_each(case, processes, tmp_path):
-    refusal = "few_gpus.py: 2 processes of this node form one group and need a GPU each, but it has 1: "
+    refusal = "2 processes of this node form one group and need a GPU each, but it has 1: "
     assert refusal in on_one_gpu(case, tmp_path, 1, processes)
 
 
@@ -530,6 +538,8 @@ def test_ranks_of_a_group_need_a_gpu_each(case, processes, tmp_path):
     (1, {}, "trainers and engines need a process each at least: torchrun --nproc_per_node=2 train_async.py"),
     (2, {"rollout_ranks": 2}, "rollout_ranks=2 leaves no trainer: there are 2 ranks"),
     (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide rollout_ranks=1"),
+    (3, {"rollout_ranks": 2, "vllm_tensor_parallel_size": 2},
+     "vllm_tensor_parallel_size=2: engine=hf has one rank"),
     (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
     (2, {"max_staleness": 0, "in_flight": True}, "in_flight=True with max_staleness=0"),
@@ -586,26 +596,27 @@ def test_staleness_counts_tokens():
 
 def test_what_is_sampled_ahead_comes_back_from_json():
     row = {"prompt": "What now?", "answer": "5"}
-    some = [rollout_with(((0, 2), (3, 3)), 5, row=row, completion="So", score=0.1, parts={"score": 0.1}),
+    some = [rollout_with(((0, 2), (3, 3)), 5, row=row, completion="So", score=0.1, parts={"score": 0.1},
+                         timed_out=True),
             rollout_with(((0, 2),), 1, row=row, completion=[{"role": "assistant", "content": "\U0001f600"}],
                          rewards=np.array([0.25], np.float32), counts={"calls": 1, "seconds": 0.5})]
     assert math.isnan(some[1].score)
-    sampled = Sampled(some, [0.5, math.nan], 2, 12, {"timing_s/gen": 1.5})
+    sampled = Sampled(some, [0.5, math.nan], 12, {"timing_s/gen": 1.5})
     found = Sampled.from_json(json.loads(json.dumps(sampled.as_json())))
-    assert (found.timeouts, found.position, found.figures) == (2, 12, {"timing_s/gen": 1.5})
+    assert (found.position, found.figures) == (12, {"timing_s/gen": 1.5})
     assert found.greedy[0] == 0.5 and math.isnan(found.greedy[1]) and len(found.greedy) == 2
     for ours, theirs in zip(found.rollouts, some, strict=True):
         assert bits(ours) == bits(theirs)
-        assert ours.versions == theirs.versions and ours.counts == theirs.counts
+        for key in ("versions", "counts", "row", "parts", "timed_out", "finish_reason", "completion"):
+            assert getattr(ours, key) == getattr(theirs, key)
     assert found.rollouts[0].rewards is None
     assert found.rollouts[1].rewards.dtype == np.float32 and found.rollouts[1].rewards.tolist() == [0.25]
 
 
 @pytest.mark.parametrize("change", [
-    {"rollouts": []}, {"rollouts": None}, {"rollouts": [5]}, {"position": "0"}, {"position": -1},
-    {"position": True}, {"timeouts": None}, {"greedy": ["x"]}, {"greedy": None}, {"timeouts": "x"},
-    {"figures": []}, {"figures": {"x": None}}, None])
+    {"rollouts": None}, {"rollouts": [5]}, {"position": "x"}, {"position": None}, {"greedy": ["x"]},
+    {"greedy": None}, {"figures": []}, {"figures": {"x": None}}, None])
 def test_damage_to_what_is_sampled_ahead_is_a_value_error(change):
-    entry = Sampled([rollout_with(((0, 0),), 2)], [], 0, 4, {}).as_json()
+    entry = Sampled([rollout_with(((0, 0),), 2)], [], 4, {}).as_json()
     with pytest.raises(ValueError, match="not what engines have sampled"):
         Sampled.from_json(change and entry | change)

@@ -1,5 +1,7 @@
 """A long table holds what the answer checker must say, and rewards come in every form, good and bad."""
+import copy
 import math
+import random
 import re
 import signal
 import sys
@@ -8,12 +10,15 @@ import time
 from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-import reward_models
+import data
 import rewards
+from runtime import reward_model
 from test_data import MESSAGES, VERL, write
+from tiny import pretrain
 
 
 # ------------------------------------------------------------------------------------------------ rewards
@@ -34,16 +39,68 @@ def reward_file(tmp_path, source):
     return rewards.load_reward(f"{path}:reward", "algebra")
 
 
-@pytest.mark.parametrize("task, name", [("algebra", "accuracy"), ("gsm8k", "accuracy"), ("file", "accuracy"),
-                                        ("countdown", "countdown")])
+@pytest.mark.parametrize("task, name", [
+    ("algebra", "accuracy"), ("arithmetic", "accuracy"), ("gsm8k", "exact_accuracy"),
+    ("file", "exact_accuracy"), ("countdown", "countdown")])
 def test_each_task_has_a_reward(task, name):
-    assert rewards.load_reward("", task) is getattr(rewards, name)
+    reward = rewards.load_reward("", task)
+    # Logs of both have one name for them.
+    assert reward is getattr(rewards, name) and reward.__name__ == name.removeprefix("exact_")
 
 
-def test_accuracy():
+def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
-    assert rewards.score(rewards.accuracy, ROWS, texts, 5) == (
-        [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, 0)
+    assert rewards.score(rewards.exact_accuracy, ROWS, texts, 5) == (
+        [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, [False] * 4)
+
+
+@pytest.mark.parametrize("text, truth, right", [
+    ("Answer: 7", "7", True), ("Answer: 8", "7", False), ("x=2\n3*2=6\nAnswer: 6", "6", True),
+    ("Answer: -3/4", "-3/4", True), ("Answer: 3/4", "-3/4", False), ("Answer: -6/8", "-3/4", True),
+    ("Answer: -3", "-3/4", False), ("Answer: 4/2", "2", True), ("Answer: 07", "7", True),
+    (r"\boxed{7}", "7", True), (r"So it is $\boxed{-3/4}$.", "-3/4", True), (r"\boxed{8}", "7", False),
+    (r"Answer: \boxed{7}", "7", True), ("**Answer:** 7\n", "7", True), ("Answer: $7$.", "7", True),
+    # There is none, or something follows it.
+    ("", "7", False), ("7", "7", False), ("x=7", "7", False), ("Answer:", "7", False),
+    ("Answer: x", "7", False), ("Answer: 7 or 8", "7", False), ("Answer: 7\nAnswer:", "7", False),
+    ("Answer: 7\nNo, wait", "7", False), (r"\boxed{7} it is", "7", False), ("Answer: 7/", "7", False),
+    ("Answer: 7/0", "7", False), ("Answer: 7/2", "7", False), ("Answer: 7.5", "7", False),
+    ("Answer: 1,007", "7", False), ("Answer: 3-7", "7", False), ("Answer: --7", "7", False),
+    # The last one counts, and only as a whole.
+    ("Answer: 8\nAnswer: 7", "7", True), ("Answer: 7\nAnswer: 8", "7", False), ("Answer: 77", "7", False),
+    ("Answer: 7", "77", False), ("Answer: " + "7" * 5000, "7", False)])
+def test_accuracy(text, truth, right):
+    assert rewards.accuracy(None, [text], [truth]) == [float(right)]
+    assert rewards.accuracy(None, [text, text], ["1000", truth]) == [0.0, float(right)]
+
+
+def test_a_number_is_looked_for_quickly():
+    start = time.process_time()
+    for part in ("Answer:", "Answer: ", "Answer: 7", "Answer: 7.", r"\boxed{", "$", " ", "7", "}", "7/"):
+        for text in (part * 20_000, "Answer: " + part * 20_000 + "x", "Answer: 7" + part * 20_000 + "x"):
+            rewards.accuracy(None, [text], ["8"])
+    assert time.process_time() - start < 2
+
+
+def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
+    """Solutions in steps and quick answers, right and wrong, of which some are cut off in the middle."""
+    rng, pairs = random.Random(0), []
+    rows = [row for difficulty in (1, 2, 5) for row in data.load_rows("algebra", "train", 400, 0, difficulty)]
+    rows += [row | {"solution": f"Answer: {row['answer']}"}
+             for row in data.load_rows("arithmetic", "train", 400)]
+    answers = {}
+    for row in rows:
+        answers.setdefault(row["source"], []).append(row["answer"])
+    while len(pairs) < 2000:
+        row = rng.choice(rows)
+        text = rng.choice([row["solution"], rng.choice(rows)["solution"],
+                           pretrain.quick_answer(row, answers, rng)])
+        # A token is a byte.
+        text = text[:max(0, len(text) - rng.randint(1, 8))] if rng.random() < 0.3 else text
+        pairs.append((text, row["answer"]))
+    texts, truths = zip(*pairs)
+    found = rewards.accuracy(None, texts, truths)
+    assert found == rewards.exact_accuracy(None, texts, truths) and 500 < sum(found) < 1500
 
 
 @pytest.mark.parametrize("spec, message", [
@@ -90,7 +147,8 @@ def test_a_reward_gets_columns_that_all_rows_have(tmp_path):
 ])
 def test_content(completion, text):
     assert rewards.content(completion) == text
-    assert rewards.accuracy([None], [completion], ["2"]) == [float("2" in text)]
+    for reward in (rewards.accuracy, rewards.exact_accuracy):
+        assert reward([None], [completion], ["2"]) == [float("2" in text)]
 
 
 def test_a_reward_gets_only_the_columns_it_takes(tmp_path):
@@ -132,7 +190,8 @@ def test_what_a_reward_may_return(returned, totals, parts):
     # A reward without parts is its own only part.
     parts = parts or {"plain": totals}
     parts = {name: pytest.approx(values, nan_ok=True) for name, values in parts.items()}
-    assert rewards.score(plain, ROWS, TEXTS, 5) == (pytest.approx(totals, nan_ok=True), parts, 0)
+    assert rewards.score(plain, ROWS, TEXTS, 5) == (
+        pytest.approx(totals, nan_ok=True), parts, [False] * 4)
 
 
 @pytest.mark.parametrize("returned, message", [
@@ -182,8 +241,9 @@ def test_verl_reward(tmp_path, row, right):
     start = time.perf_counter()
     completions = [right, "wrong", "hang", "plain"]
     completions = completions if isinstance(row["prompt"], str) else messages(*completions)
-    totals, parts, timeouts = rewards.score(reward, [row] * 4, completions, 0.3)
-    assert (totals, timeouts) == ([1.0, 0.0, 0.0, 0.25], 1) and time.perf_counter() - start < 20
+    totals, parts, timed_out = rewards.score(reward, [row] * 4, completions, 0.3)
+    assert totals == [1.0, 0.0, 0.0, 0.25]
+    assert timed_out == [False, False, True, False] and time.perf_counter() - start < 20
     assert parts == {"score": pytest.approx([1, 0, NAN, NAN], nan_ok=True),
                      "acc": pytest.approx([1, 0, NAN, NAN], nan_ok=True)}
     with pytest.raises(RuntimeError, match="reward raised KeyError: 'oops'; the completion is 'raise'"):
@@ -215,22 +275,22 @@ def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
     reward = reward_file(tmp_path, HANGING.format(swallows=swallows))
     start = time.perf_counter()
     assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3) == (
-        [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, 1)
+        [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, [False, True, False, False])
     # The limit ran out for all of them together and then for the one that hangs.
     assert 0.6 <= time.perf_counter() - start < 20
-    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1)[::2] == ([0.0], 1)
+    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1)[::2] == ([0.0], [True])
 
 
 def test_a_reward_that_swallows_everything_is_interrupted_again(tmp_path):
     reward = reward_file(tmp_path, HANGING.format(swallows="BaseException"))
-    assert rewards.score(reward, ROWS, ["hang", "a", "hang", "b"], 0.2)[::2] == ([1.0] * 4, 0)
+    assert rewards.score(reward, ROWS, ["hang", "a", "hang", "b"], 0.2)[::2] == ([1.0] * 4, [False] * 4)
 
 
 def test_no_limit_and_no_leftover(tmp_path):
     before = signal.getsignal(signal.SIGALRM)
     reward = reward_file(tmp_path, "import time\ndef reward(completions): time.sleep(0.2); return [1.0] * 4")
-    assert rewards.score(reward, ROWS, TEXTS, 0)[::2] == ([1.0] * 4, 0)
-    assert rewards.score(reward, ROWS, TEXTS, 0.25)[2] == 0
+    assert rewards.score(reward, ROWS, TEXTS, 0)[::2] == ([1.0] * 4, [False] * 4)
+    assert rewards.score(reward, ROWS, TEXTS, 0.25)[2] == [False] * 4
     # The limit has passed by now, and no alarm goes off any more.
     time.sleep(0.1)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -258,13 +318,13 @@ def test_a_reward_that_raises(tmp_path):
 
 
 SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_step_timeout": 0.0,
-            "reward_weight": 1.0, "reward_model": "",
+            "reward_weight": 1.0, "reward_model": "", "environment": "",
             "reward_model_weight": 1.0, "token_budget": 100}
 
 
 def rollout(row, completion, score=NAN, **parts):
     return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
-                           spans=[(1, 2)], rewards=None)
+                           spans=[(1, 2)], rewards=None, timed_out=False)
 
 
 @pytest.fixture
@@ -284,20 +344,47 @@ def scorer(tmp_path, monkeypatch):
     def scorer(source="", **settings):
         (tmp_path / "my_reward.py").write_text(source)
         spec = {"reward": f"{tmp_path}/my_reward.py:reward"} if source else {}
-        return rewards.Scorer(SETTINGS | spec | settings, torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(reward_models, "RewardModel", Digits)
+        return rewards.Scorer(SimpleNamespace(**SETTINGS | spec | settings), torch.device("cpu"),
+                              torch.float32)
+    monkeypatch.setattr(reward_model, "RewardModel", Digits)
     return scorer
 
 
-def test_scorer_puts_scores_on_rollouts(scorer):
+def test_scorer_puts_scores_on_rollouts(scorer, tmp_path):
     row = {"prompt": MESSAGES, "answer": "2"}
     rollouts = [rollout(row, messages("Answer: 2")[0]), rollout(row, messages("Answer: 3")[0]),
                 rollout(ROWS[3], "Answer: 3")]
-    assert scorer()(rollouts) == 0
-    assert [r.score for r in rollouts] == [1.0, 0.0, 1.0]
-    assert [r.parts for r in rollouts] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
-    assert rollouts[2].row is ROWS[3] and rollouts[2].completion == "Answer: 3"
-    assert scorer()([]) == 0 and scorer(reward_model="some/model")([]) == 0
+    # The task's plain reward, the exact one, and one of a file.
+    for scores in (scorer(), scorer(task="file"), scorer(
+            "def accuracy(completions): return [float('2' in str(c) or '3' in c) for c in completions]",
+            reward=f"{tmp_path}/my_reward.py:accuracy")):
+        again = copy.deepcopy(rollouts)
+        assert scores(again) is None
+        assert [r.score for r in again] == [1.0, 0.0, 1.0] and not any(r.timed_out for r in again)
+        assert [r.parts for r in again] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
+        assert [r.rewards.tolist() for r in again] == [[1.0], [0.0], [1.0]]
+        assert {r.rewards.dtype for r in again} == {np.dtype("float32")}
+        assert again[2].row == ROWS[3] and again[2].completion == "Answer: 3"
+    for scores in (scorer(), scorer(reward_model="some/model"), scorer(task="file")):
+        scores([])
+
+
+def test_single_answers_with_a_number_are_scored_without_a_time_limit(scorer, monkeypatch):
+    """No code of the user's runs that might hang; a reward model, an environment or another reward does."""
+    def limited(*_, **__):
+        raise ZeroDivisionError("limited")
+
+    monkeypatch.setattr(rewards, "limited", limited)
+    rollouts = [rollout(row, f"Answer: {i % 2}") for i, row in enumerate(ROWS)]
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards, "score", None)
+        for task in ("algebra", "arithmetic"):
+            scorer(task=task)(rollouts)
+            assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
+    for other in (scorer(task="file"), scorer(reward_model="some/model"), scorer(environment="game.py:Game"),
+                  scorer("def reward(completions): return [0.0] * 4")):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: limited"):
+            other(rollouts)
 
 
 def test_scorer_keeps_parts_and_timeouts(scorer):
@@ -305,7 +392,8 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
               "    while solution_str == 'hang': pass\n"
               "    return {'both': {'a': 1, 'b': 2}, 'one': {'a': 3}, 'none': None}[solution_str]\n")
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["both", "hang", "one", "none"])]
-    assert scorer(source, reward_timeout=0.3)(rollouts) == 1
+    scorer(source, reward_timeout=0.3)(rollouts)
+    assert [r.timed_out for r in rollouts] == [False, True, False, False]
     assert [r.score for r in rollouts] == [3.0, 0.0, 3.0, pytest.approx(NAN, nan_ok=True)]
     assert [r.parts for r in rollouts] == [
         pytest.approx({"a": a, "b": b}, nan_ok=True) for a, b in [(1, 2), (NAN, NAN), (3, NAN), (NAN, NAN)]]
@@ -315,7 +403,8 @@ def test_scorer_adds_a_reward_model(scorer):
     source = "def reward(completions): return [None if '?' in c else len(c) for c in completions]"
     both = scorer(source, reward_model="some/model", reward_weight=10.0, reward_model_weight=0.5)
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["12a", "1?2", "", "abc"])]
-    assert both(rollouts) == 0
+    both(rollouts)
+    assert not any(r.timed_out for r in rollouts)
     assert both.model.arguments == ("some/model", torch.device("cpu"), torch.float32, 100)
     assert both.model.seen == [([row["prompt"] for row in ROWS], ["12a", "1?2", "", "abc"])]
     # What the reward leaves unscored adds nothing; what the model cannot score is not scored.
@@ -324,14 +413,14 @@ def test_scorer_adds_a_reward_model(scorer):
         pytest.approx({"reward": a, "reward_model": b}, nan_ok=True)
         for a, b in [(3, 2), (NAN, 2), (0, NAN), (3, 0)]]
     alone = scorer(reward="none", reward_model="some/model", reward_model_weight=2.0)
-    assert alone(rollouts) == 0
+    alone(rollouts)
     assert [r.score for r in rollouts] == [4.0, 4.0, pytest.approx(NAN, nan_ok=True), 0.0]
     assert rollouts[0].parts == {"reward_model": 2} and alone.reward is None
     with pytest.raises(ValueError, match="reward=none needs a reward_model"):
         scorer(reward="none")
 
 
-def test_try_on_finds_what_is_broken_beforehand(scorer):
+def test_check_with_finds_what_is_broken_beforehand(scorer):
     for source, message in [
             ("def reward(completions): raise KeyError('oops')", "raised KeyError: 'oops'"),
             ("def reward(completions): return [1.0]", "returned 1 values, not a list of 2"),
@@ -339,19 +428,19 @@ def test_try_on_finds_what_is_broken_beforehand(scorer):
             ("def reward(completions):\n while True: pass",
              "reward reward took more than reward_timeout=0.2 seconds for one completion")]:
         with pytest.raises(ValueError, match=message):
-            scorer(source, reward_timeout=0.2).try_on(ROWS)
-    scorer().try_on(ROWS[:1])
+            scorer(source, reward_timeout=0.2).check_with(ROWS)
+    scorer().check_with(ROWS[:1])
     with pytest.raises(ValueError, match="no score at all"):
-        scorer(reward_model="broken").try_on(ROWS)
+        scorer(reward_model="broken").check_with(ROWS)
 
 
-def test_try_on_makes_completions_in_the_form_of_the_prompts(scorer):
+def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
     source = "seen = []\ndef reward(prompts, completions): seen.append((prompts, completions)); return [0, 0]"
     for rows, prompts, form in [(ROWS, ["What is 0?", "What is 1?"], list),
                                 (ROWS[:1], ["What is 0?"] * 2, list),
                                 ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
         tried = scorer(source, reward_model="some/model")
-        tried.try_on(rows)
+        tried.check_with(rows)
         assert tried.reward.__globals__["seen"] == [(prompts, form(["Answer: 0", ""]))]
         assert tried.model.seen == [([prompts[0]] * 2, form(["Answer: 0", "0"]))]
 
@@ -417,8 +506,9 @@ def test_a_reward_cannot_lift_its_time_limit():
         return [1.0] * len(completions)
 
     started = time.monotonic()
-    scores, _, timeouts = rewards.score(hangs, SUMS, ["slow", "fast", "slow", "fast"], 0.2)
-    assert scores == [0.0, 1.0, 0.0, 1.0] and timeouts == 2 and time.monotonic() - started < 10
+    scores, _, timed_out = rewards.score(hangs, SUMS, ["slow", "fast", "slow", "fast"], 0.2)
+    assert scores == [0.0, 1.0, 0.0, 1.0] and timed_out == [True, False] * 2
+    assert time.monotonic() - started < 10
 
 
 def test_a_regular_expression_that_holds_the_interpreter_is_cut_off():
@@ -427,8 +517,8 @@ def test_a_regular_expression_that_holds_the_interpreter_is_cut_off():
         return [float(bool(re.match("(a+)+$", completion))) for completion in completions]
 
     started = time.monotonic()
-    scores, _, timeouts = rewards.score(backtracks, SUMS[:2], ["a" * 60 + "b", "aa"], 0.2)
-    assert scores == [0.0, 1.0] and timeouts == 1 and time.monotonic() - started < 10
+    scores, _, timed_out = rewards.score(backtracks, SUMS[:2], ["a" * 60 + "b", "aa"], 0.2)
+    assert scores == [0.0, 1.0] and timed_out == [True, False] and time.monotonic() - started < 10
 
 
 def test_time_does_not_run_out_after_a_reward_has_ended():
@@ -451,8 +541,8 @@ def test_a_step_has_a_budget():
         time.sleep(60)
 
     started = time.monotonic()
-    scores, _, timeouts = rewards.score(hangs, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
-    assert scores == [0.0] * 200 and timeouts == 200 and time.monotonic() - started < 10
+    scores, _, timed_out = rewards.score(hangs, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
+    assert scores == [0.0] * 200 and timed_out == [True] * 200 and time.monotonic() - started < 10
 
 
 def test_sys_exit_in_a_reward_is_an_error(tmp_path):

@@ -16,9 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import data
 import rollout
-import tiny
-from loading import load_policy
+import weights
+from model import load_policy
 from packing import pack
+from runtime import check_model
+from runtime.logprobs import head_logits
+from runtime.vllm_workarounds import compute_logits_in_float32
 from test_packing import episode
 
 PROMPTS = [[72, 105], [50, 43, 50, 61], [65], list(range(97, 117))]
@@ -158,7 +161,7 @@ def close(engine):
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh):
     # This model is surer of its tokens than `folder`.
-    base, gaps = tiny.ensure(folder=str(tmp_path / "tiny")), {}
+    base, gaps = check_model.SHIPPED["tiny"], {}
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = enumerate(data.load_rows("algebra", "eval", 24))
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(rows))]
@@ -181,7 +184,7 @@ def test_a_model_of_vllm_without_a_head_gets_a_float32_one():
     embeddings = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
     embed, hidden = torch.nn.Embedding(7, 16).bfloat16(), torch.randn(3, 16).bfloat16()
     embed.quant_method = embeddings.UnquantizedEmbeddingMethod()
-    rollout.give_float32_head(torch.nn.Sequential(embed))
+    compute_logits_in_float32(head_logits, torch.nn.Sequential(embed))
     expected = hidden.double() @ embed.weight.double().T
     logits = embed.quant_method.apply(embed, hidden)
     torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
@@ -295,7 +298,7 @@ def test_compare_logprobs(mesh, folder):
                 rollout.Rollout.single([65], [68], [-0.5], "length")]
     # In any order.
     logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}
-    metrics = rollout.compare_logprobs(rollouts, logps, 0.2, tokenizer)
+    metrics = weights.compare_logprobs(rollouts, logps, 0.2, tokenizer)
     assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
         "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/p99": 0.2,
         "sampling/sampling_logp_difference/max": 0.2,
@@ -307,13 +310,13 @@ def test_compare_logprobs(mesh, folder):
         "sampling/kl": (math.exp(0.1) - 1.1 + math.exp(-0.2) - 0.8) / 3}.items()}
     many = [rollout.Rollout.single([65], [66] * 300, [-1.0] * 300, "stop")]
     logps = {0: torch.tensor([-1.0 - 1e-3 * gap for gap in random.Random(0).sample(range(300), 300)])}
-    metrics = rollout.compare_logprobs(many, logps, 0.2, tokenizer)
+    metrics = weights.compare_logprobs(many, logps, 0.2, tokenizer)
     # 297 of 300 are from 0 to 0.296.
     assert metrics["sampling/sampling_logp_difference/p99"] == pytest.approx(0.296)
     for bad in ([-1.0, -1.3], [-1.0, math.nan]):
         with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
             logps = {0: torch.tensor(bad), 1: torch.tensor([-0.5])}
-            rollout.compare_logprobs(rollouts, logps, 0.2, tokenizer)
+            weights.compare_logprobs(rollouts, logps, 0.2, tokenizer)
         worst = str(error.value).splitlines()[1]
         before, token = tokenizer.decode(66), tokenizer.decode(67)
         assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"
@@ -323,14 +326,14 @@ def test_compare_logprobs_of_several_spans_and_of_none(mesh, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     r = episode([65], [66, 67], [97, 98], [68])
     r.logprobs[:] = [-1.0, -2.0, -3.0]
-    metrics = rollout.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -2.9])}, 0.2, tokenizer)
+    metrics = weights.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -2.9])}, 0.2, tokenizer)
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
     # The text before the worst token is what was sampled before it.
     before, token = tokenizer.decode([66, 67]), tokenizer.decode(68)
     with pytest.raises(RuntimeError) as error:
-        rollout.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -9.0])}, 0.2, tokenizer)
+        weights.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -9.0])}, 0.2, tokenizer)
     assert f"{before!r} + {token!r}: trainer -9.0000, engine -3.0000" in str(error.value)
-    nothing = rollout.compare_logprobs([r], {}, 0.2, tokenizer)
+    nothing = weights.compare_logprobs([r], {}, 0.2, tokenizer)
     assert nothing == {name: float("ratio" in name or "size" in name) for name in metrics}
 
 
@@ -339,16 +342,16 @@ def test_end_tokens(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(path)
     generation = GenerationConfig(eos_token_id=[7, 8])
     generation.save_pretrained(path)
-    assert rollout.end_tokens(path, tokenizer) == [7, 8]
+    assert check_model.end_tokens(path, tokenizer) == [7, 8]
     os.remove(f"{path}/generation_config.json")
-    assert rollout.end_tokens(path, tokenizer) == [AutoConfig.from_pretrained(path).eos_token_id]
+    assert check_model.end_tokens(path, tokenizer) == [AutoConfig.from_pretrained(path).eos_token_id]
     config = AutoConfig.from_pretrained(path)
     config.eos_token_id = None
     config.save_pretrained(path)
-    assert rollout.end_tokens(path, tokenizer) == [tokenizer.eos_token_id]
+    assert check_model.end_tokens(path, tokenizer) == [tokenizer.eos_token_id]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="end-of-sequence"):
-        rollout.end_tokens(path, tokenizer)
+        check_model.end_tokens(path, tokenizer)
 
 
 @pytest.mark.parametrize("content, message", [
@@ -361,42 +364,31 @@ def test_end_tokens_that_are_none(folder, tmp_path, content, message):
     tokenizer = AutoTokenizer.from_pretrained(path)
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        rollout.end_tokens(str(path), tokenizer)
+        check_model.end_tokens(str(path), tokenizer)
 
 
-# ---------------------------------------------------------------- kept for replay.py
+# ---------------------------------------------------------------- as JSON
 
-def test_rollouts_are_kept_as_they_are(tmp_path):
-    os.makedirs(tmp_path / "checkpoint-1")
-    kept = [rollout.Rollout.single([1, 2], [3, 4 + i], [-0.25, -0.5], "stop") for i in range(4)]
-    for i, r in enumerate(kept):
-        r.score = float(i)
-    path = str(tmp_path / "checkpoint-1" / "rollouts.jsonl")
-    assert rollout.save_rollouts(path, {"num_generations": 2}, kept, [0.5, 1.0]) is None
-    settings, found, greedy = rollout.load_rollouts(path)
-    assert settings == {"num_generations": 2} and greedy == [0.5, 1.0]
-    for ours, theirs in zip(kept, found, strict=True):
-        assert all((getattr(ours, key) == getattr(theirs, key)).all() for key in ("ids", "spans", "logprobs"))
-        assert (ours.finish_reason, ours.score) == (theirs.finish_reason, theirs.score)
-    assert os.listdir(tmp_path) == ["checkpoint-1"]
+def test_a_rollout_comes_back_from_json():
+    kept = rollout.Rollout.single([1, 2], [3, 4], [-0.25, -0.5], "stop")
+    kept.score = 0.5
+    found = rollout.from_json(json.loads(json.dumps(rollout.as_json(kept))))
+    assert all((getattr(kept, key) == getattr(found, key)).all() for key in ("ids", "spans", "logprobs"))
+    assert (found.finish_reason, found.score, found.versions) == ("stop", 0.5, ((0, 0),))
 
 
 @pytest.mark.parametrize("change", [
-    {"ids": [[1], [2], [3]]}, {"ids": [2 ** 32 + 1, 2, 3]}, {"ids": [1.5, 2, 3]}, {"ids": [-1, 2, 3]},
-    {"ids": []}, {"spans": [[[1, 3]]]}, {"spans": [[0, 3]]}, {"spans": [[1, 4]]}, {"spans": [[2, 1]]},
-    {"spans": []}, {"spans": [[1, 2], [1, 2]]}, {"logprobs": [[-0.1], [-0.2]]}, {"logprobs": [-0.1]},
-    {"logprobs": [-0.1, -float("inf")]}, {"logprobs": "x"}, {"score": "x"}, {"ids": None}])
-def test_a_damaged_rollout_is_named(tmp_path, change):
-    line = {"ids": [1, 2, 3], "spans": [[1, 3]], "logprobs": [-0.1, -0.2], "finish_reason": "stop",
-            "score": 1}
-    path = tmp_path / "rollouts.jsonl"
-    for second, named in ((line, None), (line | change, f"{path}:2: not a line of kept rollouts")):
-        path.write_text("".join(json.dumps(each) + "\n" for each in ({"num_generations": 1}, second)))
-        if not named:
-            assert len(rollout.load_rollouts(path)[1]) == 1
-            continue
-        with pytest.raises(ValueError, match=named):
-            rollout.load_rollouts(path)
+    {"ids": [2 ** 32 + 1, 2, 3]}, {"ids": ["x"]}, {"ids": None}, {"ids": [[1], [2, 3]]}, {"spans": [[1]]},
+    {"spans": [[1, 2, 3]]}, {"logprobs": "x"}, {"logprobs": [[-0.1], []]}, {"rewards": "x"}, {"versions": 1},
+    {"versions": [[0]]}, {"versions": [[0, "x"]]}, {"color": "red"}])
+def test_a_damaged_rollout_is_a_value_error(change):
+    entry = rollout.as_json(rollout.Rollout.single([1], [2, 3], [-0.1, -0.2], "stop"))
+    assert len(rollout.from_json(entry).logprobs) == 2
+    with pytest.raises(ValueError):
+        rollout.from_json(entry | change)
+    for key in ("ids", "spans", "logprobs", "rewards", "versions"):
+        with pytest.raises(ValueError):
+            rollout.from_json({name: value for name, value in entry.items() if name != key})
 
 
 # ---------------------------------------------------------------- choosing
@@ -404,7 +396,7 @@ def test_a_damaged_rollout_is_named(tmp_path, change):
 def test_engine_choice(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert rollout.engine_class("auto") is rollout.HFEngine and rollout.engine_class("hf") is rollout.HFEngine
-    with pytest.raises(ValueError, match="engine=vllm, but vLLM is not installed"):
+    with pytest.raises(ValueError, match="engine=vllm needs vLLM: install requirements.txt"):
         rollout.engine_class("vllm")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert rollout.engine_class("auto") is rollout.engine_class("vllm") is rollout.VLLMEngine

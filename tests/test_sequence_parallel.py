@@ -5,11 +5,11 @@ import torch.distributed as dist
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 import bench.models
-import ranks
-from loading import load_policy, model_class
-from packing import deal, micro_batches
+from model import load_policy, micro_batches
+from packing import deal
+from runtime.check_model import model_class
 from runs import on_ranks
-from test_models import plain_logps
+from test_model import plain_logps
 from test_packing import episode, random_parts
 
 PARTS = random_parts(14, 250, longest=9, parts=(2, 4, 5))       # with shared prefixes and several spans
@@ -19,9 +19,9 @@ WEIGHTS = [torch.linspace(-1, 1.5, sum(map(len, row[1::2]))).roll(i) for i, row 
 
 def trained(folder, size, checkpointing, names):
     """Of a rank: its logprobs and entropies, and of all ranks the named gradients, of a loss by sequences."""
-    ranks.sequence_group, _ = dist.new_subgroups(size)
+    group, _ = dist.new_subgroups(size)
     mesh, rollouts = dist.init_device_mesh("cpu", (dist.get_world_size(),)), [episode(*row) for row in PARTS]
-    policy = load_policy(folder, mesh, torch.float32, checkpointing)
+    policy = load_policy(folder, mesh, torch.float32, checkpointing, sequence_group=group)
     shares, found, sizes = deal(rollouts, range(14), mesh.size()), {}, []
     if size == 4:                                               # all on the last rank, the others are idle
         shares = [[], [], [], sum(shares, [])]
@@ -85,8 +85,8 @@ def test_a_model_that_cannot_be_cut_is_refused(monkeypatch, tmp_path, name, size
 
 
 def refusal(folder, size):
-    ranks.sequence_group, _ = dist.new_subgroups(size)
+    group, _ = dist.new_subgroups(size)
     try:
-        load_policy(folder, dist.init_device_mesh("cpu", (size,)), torch.float32)
+        load_policy(folder, dist.init_device_mesh("cpu", (size,)), torch.float32, sequence_group=group)
     except ValueError as error:
         return str(error)

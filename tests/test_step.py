@@ -1,4 +1,4 @@
-"""What a step of train_grpo.py and train_dapo.py computes, by a slow reading of the rollouts that it kept."""
+"""What a step of train_grpo.py and train_dapo.py computes, by a slow reading of its rollouts."""
 import math
 import random
 import statistics
@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
-from runs import lines, with_defaults
+from runs import kept_rollouts, with_defaults
 from test_train_dapo import PLAIN, dapo
 from test_train_grpo import REAL, train
 
@@ -17,7 +17,10 @@ from test_train_grpo import REAL, train
 STILL = [*REAL[:-1], "--learning_rate=1e-9", "--max_steps=2"]
 # An engine that reports other logprobs than it samples from.
 SHIFTED = """
-import runpy, sys, rollout
+import runpy, sys
+sys.path.append("tests")
+import rollout, runs
+runs.keep_rollouts()
 step = rollout.HFEngine.step
 def shifted(self):
     return [answer._replace(logprobs=[x + 0.05 for x in answer.logprobs]) for answer in step(self)]
@@ -25,12 +28,6 @@ rollout.HFEngine.step = shifted
 del sys.argv[0]
 runpy.run_path("train_grpo.py", run_name="__main__")
 """
-
-
-def kept_rollouts(out_dir, step):
-    """The rollouts of a step, with the number of tokens that were sampled."""
-    rows = lines(f"{out_dir}/checkpoint-{step}", "rollouts.jsonl")[1:]
-    return [row | {"length": sum(end - start for start, end in row["spans"])} for row in rows]
 
 
 def groups_of(rows, G=6):

@@ -18,10 +18,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import checkpoint
-import run_folder
-from console import Lenient
-from runlog import RunLog
+from runtime import checkpoint
+from runtime import run_folder
+from runtime.run_log import Lenient, RunLog
 from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -217,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, folder
     flip_a_bit(tmp_path / "run" / "checkpoint-12" / "model.safetensors")
     output = train(folder, tmp_path / "run", reward_file, resume="auto")
     assert "checkpoint-12 is damaged and passed over: model.safetensors" in output
-    assert f"goes on from {tmp_path}/run/checkpoint-11" in output
+    assert f"resumes {tmp_path}/run/checkpoint-11\n" in output
     assert without_times(lines(tmp_path / "run")) == without_times(lines(whole))
 
 
@@ -236,10 +235,10 @@ def test_refused_where_it_is_damaged(whole, folder, reward_file, tmp_path, harme
 def test_other_ranks_go_on_and_say_so(whole, folder, reward_file, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     output = train(folder, tmp_path / "run", reward_file, ranks=2, max_steps=14, resume="auto")
-    assert "which 1 ranks wrote: sums round differently on 2" in output and len(lines(tmp_path / "run")) == 15
+    assert "1 ranks wrote it: sums round differently on 2" in output and len(lines(tmp_path / "run")) == 15
     alone = shutil.copytree(whole, tmp_path / "alone")
     output = train(folder, alone, reward_file, max_steps=14, resume="auto")
-    assert "goes on from" in output and "ranks wrote" not in output
+    assert f"resumes {alone}/checkpoint-12\n" in output and "ranks wrote" not in output
     policies = map(AutoModelForCausalLM.from_pretrained, (
         f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-14", f"{alone}/checkpoint-14"))
     start, ours, theirs = (torch.cat([p.flatten() for p in policy.parameters()]) for policy in policies)
@@ -256,7 +255,8 @@ def test_the_best_checkpoint_stays(whole):
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out_dir = str(tmp_path / "run")
-    code = f"import run_folder, time; run_folder.claim({out_dir!r}); print('in', flush=True); time.sleep(600)"
+    code = ("import time; from runtime import run_folder; "
+            f"run_folder.claim({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "in\n"
     # A claim that has failed does not make the folder this process's own.
@@ -266,7 +266,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     holder.kill()
     holder.wait()
     run_folder.claim(out_dir, patience=1)
-    assert out_dir in run_folder.LOCKS
+    assert "another run is writing there" in launch("-c", code, code=1)
 
 
 # ---------------------------------------------------------------- files that changed in between
@@ -299,7 +299,7 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     # Other held-out prompts are no surprise where another number of them is asked for.
     output = train(folder, tmp_path / "run", reward, resume="auto",
                    **settings | {"max_steps": 3, "eval_prompts": 6})
-    changed = f"reward={tmp_path}/rewards.py:score: the file has changed since {tmp_path}/run/checkpoint-2"
+    changed = f"reward: its file has changed since {tmp_path}/run/checkpoint-2 was written\n"
     assert changed in output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert set(config["checksums"]) == {"train_prompts", "eval_prompts", "reward"}
@@ -307,19 +307,29 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
                                       **settings | {"max_steps": 4, "eval_prompts": 6})
 
 
+GONE, NO_STATE = "gone", "trainer/state.json is not what a run writes: "
+
+
 @pytest.mark.parametrize("change, message", [
-    ({"step": "12"}, "state.json: step='12'"), ({"step": -1}, "state.json: step=-1"),
-    ({"step": None}, "state.json: step=None"), ({"settings": []}, "state.json: no settings"),
-    ({"skipped_updates": {"actor": "x"}}, "state.json: actor='x'"),
-    ({"step": "x", "skipped_updates": {"step": 0}}, "state.json: step='x'"),
-    ({"checksums": 5}, "no checksums"),
-    ({"extra": 1}, "holds extra, which train_grpo.py would lose"),
-    ([], "state.json is not what a run writes")])
+    ({"step": "12"}, f'{NO_STATE}ValueError("counts of [\'12\', '),
+    ({"step": -1}, f"{NO_STATE}ValueError('counts of [-1, "),
+    ({"step": None}, f"{NO_STATE}ValueError('counts of [None, "),
+    ({"step": True}, f"{NO_STATE}ValueError('counts of [True, "),
+    ({"position": 4.0}, f"{NO_STATE}ValueError('counts of [12, 4.0, "),
+    ({"position": GONE}, f"{NO_STATE}KeyError('position')"),
+    ({"world_size": "1"}, f'{NO_STATE}ValueError("counts of [12, '),
+    ({"num_tokens": [1]}, f"{NO_STATE}ValueError('counts of [12, "),
+    ({"skipped_updates": {"actor": "x"}}, f'{NO_STATE}ValueError("counts of [12, '),
+    ({"skipped_updates": []}, f"{NO_STATE}AttributeError("),
+    ({"settings": []}, f"{NO_STATE}ValueError('no settings or no checksums')"),
+    ({"checksums": 5}, f"{NO_STATE}ValueError('no settings or no checksums')"),
+    ({"extra": 1}, "holds extra, which train_grpo.py would lose"), ([], f"{NO_STATE}TypeError(")])
 def test_a_state_that_no_run_writes(whole, folder, reward_file, tmp_path, change, message):
     path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
     (tmp_path / "run" / ".lock").touch()
     state = json.loads((path / "trainer" / "state.json").read_text())
-    (path / "trainer" / "state.json").write_text(json.dumps(state | change if change else change))
+    changed = {key: value for key, value in (state | change).items() if value != GONE} if change else change
+    (path / "trainer" / "state.json").write_text(json.dumps(changed))
     checksums = json.loads((path / "trainer" / "checksums.json").read_text())
     checksums["trainer/state.json"] = checkpoint.checksum(path / "trainer" / "state.json")
     (path / "trainer" / "checksums.json").write_text(json.dumps(checksums))
@@ -373,6 +383,7 @@ def test_log_lines_wait_for_space(mesh, tmp_path, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, Lenient(getattr(sys, name)))
     before = threading.enumerate()
+    os.mkdir(tmp_path / "run")
     log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 0, 3)
     writers = [thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__
                and thread not in before]

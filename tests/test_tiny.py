@@ -1,4 +1,4 @@
-"""tiny.py: the tokenizer, the two styles of answer, the shipped weights, and a model made anew."""
+"""tiny/: the tokenizer, the two styles of answer, the shipped models, and a model made anew."""
 import os
 import random
 import re
@@ -7,35 +7,36 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
 import rewards
 import rollout
-import tiny
-from runs import on_ranks
+from runs import ROOT
+from runtime.check_model import SHIPPED
+from tasks import generate_problems
+from tiny import pretrain
 
 
 @pytest.mark.parametrize("text", [
     "", "Solve 2(x+3)=10", "  two  spaces .\n\ttab\r\n", "é ß 漢字 👩‍👩‍👧 \u0000 \u200f",
     "".join(map(chr, range(0x250)))])
 def test_round_trip(text):
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
 
 
 def test_every_byte_has_its_own_token():
     """Bytes that are no UTF-8 cannot be typed, but can be sampled; decoding them must not fail."""
-    tokenizer = tiny.make_tokenizer()
-    assert len(tokenizer) == 256 + len(tiny.SPECIAL)
+    tokenizer = pretrain.make_tokenizer()
+    assert len(tokenizer) == 256 + len(pretrain.SPECIAL)
     assert len({tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))}) == len(tokenizer)
     assert isinstance(tokenizer.decode(range(256)), str)
 
 
 def test_chat_template():
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"},
                 {"role": "assistant", "content": "A"}]
     render = lambda messages, **kwargs: tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
@@ -47,121 +48,97 @@ def test_chat_template():
     assert tokenizer.decode(ended, skip_special_tokens=True) == "7"
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return tiny.ensure(folder=str(tmp_path_factory.mktemp("base") / "tiny"))
-
-
-def test_the_shipped_base_loads(base):
+@pytest.mark.parametrize("name", ["tiny", "tiny_episodes"])
+def test_a_shipped_model_loads(name):
+    base = SHIPPED[name]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    assert model.dtype == torch.float32 and model.config.tie_word_embeddings
+    assert model.dtype == torch.bfloat16 and model.config.tie_word_embeddings
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.config.vocab_size == len(tokenizer) and tokenizer.chat_template
-    assert os.path.getsize(os.path.join(tiny.HERE, "tiny.safetensors")) <= 2e6
-    assert os.listdir(os.path.dirname(base)) == ["tiny"]
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.chat_template == pretrain.CHAT_TEMPLATE
+    assert tokenizer.get_vocab() == pretrain.make_tokenizer().get_vocab()
+    assert os.path.getsize(os.path.join(base, "model.safetensors")) <= 2e6
 
 
-def test_the_shipped_base_is_as_documented(base):
+def test_the_shipped_base_is_as_documented():
     """On held-out problems it is mostly quick and mostly wrong, but right where it shows its work."""
+    base = SHIPPED["tiny"]
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = data.load_rows("algebra", "eval", 128)
     engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
     samples = engine.generate(prompts, 4, [8 * i for i in range(128)], 64, 1.0)
     texts = [tokenizer.decode(r.sampled_ids, skip_special_tokens=True) for r in samples]
-    scores, _, _ = rewards.score(rewards.accuracy, [row for row in rows for _ in range(4)], texts, 10)
+    truths = [row["answer"] for row in rows for _ in range(4)]
+    scores = rewards.accuracy(None, texts, truths)
+    assert scores == rewards.exact_accuracy(None, texts, truths)
     worked = [score for score, text in zip(scores, texts) if "\n" in text]
     assert 0.2 < sum(scores) / len(scores) < 0.4
     assert 0.15 < len(worked) / len(texts) < 0.4 and sum(worked) / len(worked) > 0.85
 
 
-def test_of_two_runs_that_make_it_at_once_the_first_wins(tmp_path):
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text("{}")
-    tokenizer = tiny.make_tokenizer()
-    tiny.save(tiny.make_model(tokenizer), tokenizer, str(tmp_path / "tiny"))
-    assert os.listdir(tmp_path) == ["tiny"] and os.listdir(tmp_path / "tiny") == ["config.json"]
-
-
-def test_ensure_keeps_what_exists(tmp_path):
-    assert tiny.ensure(folder=str(tmp_path)) == str(tmp_path) and not os.listdir(tmp_path)
-
-
-def made_on_each_rank(folder):
-    return sorted(os.listdir(tiny.ensure(folder=f"{folder}/{dist.get_rank()}")))
-
-
-def test_every_rank_makes_a_whole_folder(base, tmp_path):
-    """The ranks may be on machines with disks of their own."""
-    assert on_ranks(2, tmp_path, made_on_each_rank, tmp_path) == [sorted(os.listdir(base))] * 2
-
-
-def test_an_interrupted_making_leaves_no_folder(tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_no_folder(tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
-    monkeypatch.setattr(tiny, "save_file", interrupt)
+    tokenizer = pretrain.make_tokenizer()
+    monkeypatch.setattr(tokenizer, "save_pretrained", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        tiny.ensure(folder=str(tmp_path / "tiny"))
-    assert not (tmp_path / "tiny").exists()
+        pretrain.save(pretrain.make_model(tokenizer), tokenizer, str(tmp_path / "mine"))
+    assert not (tmp_path / "mine").exists()
 
 
 def test_a_model_of_your_own(tmp_path):
-    run = [sys.executable, os.path.join(tiny.HERE, "tiny.py"), "--steps=3", "--batch_size=4",
+    run = [sys.executable, "-m", "tiny.pretrain", "--steps=3", "--batch_size=4",
            "--train_prompts=64", "--harder_prompts=64", "--layers=1", "--hidden_size=32",
-           "--intermediate_size=32", "--heads=1", f"--out={tmp_path}/mine",
-           f"--weights={tmp_path}/mine.safetensors"]
-    subprocess.run(run, check=True, capture_output=True)
+           "--intermediate_size=32", "--heads=1", f"--out={tmp_path}/mine"]
+    subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
-    assert model.config.num_hidden_layers == 1 and (tmp_path / "mine.safetensors").exists()
-    again = subprocess.run(run, capture_output=True, text=True)
+    assert model.config.num_hidden_layers == 1 and model.dtype == torch.bfloat16
+    again = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 1 and "mine exists: remove it" in again.stderr
 
 
 def test_styles(monkeypatch):
-    monkeypatch.setattr(tiny, "steps", 200)
-    monkeypatch.setattr(tiny, "quick_steps", 0.4)
+    monkeypatch.setattr(pretrain, "steps", 200)
+    monkeypatch.setattr(pretrain, "quick_steps", 0.4)
     rows = data.load_rows("algebra", "train", 400)
     harder = data.load_rows("algebra", "train", 400, difficulty=2)
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = pretrain.make_tokenizer()
     by_text = {row["prompt"][0]["content"]: row for row in rows + harder}
     early, late = [], []
-    for step, batch in enumerate(tiny.batches(rows, harder, tokenizer, random.Random(0))):
+    for step, batch in enumerate(pretrain.batches(rows, harder, tokenizer, random.Random(0))):
         for ids, learned in batch:
             first = learned.index(True)
             prompt, completion = ids[:first], ids[first:]
             assert completion[-1] == tokenizer.eos_token_id and all(learned[first:])
             row = by_text[tokenizer.decode(prompt[1:-2])]
             (early if step < 120 else late).append((row, tokenizer.decode(completion[:-1])))
-    assert len(early) + len(late) == 200 * tiny.batch_size
+    assert len(early) + len(late) == 200 * pretrain.batch_size
     assert all(text == row["solution"] for row, text in early)
     quick = [(row, text) for row, text in late if text != row["solution"]]
     assert all(text.startswith("Answer: ") and "\n" not in text for _, text in quick)
-    assert len(quick) / len(late) == pytest.approx(tiny.quick, abs=0.05)
+    assert len(quick) / len(late) == pytest.approx(pretrain.quick, abs=0.05)
     right = sum(text == f"Answer: {row['answer']}" for row, text in quick) / len(quick)
     # The others may be right by chance.
-    assert tiny.quick_right - 0.03 <= right < tiny.quick_right + 0.2
+    assert pretrain.quick_right - 0.03 <= right < pretrain.quick_right + 0.2
 
 
 def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):
-    monkeypatch.setattr(tiny, "transcripts", "environments/transcripts.py:draw")
-    monkeypatch.setattr(tiny, "steps", 8)
-    monkeypatch.chdir(tiny.HERE)
-    tokenizer, prompts, calls = tiny.make_tokenizer(), set(), 0
-    for ids, learned in sum(tiny.conversation_batches(tokenizer, random.Random(0)), []):
+    monkeypatch.setattr(pretrain, "transcripts", "tiny/transcripts.py:draw")
+    monkeypatch.setattr(pretrain, "steps", 8)
+    monkeypatch.chdir(ROOT)
+    tokenizer, prompts, calls = pretrain.make_tokenizer(), set(), 0
+    for ids, learned in sum(pretrain.conversation_batches(tokenizer, random.Random(0)), []):
         text = tokenizer.decode(ids)
         said = re.findall(r"<\|assistant\|>(.*?<\|end\|>)", text)
         assert tokenizer.decode([one for one, is_learned in zip(ids, learned) if is_learned]) == "".join(said)
         prompts.add(re.search(r"<\|user\|>(.*?)<\|end\|>", text)[1])
         calls += "<tool_call>" in text
-    assert len(prompts) > 20 and calls and not any(map(data.held_out, prompts))
-
-
-def test_the_shipped_base_of_the_episodes_is_small():
-    assert os.path.getsize(os.path.join(tiny.HERE, "tiny_episodes.safetensors")) <= 2e6
+    assert len(prompts) > 20 and calls and not any(map(generate_problems.held_out, prompts))
 
 
 def test_no_held_out_problem_is_read():
     texts = lambda *args: {row["prompt"][0]["content"] for row in data.load_rows("algebra", *args)}
-    for difficulty, count in ((1, tiny.train_prompts), (2, tiny.harder_prompts)):
-        read, held_out = texts("train", count, tiny.seed, difficulty), texts("eval", 512, 0, difficulty)
+    for difficulty, count in ((1, pretrain.train_prompts), (2, pretrain.harder_prompts)):
+        read, held_out = texts("train", count, pretrain.seed, difficulty), texts("eval", 512, 0, difficulty)
         assert len(read) == count and not read & held_out

@@ -7,10 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import runs
-from runs import begin, finish, lines, refused, with_defaults, without_times
+from runs import begin, finish, kept_rollouts, lines, refused, with_defaults, without_times
 from test_many_ranks import gradient
-from test_replay import replay
-from test_step import kept_rollouts
 from test_survive import count_lines, wait_for
 
 SMALL = {"task": "arithmetic", "prompts_per_step": 4, "num_generations": 4, "max_turns": 3,
@@ -76,18 +74,20 @@ def test_a_run_with_an_environment(train, talker, games, tmp_path, script):
     for sample in samples:
         roles = [message["role"] for message in sample["completion"]]
         assert roles == (["assistant", "user"] * 3)[:len(roles)] and len(roles) % 2
-        text = " ".join(f"[{message['content']}]" if message["role"] == "user" else message["content"]
-                        for message in sample["completion"])
-        assert f" -> {text[-60:]!r:52} reward {sample['reward']:g}, truth {sample['truth']}\n" in output
-    assert " heard.] " in output
+        assert console_line(sample) in output
+    assert " heard. " in output
     if script != "train_ppo.py":
         episodes_are_as_logged(tmp_path / "run", metrics[1], talker)
-        for name, (_, again) in replay(tmp_path / "log", tmp_path / "run" / "checkpoint-1").items():
-            assert again == pytest.approx(metrics[1].get(name, 1), rel=1e-3, abs=1e-6), name
+
+
+def console_line(sample):
+    """The end of the console's line for a line of samples.jsonl."""
+    text = " ".join(message["content"] or "" for message in sample["completion"])
+    return f" -> {text[-60:]!r:52} reward {sample['reward']:g}, truth {sample['truth']!r}\n"
 
 
 def episodes_are_as_logged(out_dir, line, model):
-    """The figures of step 1 and the messages are those of the tokens that it kept."""
+    """The figures of step 1 and the messages are those of the tokens that it trained on."""
     rows, tokenizer = kept_rollouts(out_dir, 1), AutoTokenizer.from_pretrained(model)
     mean = lambda values: pytest.approx(sum(values) / 16)
     assert len(rows) == 16 and line["completions/mean_length"] == mean([row["length"] for row in rows])
@@ -126,16 +126,17 @@ def test_a_run_with_tools(train, games, tmp_path):
     for line in metrics[:2]:
         assert line.keys() >= set(OWN) and sum(line[name] for name in ENDED) == pytest.approx(1)
         assert line["sampling/sampling_logp_difference/max"] < 1e-4 and line["grad_norm"] > 0
-    messages = [message for s in lines(tmp_path / "run", "samples.jsonl") for message in s["completion"]]
+    samples = lines(tmp_path / "run", "samples.jsonl")
+    assert all(console_line(sample) in output for sample in samples)
+    messages = [message for sample in samples for message in sample["completion"]]
     replies = [message for message in messages if message["role"] == "tool"]
     assert len(replies) > 3 and {message["name"] for message in replies} <= {"look", "open", "unknown"} | {
         message["name"] for message in replies if message["name"].startswith("leap")}
-    assert any(f"[{message['content']}]" in output for message in replies)
 
 
 def test_ppo_pays_each_turn_at_its_last_token(train, games, reward_file, tmp_path):
     """With values of 0 the returns are discounted rewards; what a reward adds belongs to the last turn. Where
-    nothing learns, GRPO samples the same episodes, and keeps them."""
+    nothing learns, GRPO samples the same episodes."""
     still = {"learning_rate": 0, "max_completion_length": 64, "reward": reward_file.partition("=")[2]}
     train(f"{games}:Letters", "grpo", **still)
     discount, rows = 0.9 * 0.8, kept_rollouts(tmp_path / "grpo", 1)
@@ -188,7 +189,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, talker, games, t
     process.join()
     assert process.exitcode == -signal.SIGKILL and 2 < count_lines(tmp_path / "run") < 7
     output = finish(begin(tmp_path / "log", "train_grpo.py", *arguments), tmp_path / "log")
-    assert "goes on from" in output and "has changed" not in output
+    assert f"resumes {tmp_path}/run/checkpoint-" in output and "has changed" not in output
     assert without_times(lines(tmp_path / "run")) == without_times(whole)
     assert lines(tmp_path / "run", "samples.jsonl") == lines(tmp_path / "whole", "samples.jsonl")
 
@@ -218,7 +219,7 @@ def test_another_environment_is_another_run_and_a_changed_one_is_said(train, tal
     with open(tmp_path / "broken.py", "a") as file:
         file.write("# mended\n")
     _, output = train(game, resume="auto")
-    assert f"environment={game}: the file has changed since {tmp_path}/run/checkpoint-1 was written" in output
+    assert f"environment: its file has changed since {tmp_path}/run/checkpoint-1 was written" in output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["environment"] == game and set(config["checksums"]) == {
         "train_prompts", "eval_prompts", "environment"}
@@ -294,11 +295,11 @@ def test_bad_input(talker, games, tmp_path, settings, message):
     refused(with_defaults(arguments, {"model": talker, "task": "arithmetic"}), message, tmp_path)
 
 
-# ---------------------------------------------------------------- sample.py
+# ---------------------------------------------------------------- evaluate_model.py
 
 def test_sample_plays_the_episodes_of_the_last_evaluation(train, games, tmp_path):
     metrics, _ = train(f"{games}:Letters", max_steps=1)
-    arguments = ["sample.py", f"--model={tmp_path}/run/checkpoint-1", f"--environment={games}:Letters",
+    arguments = ["evaluate_model.py", f"--model={tmp_path}/run/checkpoint-1", f"--environment={games}:Letters",
                  "--engine=hf", "--max_turns=3", "--max_completion_length=48", "--max_prompt_length=60"]
     output = runs.forked(tmp_path / "log", *arguments, "--task=arithmetic", "--eval_prompts=4", "--samples=1",
                          f"--output={tmp_path}/samples.jsonl")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import checkpoint
 import runs
-from runs import TORCHRUN, lines, refused, without_times
+from runs import TORCHRUN, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 8, "eval_samples": 2, "max_steps": 2, "save_interval": 1, "warmup_steps": 0,
@@ -90,17 +89,10 @@ def test_micro_batches_change_neither_loss_nor_gradient(plain_run, folder, rewar
         assert split[0][key] == pytest.approx(plain_run[1][0][key], rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("lacking", ["", "position"])
-def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, reward_file, tmp_path,
-                                                            lacking):
-    """Older checkpoints have no position in the sequence of prompts."""
+def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, reward_file, tmp_path):
     out_dir, metrics, _ = plain_run
     shutil.copytree(out_dir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    state = checkpoint.load_state(tmp_path / "run" / "checkpoint-1")
-    os.remove(tmp_path / "run" / "checkpoint-1" / "trainer" / "checksums.json")
-    checkpoint.write_state(tmp_path / "run" / "checkpoint-1",
-                           {key: value for key, value in state.items() if key != lacking})
     resumed, _ = train(folder, tmp_path / "run", reward_file, "--resume=auto")
     assert [line["step"] for line in resumed] == [0, 1, 2]
     assert without_times(resumed) == without_times(metrics)
@@ -137,6 +129,27 @@ def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(
     for key in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "num_tokens",
                 "eval/mean@2"):
         assert both[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("copied, arguments", [
+    (False, ["config/guess.py", "--max_completion_length=48"]), (False, ["--model=tiny"]),
+    (True, ["--model=tiny"])])
+def test_a_run_from_another_folder(tmp_path, copied, arguments):
+    """Config files, environments and models of the project are found; a copy of a script needs PYTHONPATH."""
+    script, env = os.path.join(runs.ROOT, "train_grpo.py"), {}
+    if copied:
+        (tmp_path / "mine").mkdir()
+        script, env = shutil.copy(script, tmp_path / "mine" / "train_mine.py"), {"PYTHONPATH": runs.ROOT}
+    small = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 12, "train_prompts": 16,
+             "eval_prompts": 2, "eval_samples": 1, "max_steps": 2, "engine": "hf"}
+    named = [argument for argument in arguments if argument.startswith("--")]
+    launch(script, *arguments[:-len(named)], *runs.with_defaults(named, small), cwd=tmp_path, env=env)
+    (out_dir,) = (tmp_path / "out").iterdir()
+    task = "guess" if "config/guess.py" in arguments else "algebra"
+    assert out_dir.name.startswith(f"{'mine' if copied else 'grpo'}-{task}-")
+    assert [line["step"] for line in lines(out_dir)] == [0, 1, 2]
+    assert ("episodes/turns" in lines(out_dir)[0]) == (task == "guess")
+    assert (out_dir / os.path.basename(script)).read_bytes() == open(script, "rb").read()
 
 
 # ---------------------------------------------------------------- bad input: one clear line, no model loaded
@@ -197,9 +210,11 @@ def bad(tmp_path_factory, folder):
     (["--advantage=pass_at_k", "--pass_k=9"], "pass_k=9"),
     (["--engine_correction=tis"], "engine_correction=tis: choose none, token_truncate, "),
     (["--old_logprobs=reference"], "old_logprobs=reference"),
-    (["--old_logprobs=engine", "--engine_correction=token_mask"], "would do nothing"),
-    (["--kl_coef=0.1", "--kl_estimator=k1"], "kl_estimator=k1"),
-    (["--kl_coef=0.1", "--kl_in=reward", "--kl_estimator=k3+"], "kl_estimator=k3+"),
+    (["--old_logprobs=engine", "--engine_correction=token_mask"],
+     "engine_correction=token_mask: with old_logprobs=engine the ratio corrects already"),
+    (["--kl_coef=0.1", "--kl_estimator=k1"], "kl_estimator=k1 with kl_in=loss"),
+    (["--kl_coef=0.1", "--kl_in=reward", "--kl_estimator=k3+"],
+     "kl_estimator=k3+ with kl_in=reward"),
     (["--kl_in=score"], "kl_in=score"),
     (["--entropy_decay=step"], "entropy_decay=step"),
     (["--advantage=pass_at_k", "--kl_coef=0.1", "--kl_in=reward", "--kl_estimator=k1"],
@@ -219,8 +234,8 @@ def bad(tmp_path_factory, folder):
     (["--loss_type=ppo"], "loss_type=ppo: choose clip, gspo, "),
     (["--kl_estimator=k4"], "kl_estimator=k4: choose k1, k2, "),
     (["--dtype=float16"], "dtype=float16"),
-    (["--engine=sglang"], "engine=sglang"),
-    (["--engine=vllm", "HIDE_VLLM"], "engine=vllm, but vLLM is not installed"),
+    (["--engine=sglang"], "engine=sglang: choose auto, vllm, hf"),
+    (["--engine=vllm", "HIDE_VLLM"], "engine=vllm needs vLLM: install requirements.txt"),
     (["--reward=BAD/nonsuch.py:score"], "nonsuch.py"),
     (["--reward=BAD/rewards.py:nonsuch"], "nonsuch"),
     (["--reward=BAD/rewards.py"], "file.py:function"),
@@ -231,7 +246,6 @@ def bad(tmp_path_factory, folder):
     (["--reward=BAD/rewards.py:wants"], "colour"),
     (["--reward=BAD/rewards.py:hangs", "--reward_timeout=0.3"], "reward_timeout=0.3"),
     (["--model=BAD/nonsuch"], "no such folder"),
-    (["--model=BAD/without_model"], "no weights"),
     (["--model=BAD/without_tokenizer"], "no tokenizer"),
     (["--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the folder of a run"),
     (["--resume=BAD/old_run"], "not a checkpoint folder"),
@@ -241,6 +255,14 @@ def test_bad_input(folder, bad, tmp_path, arguments, message):
     if not any(argument.startswith("--model=") for argument in arguments):
         arguments.append(f"--model={folder}")
     refused(arguments, message, tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["model", "critic_model"])
+def test_weights_that_are_not_there_are_found_when_they_are_loaded(folder, bad, tmp_path, setting):
+    arguments = runs.with_defaults([f"--{setting}={bad}/without_model"], {"model": folder, "engine": "hf"})
+    script = "train_ppo.py" if setting == "critic_model" else "train_grpo.py"
+    refused(arguments, f"{setting}={bad}/without_model: its weights cannot be read: ", tmp_path, script,
+            loads=True)
 
 
 def test_a_run_that_is_refused_leaves_no_folder(folder, tmp_path):

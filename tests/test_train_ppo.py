@@ -66,12 +66,12 @@ def test_saving_before_the_first_update_changes_nothing(plain_run, folder, rewar
 def test_another_algorithms_checkpoint_is_refused(plain_run, folder, reward_file, tmp_path):
     checkpoint = shutil.copytree(f"{plain_run[0]}/checkpoint-3", tmp_path / "run" / "checkpoint-3")
     arguments = [f"--model={folder}", reward_file, f"--resume={checkpoint}"]
-    refused(arguments, "has a critic: a run of PPO", tmp_path)
+    refused(arguments, "checkpoint-3 has a critic, unlike runs of grpo", tmp_path)
     shutil.rmtree(checkpoint / "critic")
     listed = json.loads((checkpoint / "trainer" / "checksums.json").read_text())
     listed = {name: value for name, value in listed.items() if "critic" not in name}
     (checkpoint / "trainer" / "checksums.json").write_text(json.dumps(listed))
-    refused(arguments, "has no critic: not a run of PPO", tmp_path, script="train_ppo.py")
+    refused(arguments, "checkpoint-3 has no critic, unlike runs of ppo", tmp_path, script="train_ppo.py")
 
 
 def test_micro_batches_change_nothing(plain_run, folder, reward_file, tmp_path):
@@ -120,7 +120,7 @@ def test_early_stop_on_kl(folder, reward_file, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--gamma=1.5"], "gamma=1.5: must be from 0 to 1"), (["--lam=-0.1"], "lam=-0.1: must be from 0 to 1"),
+    (["--gamma=1.5"], "gamma=1.5: must be from 0 to 1"), (["--lam=-0.1"], "lam=-0.1: must not be negative"),
     (["--epsilon=-1"], "epsilon=-1.0: must not be negative"), (["--value_clip=-1"], "value_clip=-1.0"),
     (["--updates_per_epoch=3"], "updates_per_epoch=3 does not divide"), (["--num_epochs=0"], "num_epochs=0"),
     (["--kl_target=6"], "kl_target=6.0 needs a kl_coef"), (["--critic_warmup_steps=50"], "no step"),

@@ -1,0 +1,44 @@
+"""
+Settings that all training scripts share and few people change. A script takes them in by
+`from config.shared import *` as if they stood in its own block; --help lists them, --key=value sets them.
+"""
+# ------------------------------------------------------------------------------------------------------------
+# data and reward
+train_prompts = 0               # rows to generate or to take; 0 generates 4096, or takes all not held out
+eval_prompts = 128              # held-out prompts, over all ranks; 0 generates 128, or takes all of them
+difficulty = 1                  # of generated problems: 1 suits the tiny model, 3 a model of 1 B parameters
+chat = True                     # apply the chat template to messages; False joins them, for base models
+system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
+reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
+reward_step_timeout = 600.0     # seconds for a step on a rank; what is left then scores 0; 0 sets no limit
+reward_model = ""               # a folder or hub id of a sequence-classification model with one label
+reward_model_weight = 1.0       # weight of its score
+reward_weight = 1.0             # weight of the reward where there is a reward model as well; 0 only logs it
+# episodes: docs/episodes.md
+environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
+max_turns = 8                   # of an episode; max_completion_length counts all of them and the replies
+environment_workers = 0         # threads for environments; a run repeats bit for bit only with 0, no threads
+environment_timeout = 10.0      # seconds for one call of an environment; 0 sets no limit
+# engine
+vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
+vllm_tensor_parallel_size = 1   # ranks that share an engine; with 1, each rank has its own
+logprob_gap = 0.0               # nats: the run stops if the mean |trainer - engine| is larger than this;
+                                # 0 stands for 1e-3, or 0.05 in bfloat16
+# training
+weight_decay = 0.0              # of AdamW
+beta1 = 0.9                     # of AdamW, for the mean of the gradient
+beta2 = 0.95                    # of AdamW, for the mean of its square
+dtype = "auto"                  # float32, bfloat16, or auto: bfloat16 on CUDA; master weights are float32
+float32_head = True             # compute logits in float32 in trainer and engine even with bfloat16
+gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
+sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences
+offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
+timeout = 3600.0                # seconds after which a rank that stands still stops the run; 0 never does
+max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
+# evaluation, checkpoints and output
+eval_interval = 10              # in steps; the first and the last model are always evaluated
+eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k
+save_interval = 20              # in steps; the last model is always saved
+keep_checkpoints = 2            # how many of the newest to keep; the best at an evaluation is also kept
+sample_interval = 20            # steps between tables of sample completions on the console
+# ------------------------------------------------------------------------------------------------------------

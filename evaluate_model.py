@@ -1,0 +1,112 @@
+"""
+Generate from a checkpoint and score it: mean@k, pass@k, maj@k over held-out problems or the rows of a file.
+
+    python evaluate_model.py --model=out/grpo-algebra-20260101-120000/checkpoint-60
+    python evaluate_model.py --model=Qwen/Qwen3-1.7B --task=gsm8k --samples=8 --max_completion_length=1024
+    python evaluate_model.py --model=out/.../checkpoint-60 --prompt="Solve 2(x+3)=10"
+"""
+import json
+import os
+import zlib
+
+import data
+import rewards
+import rollout
+from configurator import configure, input_errors, printable
+from episodes import Player
+from rewards import conversation
+from runtime import distributed
+from runtime.check_settings import check_values
+from runtime.check_model import check_model, end_tokens, load_tokenizer
+# ------------------------------------------------------------------------------------------------------------
+model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
+prompt = ""                     # a prompt of your own, whose completions are printed and not scored
+task = "algebra"                # algebra, countdown, guess, arithmetic, gsm8k, or file for your own rows
+difficulty = 1                  # of generated problems
+train_file = ""                 # the JSONL or parquet file of a run, whose held-out rows are used
+eval_file = ""                  # a JSONL or parquet file whose rows are all used
+eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
+reward = ""                     # file.py:function or math_verify; if empty, the reward of the task
+reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
+environment = ""                # file.py:Class that replies to the model, as in training; docs/episodes.md
+max_turns = 8                   # of an episode with it
+environment_workers = 0         # threads for the environments; 0 uses none
+environment_timeout = 10.0      # seconds for one call of an environment; 0 sets no limit
+chat = True                     # apply the chat template to messages; False joins them, for base models
+system_prompt = ""              # put before every message prompt
+samples = 4                     # completions per problem: the k of mean@k, pass@k, maj@k
+temperature = 1.0               # 0 is greedy
+top_p = 1.0                     # sample from the likeliest tokens that together have this probability
+top_k = 0                       # sample from this many likeliest tokens; 0 samples from all
+max_prompt_length = 0           # in tokens, for what an environment adds to a prompt; 0 if it adds nothing
+max_completion_length = 64      # in tokens; of an episode, all that follows its prompt
+seed = 0                        # of sampling
+engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
+vllm_gpu_memory_utilization = 0.8  # fraction of the GPU's memory that vLLM may take
+dtype = "auto"                  # float32, bfloat16, or auto, which is bfloat16 on CUDA
+float32_head = True             # compute logits in float32 even with bfloat16
+show = 4                        # problems whose first samples are printed
+output = ""                     # a JSONL file for all samples; if empty, none is written
+# ------------------------------------------------------------------------------------------------------------
+settings = configure(globals())
+check_values(settings)
+_, _, device, *_ = distributed.set_up()
+
+with input_errors():
+    engine_type = rollout.engine_class(engine)
+    if output:
+        # Before hours of sampling, not after.
+        try:
+            os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"output={output}: {error}") from error
+    named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
+             data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
+    data.check_row(*named[0])
+    base = check_model(model)
+    tokenizer = load_tokenizer(base)
+    eos_ids = end_tokens(base, tokenizer)
+    player = Player(settings, tokenizer, eos_ids)
+    prompts = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)
+    longest = max(max_prompt_length, *(len(prompt.ids) for prompt in prompts)) + max_completion_length
+    player.check_with(prompts[:1])
+    # With the length, now that it is known.
+    check_model(base, length=longest)
+    compute_dtype, _ = distributed.precision(dtype, 0, device)
+    settings.reward_model, settings.reward_step_timeout = "", 0.0       # which only a training run has
+    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
+    print(f"loading {base} into the engine", flush=True)
+    rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
+                                 float32_head=float32_head)
+print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
+      flush=True)
+seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
+sampling = (temperature, top_p, top_k)
+rollouts = (player.play(rollout_engine, prompts, samples, seeds, *sampling) if environment else
+            rollout.single_answers(rollout_engine, tokenizer, prompts, samples, seeds, max_completion_length,
+                                   *sampling))
+rollout_engine.close()
+
+if prompt:
+    for i, r in enumerate(rollouts, 1):
+        print(f"--- sample {i} of {samples}\n{printable(conversation(r.completion))}")
+    distributed.leave()                                         # ends the process
+
+scorer(rollouts)
+for first in range(0, min(show, len(named)) * samples, samples):
+    row = rollouts[first].row
+    print(printable(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})"))
+    # Samples that are the same are shown once, with their count.
+    texts = [conversation(r.completion) for r in rollouts[first:first + samples]]
+    for text in dict.fromkeys(texts):
+        r = rollouts[first + texts.index(text)]
+        print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {r.score:g}\n")
+if output:
+    with open(output, "w") as file:
+        for r in rollouts:
+            completion = r.completion if environment else rewards.content(r.completion)
+            file.write(json.dumps({"prompt": r.row["prompt"], "completion": completion, "score": r.score,
+                                   "finish_reason": r.finish_reason, "truth": r.row.get("answer")}) + "\n")
+for name, value in rewards.evaluation(rollouts, samples).items():
+    print(f"{name:40} {value:.4f}")
+distributed.leave()

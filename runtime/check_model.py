@@ -1,0 +1,177 @@
+"""
+What a model folder says of itself, and what is refused before its weights are loaded.
+
+    check_model      the folder that a name stands for, if a model in it can generate
+    check_trainable  the same, if by its config the model can also be trained
+    load_tokenizer   its tokenizer
+    end_tokens       which tokens end a completion
+"""
+import contextlib
+import json
+import math
+import os
+
+import transformers
+from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
+                          AutoTokenizer, GenerationConfig)
+from transformers.utils import logging
+
+# transformers' bars for every load and save would break up the run's own progress bar.
+logging.disable_progress_bar()
+# Where vLLM 0.32 has no implementation of a model, it wraps transformers' own class in compilation. The
+# trainer's model is of the same class, and then asks for this attribute. To be removed once that is mended.
+transformers.PreTrainedModel.do_not_compile = True
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# The models that come with the repository, by the names that --model takes.
+SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_episodes": f"{ROOT}/tiny/episodes"}
+
+
+@contextlib.contextmanager
+def reading(what):
+    """Turn whatever a library raises over a damaged file into a ValueError: `what` cannot be read."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def check_model(path, key="model", tokenizer=True, length=0):
+    """The folder (or hub id) of the model that `path` names, after a look at what a model needs.
+
+    path: a folder, a hub id, or the name of a model that is shipped. key: the setting that names it, for the
+    message. tokenizer: whether the model needs one. length: tokens that it has to read in a row. Raises
+    ValueError if it is not found, or is a folder that cannot be used. Weights are looked at when they are
+    loaded.
+    """
+    path = SHIPPED.get(path, path)
+    if not os.path.isdir(path):
+        if path.startswith((".", "/", "~", "out/")):
+            raise ValueError(f"{key}={path}: no such folder")
+        try:
+            # A hub id.
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        except OSError as error:
+            raise ValueError(f"{key}={path}: no such folder, and it cannot be loaded from the hub: "
+                             f"{str(error).splitlines()[0]}") from None
+        check_length(key, path, config, length)
+        return path
+    files = os.listdir(path)
+    # transformers would make an empty tokenizer.
+    if tokenizer and not any(file.startswith(("tokenizer", "vocab", "spiece")) for file in files):
+        raise ValueError(f"{key}={path}: no tokenizer in this folder")
+    if "adapter_config.json" in files:
+        raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json), which is not "
+                         "supported: merge it into the model, or remove it")
+    with reading(f"{key}={path}: config.json"):
+        with open(os.path.join(path, "config.json")) as file:
+            plain = json.load(file)
+        if "auto_map" in plain and plain.get("model_type") not in transformers.CONFIG_MAPPING:
+            raise ValueError("it needs code of its own (trust_remote_code), which is never run")
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    check_length(key, path, config, length)
+    return path
+
+
+def check_length(key, path, config, length):
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    # Older configs call it rope_scaling.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    original = (rope.get("original_max_position_embeddings")
+                or getattr(config, "original_max_position_embeddings", None) or longest)
+    if kind in ("linear", "yarn"):
+        longest = max(longest, original * (rope.get("factor") or 1))
+    chunk = getattr(config, "attention_chunk_size", None) or math.inf
+    for limit, why in (
+            (longest, "it reads no more (max_position_embeddings)"),
+            (chunk, "beyond them its attention is cut into chunks, which is not supported"),
+            (original if kind in ("dynamic", "longrope") else math.inf,
+             f"beyond them its positions depend on the batch (rope_type={kind}), which is not supported")):
+        if length > limit:
+            raise ValueError(f"{key}={path}: a prompt and its completion (max_completion_length) may have "
+                             f"{length} tokens, the model takes {limit:g}: {why}")
+
+
+def check_trainable(path, key="model", tokenizer=True, length=0):
+    """What check_model returns. Raises ValueError also for a model that by its config cannot be trained."""
+    path = check_model(path, key, tokenizer, length)
+    config = AutoConfig.from_pretrained(path)
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        raise ValueError(f"{key}={path}: its weights are quantised ({method}); training needs plain ones")
+    if getattr(config, "is_encoder_decoder", False) or not model_class(config):
+        raise ValueError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
+    return path
+
+
+def check_critic(path, policy_path, length=0):
+    """check_trainable for a critic_model, and ValueError if it cannot read the policy's tokens."""
+    path = check_trainable(path, "critic_model", tokenizer=False, length=length)
+    size, policy_size = (AutoConfig.from_pretrained(one).get_text_config().vocab_size
+                         for one in (path, policy_path))
+    if size != policy_size:
+        raise ValueError(f"critic_model={path} has a vocabulary of {size} tokens, the model one of "
+                         f"{policy_size}: the critic has to read the policy's tokens")
+    return path
+
+
+def check_loaded(what, info, may_lack=()):
+    """Raise ValueError if weights lack a tensor, except those in may_lack, or have one of another shape."""
+    if missing := sorted(set(info["missing_keys"]) - set(may_lack)):
+        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
+    for name, found, wanted in info["mismatched_keys"]:
+        raise ValueError(f"{what}: {name} has the shape {list(found)} in its weights, but by its config "
+                         f"{list(wanted)}")
+
+
+def model_class(config):
+    """The class in transformers that generates text with such a config, or None.
+
+    If there are several it is the one that sees images, so that every checkpoint keeps what reads them.
+    """
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+
+
+def end_tokens(model, tokenizer):
+    """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
+
+    The first of the three that names any is taken. Raises ValueError if none does, if what it names is no
+    token of the model, or if the generation config is damaged.
+    """
+    ids, config = None, AutoConfig.from_pretrained(model)
+    if not os.path.isdir(model) or os.path.lexists(f"{model}/generation_config.json"):
+        try:
+            ids = GenerationConfig.from_pretrained(model).eos_token_id
+        except Exception as error:
+            # A model of the hub may have none.
+            if os.path.isdir(model):
+                raise ValueError(f"{model}/generation_config.json cannot be read: {error!r:.300}") from error
+    for other in (getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
+        ids = other if ids is None else ids
+    if ids is None:
+        raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
+                         "names an end-of-sequence token")
+    ids, size = ids if isinstance(ids, list) else [ids], config.get_text_config().vocab_size
+    if not ids or any(type(one) is not int or not 0 <= one < size for one in ids):
+        raise ValueError(f"model={model}: eos_token_id={ids} in its generation config, config or tokenizer; "
+                         f"a completion ends with a token, from 0 to {size - 1}")
+    return ids
+
+
+def load_tokenizer(path, key="model"):
+    """The tokenizer of a folder or hub id. Raises ValueError if it is damaged, or is another model's."""
+    with reading(f"{key}={path}: its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    embedded = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    # Gemma 3's text models share their tokenizer with larger ones, whose image token they do not embed.
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    beyond = {token for token, number in tokenizer.get_vocab().items()
+              if number >= embedded and number not in special}
+    if beyond:
+        raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
+                         f"{embedded}: not the tokenizer that it was trained with")
+    return tokenizer

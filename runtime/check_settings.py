@@ -1,0 +1,140 @@
+"""
+Settings that the scripts refuse before a model is loaded. Each message names the setting.
+
+A script of your own may leave these calls out: they catch mistakes, and nothing else depends on them.
+"""
+from types import SimpleNamespace
+
+import losses
+from configurator import check
+
+POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
+    updates_per_epoch max_steps pass_k cov_share max_num_gen_batches kl_horizon eval_samples eval_interval
+    save_interval sample_interval keep_checkpoints max_skipped_updates vllm_tensor_parallel_size
+    vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout
+    sequence_parallel_size""".split()
+ANY_NUMBER = ("seed", "difficulty", "reward_weight", "reward_model_weight")     # all others are not negative
+SHARES = ("gamma", "lam", "cov_share", "top_p", "vllm_gpu_memory_utilization")
+DECAYS = ("constant", "linear", "cosine")
+CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS,
+           "entropy_decay": DECAYS, "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward"),
+           "advantage": losses.ADVANTAGES, "loss_type": losses.LOSSES, "stale": ("wait", "drop"),
+           "loss_aggregation": losses.AGGREGATIONS, "engine_correction": losses.CORRECTIONS,
+           "kl_estimator": losses.KL_ESTIMATORS}
+
+
+def check_values(settings):
+    """Each of a script's settings by itself."""
+    for key, value in vars(settings).items():
+        if type(value) in (int, float) and key not in ANY_NUMBER:
+            check(value > 0 or key not in POSITIVE, f"{key}={value}: must be above 0")
+            check(value >= 0, f"{key}={value}: must not be negative")
+            check(value <= 1e9, f"{key}={value}: over 1e9, a slip of the hand")
+        check(key not in ("beta1", "beta2") or value < 1, f"{key}={value}: must be from 0 to below 1")
+        check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
+        check(key not in CHOICES or value in CHOICES[key],
+              f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
+        # On the command line, what is not UTF-8 comes as half a surrogate pair.
+        check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
+              f"{key}={value}: not UTF-8")
+        check(key not in ("train_file", "eval_file") or not value or settings.task == "file",
+              f"{key}={value}: it is read only with --task=file")
+
+
+def check_divides(s, key, total, what):
+    """Whether a setting divides this number of things."""
+    check(total % getattr(s, key) == 0, f"{key}={getattr(s, key)} does not divide {what}")
+
+
+def check_run(s, world_size):
+    """What all training scripts have in common."""
+    check_values(s)
+    for key in ("temperature", "max_prompt_length"):            # which may be 0 in evaluate_model.py
+        check(getattr(s, key) > 0, f"{key}={getattr(s, key)}: must be above 0")
+    # ReMax scores twice a step.
+    budget = s.reward_step_timeout * (2 if getattr(s, "advantage", "") == "remax" else 1)
+    check(not 0 < s.timeout <= budget,
+          f"timeout={s.timeout}: not above the {budget} seconds that reward_step_timeout allows in a step")
+    check(not (s.environment and 0 < s.timeout <= s.environment_timeout),
+          f"timeout={s.timeout}: not above environment_timeout={s.environment_timeout}")
+    check(s.prompts_per_step % world_size == 0,
+          f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")
+    check_divides(s, "vllm_tensor_parallel_size", world_size, f"{world_size} ranks")
+    check_divides(s, "sequence_parallel_size", world_size, f"{world_size} ranks")
+    check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
+          f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
+    check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
+          f"reward_weight={s.reward_weight}, reward_model_weight={s.reward_model_weight} need a reward_model")
+
+
+def check_grpo(s):
+    """The algorithm of GRPO and its variants: combinations that do nothing, or something wrong."""
+    completions = s.prompts_per_step * s.num_generations
+    check(s.epsilon < 1, f"epsilon={s.epsilon}: must be below 1")
+    check_divides(s, "updates_per_step", completions, f"the {completions} completions of a step")
+    check(s.num_generations > 1 or s.advantage in ("remax", "reinforce++"),
+          f"num_generations={s.num_generations}: advantage={s.advantage} compares a prompt's completions")
+    check(s.advantage != "pass_at_k" or s.pass_k <= s.num_generations,
+          f"pass_k={s.pass_k}: more than num_generations={s.num_generations}")
+    check(s.advantage != "pass_at_k" or not (s.reward_model or s.kl_coef and s.kl_in == "reward"),
+          "advantage=pass_at_k is for scores of 0 and 1: without a reward_model and without kl_in=reward")
+    check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
+          f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
+    check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo", "clip_cov"),
+          f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
+    check(s.kl_coef == 0 or (s.kl_in == "reward") == (s.kl_estimator == "k1"),
+          f"kl_estimator={s.kl_estimator} with kl_in={s.kl_in}: in the loss the gradient of k1 is 0 in "
+          "expectation, in the reward only k1 has the gradient of the KL")
+    check(s.old_logprobs == "trainer" or s.loss_type != "gpg",
+          "old_logprobs=engine would do nothing: gpg has no ratio")
+    check(s.old_logprobs == "trainer" or s.engine_correction == "none",
+          f"engine_correction={s.engine_correction}: with old_logprobs=engine the ratio corrects already")
+    check(s.correction_low < s.correction_high,
+          f"correction_low={s.correction_low} is not below correction_high={s.correction_high}")
+
+
+def check_placement(s, world_size):
+    """What train_async.py adds to GRPO; world_size is torchrun's, that of both roles together."""
+    check_values(s)
+    check(world_size > 1,
+          "trainers and engines need a process each at least: torchrun --nproc_per_node=2 train_async.py")
+    check(s.rollout_ranks < world_size,
+          f"rollout_ranks={s.rollout_ranks} leaves no trainer: there are {world_size} ranks")
+    trainers, engines = world_size - s.rollout_ranks, s.rollout_ranks // s.vllm_tensor_parallel_size
+    check_divides(s, "vllm_tensor_parallel_size", s.rollout_ranks, f"rollout_ranks={s.rollout_ranks}")
+    check_divides(s, "sequence_parallel_size", trainers, f"{trainers} trainers")
+    check(s.prompts_per_step % engines == 0,
+          f"prompts_per_step={s.prompts_per_step} does not divide by {engines} engines")
+    # Prompts are split over engines, as over ranks elsewhere. Both sizes are checked above.
+    whole = {"vllm_tensor_parallel_size": 1, "sequence_parallel_size": 1}
+    check_run(SimpleNamespace(**vars(s) | whole), engines)
+    check(s.max_staleness > 0 or not s.in_flight,
+          "in_flight=True with max_staleness=0: engines that wait for the trainers have nothing in flight")
+    check(not 0 < s.timeout <= s.sync_timeout,
+          f"timeout={s.timeout}: not above sync_timeout={s.sync_timeout}, which names what did not come")
+    check(s.in_flight or s.stale == "wait",
+          "stale=drop needs --in_flight=true: otherwise nothing becomes older than max_staleness")
+
+
+def check_dapo(s):
+    """What train_dapo.py adds to GRPO."""
+    check(s.advantage not in ("remax", "reinforce++") or not s.filter_groups,
+          f"filter_groups=True leaves out prompts that teach something with advantage={s.advantage}")
+    check(s.filter_groups or s.max_num_gen_batches == 1,
+          f"max_num_gen_batches={s.max_num_gen_batches}: above 1 it needs --filter_groups=true")
+    check(s.overlong_buffer <= s.max_completion_length,
+          f"overlong_buffer={s.overlong_buffer}: more than max_completion_length={s.max_completion_length}")
+    check(s.advantage not in ("remax", "pass_at_k") or not s.overlong_buffer,
+          f"overlong_buffer={s.overlong_buffer}: advantage={s.advantage} cannot take such a penalty")
+
+
+def check_ppo(s):
+    """The algorithm of PPO."""
+    completions = s.prompts_per_step * s.num_generations
+    check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
+          f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
+    check(s.critic_warmup_steps < s.max_steps,
+          f"critic_warmup_steps={s.critic_warmup_steps} leaves the policy no step")
+    check(s.kl_horizon >= completions, f"kl_horizon={s.kl_horizon}: less than a step")
+    check(s.kl_coef > 0 or s.kl_target == 0, f"kl_target={s.kl_target} needs a kl_coef above 0 to start from")
+    check_divides(s, "updates_per_epoch", completions, f"the {completions} completions of a step")

@@ -1,0 +1,223 @@
+"""
+The frame of a run, which all training scripts share: it begins or resumes, saves, stops, and ends.
+
+None of it is part of an algorithm. run_folder.py finds the folder, checkpoint.py writes the checkpoints,
+run_log.py the metrics, the samples and the console output.
+"""
+import datetime
+import math
+import os
+import resource
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from configurator import check, input_errors
+from runtime import checkpoint, distributed
+from runtime.run_folder import locate_run
+from runtime.run_log import RunLog, make_lenient
+from runtime.user_code import source_file
+
+# A resumed run must have the same values for these; all other settings may change.
+SAME = ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "eval_file", "reward",
+        "reward_model", "environment", "max_prompt_length", "chat", "system_prompt", "prompts_per_step",
+        "num_generations", "seed")
+
+
+class Run:
+    """A run's folder and state, from the start or from a checkpoint.
+
+    settings: what configure returned. script: the training script's __file__. critic: whether it trains one.
+    state: what a new run's state holds apart from the step; it is saved with each checkpoint, and a resumed
+    run gets it back. Stops the script with a message if the settings do not fit the folder or the checkpoint.
+    A collective.
+    """
+
+    def __init__(self, settings, script, critic=False, **state):
+        make_lenient()
+        self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
+        kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
+        located = None
+        with input_errors():
+            # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
+            if dist.get_rank() == 0:
+                clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+                located = locate_run(settings.out_dir, settings.resume,
+                                     f"out/{kind}-{settings.task}-{clock}")
+        self.out_dir, self.resumed = distributed.from_master(located)
+        self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
+                      "settings": vars(settings), "world_size": self.world_size} | state
+        if self.resumed:
+            has_critic = os.path.isdir(f"{self.resumed}/critic")
+            check(has_critic == critic,
+                  f"{self.resumed} has {'a' if has_critic else 'no'} critic, unlike runs of {kind}")
+            with input_errors():
+                loaded = checkpoint.load_state(self.resumed)
+            # Older checkpoints of train_dapo.py hold what it counted for skip_after, a setting that is gone.
+            check(not loaded["settings"].get("skip_after"),
+                  f"{self.resumed}: its run had skip_after, a setting that is gone")
+            for key in ("alike", "rests"):
+                loaded.pop(key, None)
+            strange = sorted(loaded.keys() - self.state.keys())
+            check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
+                               "would lose: resume it with the script, in the version, that wrote it")
+            self.state |= loaded
+        before = self.state["settings"]
+        for key in SAME:
+            now, then = getattr(settings, key, None), before.get(key, "" if key == "environment" else None)
+            check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
+        self.first_step, self.max_steps = self.state["step"], settings.max_steps
+        check(self.first_step <= self.max_steps,
+              f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
+
+    def check_data(self, train_set, eval_set):
+        """Refuse prompts that are not those of the resumed run: their file may have changed."""
+        s, before = self.settings, self.state["settings"]
+        checksums = {"train_prompts": checkpoint.checksum_of_rows(train_set.rows),
+                     "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
+        for key in ("reward", "environment"):
+            if ":" in getattr(s, key):
+                path = source_file(getattr(s, key).rpartition(":")[0])
+                check(os.path.isfile(path), f"{key}: no such file: {path}")
+                checksums[key] = checkpoint.checksum(path)
+        same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
+        # Another number of held-out prompts is no other data.
+        same["eval_prompts"] |= s.eval_prompts != before.get("eval_prompts")
+        for key, what, file in (("train_prompts", "training", s.train_file),
+                                ("eval_prompts", "held-out", s.eval_file or s.train_file)):
+            check(same[key], f"{file or 'task=' + s.task}: the {what} prompts are not those of "
+                             f"{self.resumed}, so this would not be the same run")
+        self.changed = [key for key in ("reward", "environment") if not same.get(key, True)]
+        self.state["checksums"] = checksums
+        # From here on, beginning with a trial of the reward, nothing may take for ever.
+        distributed.watchdog.limit(s.timeout)
+
+    def begin(self, networks, engine, data_note, updates):
+        """Load the optimizers of a resumed run, print the opening lines, catch signals; returns the RunLog.
+
+        networks: {place in a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
+        updates: the updates of a step, in words.
+        """
+        with input_errors():
+            for place, (network, optimizer) in networks.items() if self.resumed else ():
+                checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
+            config = vars(self.settings) | {"checksums": self.state["checksums"]}
+            self.log = RunLog(self.out_dir, self.script, config, self.first_step, self.max_steps)
+        dist.barrier()
+        check(os.path.isdir(self.out_dir),
+              f"out_dir={self.out_dir} is not on a file system that all ranks see")
+        s, policy, self.engine = self.settings, networks[""][0], engine
+        N = s.prompts_per_step * s.num_generations
+        million = sum(p.numel() for p in policy.parameters()) / 1e6
+        self.log.say(
+            f"{self.out_dir}: {s.model}, {million:.2f} M parameters, on {self.world_size} x "
+            f"{next(policy.parameters()).device.type}, engine {engine.name}\n"
+            f"Each step uses {s.prompts_per_step} prompts x {s.num_generations} completions = {N} "
+            f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
+            f"The run has {self.max_steps} steps and evaluates every {s.eval_interval}, with "
+            f"{s.eval_samples} completions per held-out prompt.\n{data_note}")
+        if s.environment and s.environment_workers:
+            self.log.say("environment_workers: turns begin when the environments answer, so the run does not "
+                         "repeat bit for bit")
+        if self.resumed:
+            self.log.say(f"resumes {self.resumed}")
+            if self.state["world_size"] != self.world_size:
+                self.log.say(f"{self.state['world_size']} ranks wrote it: sums round differently on "
+                             f"{self.world_size}, so the steps are not bit for bit those of an unbroken run")
+            for key in self.changed:
+                self.log.say(f"{key}: its file has changed since {self.resumed} was written")
+        self.state |= {"settings": vars(s), "world_size": self.world_size}
+        distributed.watchdog.can_save = True
+        self.signals = []
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, self._signalled)
+        return self.log
+
+    def _signalled(self, number, frame):
+        # A launcher may pass on a signal that the process has had already. Only a Ctrl-C that comes more than
+        # a second after the first signal ends the run, as soon as Python runs again.
+        if number == signal.SIGINT and self.signals and time.monotonic() - self.signals[0] > 1:
+            os._exit(130)
+        self.signals.append(time.monotonic())
+        if len(self.signals) == 1 and self.log.master:
+            print("\nThis step will be finished and saved, then the run stops. Ctrl-C again ends it at once.",
+                  file=sys.stderr, flush=True)
+
+    def stopping(self, signalled=False):
+        """Whether a signal has come, or torchrun has died, on any rank. A collective.
+
+        signalled: whether this rank knows of a signal elsewhere.
+        """
+        mine = bool(self.signals) or signalled or distributed.watchdog.orphaned
+        self.stopped = any(distributed.gathered([mine]))
+        return self.stopped
+
+    def may_step(self, name, norm):
+        """Whether a gradient's norm is finite. Logs the norm, or else counts a skipped update.
+
+        Raises RuntimeError after max_skipped_updates skipped ones in a row.
+        """
+        finite, prefix = math.isfinite(norm), "critic/" if name == "critic" else ""
+        self.log.add(means={f"{prefix}grad_norm": [norm] if finite else []},
+                     sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
+        in_a_row = self.state["skipped_updates"]
+        in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
+        if in_a_row[name] >= self.settings.max_skipped_updates:
+            raise RuntimeError(
+                f"step {self.state['step']}: {in_a_row[name]} updates of the {name} in a row were skipped, "
+                "because the gradient was not finite (max_skipped_updates)")
+        return finite
+
+    def end_step(self, rollouts, figures, samples):
+        """Write the figures of the step and continue with the next one.
+
+        rollouts: all that the step sampled, on all ranks. figures, samples: what rewards.py says of them, for
+        metrics.jsonl and samples.jsonl.
+        """
+        tokens, log = sum(len(r.ids) for r in rollouts), self.log
+        # Bytes: of tensors on this rank's GPU, or of the process, which Linux counts in KiB, macOS in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        self.state["step"] += 1
+        self.state["num_tokens"] += tokens
+        log.metrics |= figures | {"num_tokens": self.state["num_tokens"],
+                                  "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9}
+        if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
+            log.say(f"step {log.metrics['step']}: {len(problems)} episodes failed or took too long; "
+                    f"the first: {problems[0]}")
+        log.end(tokens, samples)
+
+    def save(self, networks, tokenizer):
+        """Write a checkpoint of this step. A collective.
+
+        Before its first step a run writes none, unless it stops there and had resumed from another folder. If
+        the save fails, older checkpoints are kept; the script stops only if no later save will follow.
+        """
+        step, problem = self.state["step"], None
+        last = step == self.max_steps or self.stopped
+        # A run that resumes in another folder has no checkpoint of its own yet.
+        before = os.path.dirname(os.path.abspath(self.resumed)) if self.resumed else self.out_dir
+        if step > self.first_step or (last and not os.path.samefile(before, self.out_dir)):
+            self.log.flush()
+            with self.log.timed("save"):
+                problem = checkpoint.save_checkpoint(
+                    os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
+                    self.settings.keep_checkpoints, self.log.eval_scores)
+            if problem:
+                self.log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
+        if step == self.max_steps:
+            self.log.write()
+        check(not (problem and last), "the last model could not be saved")
+        if self.stopped and step < self.max_steps:
+            self.log.say(f"stopped by a signal after {step} steps" + (
+                f"; --out_dir={self.out_dir} --resume=auto resumes it" if step else ": nothing is saved"))
+
+    def end(self):
+        """Close the log and the engine and leave the process group."""
+        self.log.close()
+        self.engine.close()
+        distributed.leave()

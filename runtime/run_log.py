@@ -1,0 +1,208 @@
+"""What a run writes as it goes: metrics, sample completions, settings, the script, lines on the console."""
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from runtime import distributed
+from runtime.safe_files import in_words, opened, rewind
+
+# What the console shows of a step: its word for it, the metric, the format.
+CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5.1f"),
+           ("entropy", "entropy", ".3f"), ("explained var", "critic/vf_explained_var", ".2f"),
+           ("grad norm", "grad_norm", ".2f"), ("logprob gap", "sampling/sampling_logp_difference/max", ".1e"))
+
+
+class Lenient:
+    """Wraps stdout or stderr and drops, without an error, what a closed or full one cannot take."""
+
+    def __init__(self, stream):
+        # Python gives None where the descriptor was closed before it started.
+        self.stream = stream or open(os.devnull, "w")
+
+    def write(self, text):
+        # ValueError: it is closed. RuntimeError: a signal's handler writes in the middle of another write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def make_lenient():
+    """Let print, and whatever else writes to stdout and stderr, continue where these are closed or full."""
+    distributed.escape_the_unknown()
+    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
+
+
+class RunLog:
+    """Writes metrics.jsonl and TensorBoard events, samples.jsonl, config.json and a copy of the script, and
+    prints to the console.
+
+    Only rank 0 writes. A run that continues from first_step drops the lines of that step and of later ones,
+    because it writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree
+    on, and by `add`, whose figures are taken over all ranks when the step ends. eval_scores, {step:
+    eval/mean@k}, has all steps that were evaluated. Raises ValueError if the folder cannot be written.
+    """
+
+    def __init__(self, out_dir, script, settings, first_step, max_steps):
+        self.master, self.out_dir = dist.get_rank() == 0, out_dir
+        self.sample_interval = settings["sample_interval"]
+        self.waiting, self.files = {"metrics.jsonl": [], "samples.jsonl": []}, {}
+        self.start(first_step)
+        self.eval_scores = {}
+        if self.master:
+            try:
+                for line in rewind(os.path.join(out_dir, "metrics.jsonl"), first_step):
+                    self._note_score(line)
+                rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
+                self.files = {name: opened(os.path.join(out_dir, name), "ab", buffering=0)
+                              for name in self.waiting}
+                with (open(script, "rb") as source,
+                      opened(os.path.join(out_dir, os.path.basename(script)), "wb") as copy):
+                    copy.write(source.read())
+                with opened(os.path.join(out_dir, "config.json"), "w") as file:
+                    json.dump(settings | {"out_dir": out_dir}, file, indent=1)
+                self.board = SummaryWriter(out_dir, purge_step=first_step)
+            except OSError as error:
+                raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
+        # Kept, because a reward may replace sys.stdout later.
+        make_lenient()
+        self.console = sys.stdout
+        self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
+
+    # ------------------------------------------------------------ a step's figures
+
+    def start(self, step):
+        """Begin the line of a step."""
+        self.metrics, self.timing, self.totals = {"step": step}, defaultdict(float), {}
+        self.started = time.perf_counter()
+        distributed.watchdog.moved(f"step {step}")
+
+    @contextlib.contextmanager
+    def timed(self, name):
+        """Add the seconds that the block takes, the GPU's part included, to timing_s/name."""
+        start = time.perf_counter()
+        distributed.watchdog.moved(f"step {self.metrics['step']}, {name}")
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.timing[f"timing_s/{name}"] += time.perf_counter() - start
+        distributed.watchdog.moved(f"step {self.metrics['step']}, after {name}")
+
+    def add(self, sums={}, means={}):
+        """Add to the step's figures over all ranks. Nothing here waits for a GPU.
+
+        sums: {name: a number, or a tensor of one number}. means: {name: a tensor or list of values}; a mean
+        that gets no values is logged as 0.
+        """
+        for name, value in sums.items():
+            total, _ = self.totals.get(name, (0.0, None))
+            self.totals[name] = total + torch.as_tensor(value).detach(), None
+        for name, values in means.items():
+            values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
+            total, count = self.totals.get(name, (0.0, 0))
+            self.totals[name] = total + values.sum(), count + values.numel()
+
+    def evaluation(self, results):
+        """Note the results of an evaluation and show those over all prompts."""
+        self.metrics |= results
+        self._note_score(self.metrics)
+        self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
+            f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == 1))
+
+    def end(self, tokens, samples):
+        """Write the step: a line to metrics.jsonl and TensorBoard, a few samples, a line on the console.
+
+        tokens: number of prompt and completion tokens. samples: dicts for samples.jsonl.
+        """
+        self.timing["timing_s/step"] = seconds = time.perf_counter() - self.started
+        self.metrics["perf/throughput"] = tokens / seconds
+        self.write()
+        if self.master:
+            self._append("samples.jsonl", [{"step": self.metrics["step"]} | sample for sample in samples])
+        if self.metrics["step"] % self.sample_interval == 0:
+            self.say("\n".join(
+                f"    {plain_text(s['prompt'])[-60:]!r:36} -> {plain_text(s['completion'])[-60:]!r:52} "
+                f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
+        timing = {name.removeprefix("timing_s/"): value for name, value in self.metrics.items()
+                  if name.startswith("timing_s/")}
+        self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
+            f"{word} {self.metrics[name]:{form}}" for word, name, form in CONSOLE if name in self.metrics)
+            + f" | {timing.pop('step'):.1f} s: "
+            + ", ".join(f"{name} {value:.1f}" for name, value in timing.items() if value >= 0.05))
+        self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}")
+        self.bar.update()
+
+    def write(self):
+        """Write the line of this step to metrics.jsonl and TensorBoard. A collective."""
+        summed = {}                                             # {name: (total, count)}, over all ranks
+        for name, total, count in distributed.gathered(
+                [(name, float(total), count) for name, (total, count) in self.totals.items()]):
+            before, counted = summed.get(name, (0.0, 0))
+            summed[name] = before + total, None if count is None else counted + count
+        self.metrics = {name: total if count is None else total / max(count, 1)
+                        for name, (total, count) in summed.items()} | self.metrics | self.timing
+        if self.master:
+            self._append("metrics.jsonl", [self.metrics])
+            # A full disk is no news, because the file above has said so. The name of a reward's part may be
+            # one that TensorBoard cannot take.
+            with contextlib.suppress(OSError, ValueError):
+                for name, value in self.metrics.items():
+                    self.board.add_scalar(name, value, self.metrics["step"])
+                self.board.flush()
+
+    # ------------------------------------------------------------ files and console
+
+    def say(self, text):
+        if self.master:
+            tqdm.write(text, file=self.console)
+
+    def close(self):
+        self.flush()
+        self.bar.close()
+
+    def _note_score(self, line):
+        self.eval_scores |= {line["step"]: value for name, value in line.items()
+                             if name.startswith("eval/mean@") and isinstance(value, float)}
+
+    def flush(self):
+        """Write the lines that a full disk refused earlier."""
+        for name in self.files:
+            self._append(name, [])
+
+    def _append(self, name, rows):
+        # Lines that a full disk does not take wait for the next try: none is lost, none is cut in two.
+        self.waiting[name] += [json.dumps(row) + "\n" for row in rows]
+        lines, file = "".join(self.waiting[name]).encode(), self.files[name]
+        try:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(lines) < len(lines):
+                    raise OSError(errno.ENOSPC, "it took only a part")
+                # A checkpoint is about to count on these lines.
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)
+                raise
+            self.waiting[name].clear()
+        except OSError as error:
+            self.say(f"{name} could not be written, its lines will be written later: {in_words(error)}")
+
+
+def plain_text(text):
+    # Of a prompt or a completion: the string, or the contents of its messages.
+    return text if isinstance(text, str) else " ".join(message["content"] or "" for message in text)

@@ -1,0 +1,256 @@
+"""
+Functions and classes of the user's: loaded from "file.py:name", and called in limited time.
+"""
+import asyncio
+import difflib
+import functools
+import importlib.util
+import inspect
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+
+
+def source_file(path):
+    """Where such a file is: here, or else in the project, whose config files name some of its own."""
+    return path if os.path.isfile(path) else os.path.join(os.path.dirname(os.path.dirname(__file__)), path)
+
+
+def load_from(spec, key, kind, others=""):
+    """Returns what a spec "file.py:name" stands for.
+
+    For the messages: key is the setting, kind is function or class, others says what else the spec may be.
+    Raises ValueError if there is no such thing, or if the file raises.
+    """
+    given, _, name = spec.rpartition(":")
+    if not given.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{key} must be file.py:{kind}{others}, not {spec!r}")
+    path = source_file(given)
+    if not os.path.isfile(path):
+        raise ValueError(f"{key}: no such file: {given}")
+    module_spec = importlib.util.spec_from_file_location(f"{key}_file", path)
+    module = sys.modules[f"{key}_file"] = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(f"{key}: {path} raised {escaped(shown(error))}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        names = [other for other, value in vars(module).items() if callable(value)]
+        near = ", ".join(difflib.get_close_matches(name, names) or names)
+        raise ValueError(f"{key}: {path} has no {kind} {name}; it has {near or 'none'}")
+    return found
+
+
+def accepted(function, columns, name=""):
+    # Returns those of the columns that the function takes. name: of it, for a message.
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in named:
+        if p.default is p.empty and p.name not in columns:
+            there = ", ".join(columns)
+            raise ValueError(f"{name or 'reward ' + name_of(function)} needs a column {p.name}; "
+                             f"the columns are {there}")
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return columns
+    return {p.name: columns[p.name] for p in named if p.name in columns}
+
+
+def name_of(function):
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def shown(value):
+    # A value or an error that a reward gave, for a message; it may be of any kind.
+    try:
+        return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"{value!r:.100}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
+def escaped(text):
+    # As one line, in which no control character acts on the console.
+    return repr(text)[1:-1]
+
+
+class TimeUp(BaseException):
+    """Says that a reward ran out of time.
+
+    It is not an Exception, so that no `except Exception` in the reward swallows it.
+    """
+
+
+# The signal of our own time limits: rewards may use SIGALRM and its timer themselves.
+SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+
+
+class Watcher(threading.Thread):
+    """Signals the main thread when its time is up, and again each time as many seconds later.
+
+    There is one for the whole run: a thread for each call would cost a millisecond on a busy machine.
+    """
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.deadline, self.seconds = math.inf, math.inf
+
+    def run(self):
+        while True:
+            time.sleep(min(0.05, self.seconds / 4))
+            if time.monotonic() >= self.deadline:
+                self.deadline += self.seconds
+                signal.pthread_kill(threading.main_thread().ident, SIGNAL)
+
+
+@functools.cache
+def watcher():
+    thread = Watcher()
+    thread.start()
+    return thread
+
+
+def limited(seconds, function, **arguments):
+    # Returns function(**arguments), called in the main thread; raises TimeUp in it every `seconds` seconds
+    # until it ends (0: never). It repeats because some rewards swallow even TimeUp. Python acts on a signal
+    # between its own instructions, and some functions in C, like those of re, look for one as well.
+    if not seconds:
+        return function(**arguments)
+    watch, deadline = watcher(), time.monotonic() + seconds
+
+    def inside():
+        return function(**arguments)
+
+    def stop(_, frame):
+        # Only if `inside` has called what runs now: TimeUp must not come in our own lines, nor later.
+        callers = []
+        while frame := frame.f_back:
+            callers.append(frame.f_code)
+        if inside.__code__ in callers and time.monotonic() >= deadline:
+            raise TimeUp
+
+    # Both handlers stay afterwards: the signals' default action would end the process.
+    signal.signal(SIGNAL, stop)
+    signal.signal(signal.SIGPROF, stop)
+    watch.seconds, watch.deadline = seconds, deadline
+    # The thread cannot signal while a function in C holds Python's lock; this counts the processor's time.
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
+    try:
+        return inside()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        watch.deadline = math.inf
+
+
+class Failed(Exception):
+    """An environment has raised the error that is the __cause__ of this one."""
+
+
+def outcome(function, seconds=0):
+    """Calls a function of an environment; returns (its value, its error or None, the seconds that it took).
+
+    The error is TimeUp or Failed. seconds: how long it may take, 0: for ever. In a thread only an async
+    function can be stopped.
+    """
+    start, value, problem = time.perf_counter(), None, None
+    try:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        value = limited(0 if in_thread else seconds, function)
+        if inspect.isawaitable(value):
+            value = awaited(value, seconds)
+    except KeyboardInterrupt:
+        raise
+    except TimeUp as error:
+        problem = error
+    # sys.exit, for example, must not end the run as if it had come to its end.
+    except BaseException as error:
+        problem = Failed()
+        problem.__cause__ = error
+    return value, problem, time.perf_counter() - start
+
+
+@functools.cache
+def event_loop():
+    # One for the whole run, because a connection belongs to the loop that opened it.
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def awaited(awaitable, seconds):
+    async def guarded():
+        try:
+            return await awaitable, None
+        except asyncio.CancelledError:
+            raise
+        # sys.exit would end the loop, and the run would wait for it for ever.
+        except BaseException as error:
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(guarded(), event_loop())
+    try:
+        value, error = future.result(seconds or None)
+    except TimeoutError:
+        future.cancel()
+        raise TimeUp from None
+    if error:
+        raise error
+    return value
+
+
+class Threads:
+    """Calls in at most `count` threads at a time, each for at most `timeout` seconds (0: for ever).
+
+    Python cannot end a thread: a call that takes too long goes on, and what it returns is dropped.
+    """
+
+    def __init__(self, count, timeout):
+        self.count, self.seconds, self.timeout = count, timeout, timeout or threading.TIMEOUT_MAX
+        self.waiting, self.running, self.ended = deque(), {}, queue.SimpleQueue()
+
+    def start(self, name, function):
+        """Calls a function as soon as a thread is free. name: under which its result is returned."""
+        self.waiting.append((name, function))
+        self._fill()
+
+    def _fill(self):
+        while self.waiting and len(self.running) < self.count:
+            name, function = self.waiting.popleft()
+            self.running[name] = time.monotonic() + self.timeout
+            threading.Thread(target=self._work, args=(name, function), daemon=True).start()
+
+    def _work(self, name, function):
+        self.ended.put((name, *outcome(function, self.seconds)))
+
+    def finished(self, wait):
+        """Returns (name, value, error, seconds) of the calls that have ended or run out of time.
+
+        wait: block until there is one.
+        """
+        results = []
+        while self.running:
+            # First those that have ended, because a step of the engine may take longer than a call has time.
+            try:
+                while True:
+                    left = max(0, min(self.running.values(), default=0) - time.monotonic())
+                    name, value, error, seconds = self.ended.get(wait and not results, left)
+                    # One that ran out of time earlier is not among those that run.
+                    if self.running.pop(name, None):
+                        late = seconds > self.timeout
+                        results.append((name, *((None, TimeUp()) if late else (value, error)), seconds))
+            except queue.Empty:
+                pass
+            now = time.monotonic()
+            for name in [name for name, end in self.running.items() if end <= now]:
+                del self.running[name]
+                results.append((name, None, TimeUp(), self.timeout))
+            self._fill()
+            if results or not wait:
+                break
+        return results

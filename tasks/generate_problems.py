@@ -1,0 +1,177 @@
+"""
+Generated problems: each function here draws one from a random generator.
+
+A problem is its text and its columns: `answer` for the verifier, `source` for the evaluation by kind, and
+`solution`, worked in steps, which only tiny.py reads. Of a problem with something `hidden`, neither that nor
+the text may be in both splits. GENERATORS names the tasks, for --task.
+"""
+import math
+import zlib
+from fractions import Fraction
+
+# ------------------------------------------------------------------------------------------------------------
+# algebra. A template draws (problem, steps of the worked solution, answer). At difficulty 1 the numbers are
+# small and each step is one small operation on the text before it, so that a model of a million parameters
+# learns it in minutes. Difficulty d scales the numbers and brings signs, coefficients, layers and fractions.
+
+
+def term(k, name=""):
+    """Returns a signed term of a sum: +2x, -x, +3, and nothing for 0."""
+    digits = "" if name and abs(k) == 1 else abs(k)
+    return f"{'-' if k < 0 else '+'}{digits}{name}" if k else ""
+
+
+def polynomial(coefficients, name="x"):
+    """Returns the text of a polynomial, the highest power first: [1, -5, 6] is x^2-5x+6."""
+    powers = range(len(coefficients) - 1, -1, -1)
+    names = [f"{name}^{power}" if power > 1 else name * power for power in powers]
+    return "".join(map(term, coefficients, names)).removeprefix("+")
+
+
+def nonzero(rng, low, high):
+    """Draws a whole number from low to high, never 0; low = n * (1 - d) keeps it positive at difficulty 1."""
+    return rng.choice([value for value in range(low, high + 1) if value])
+
+
+def absolute_value(rng, d):
+    k, m, a = rng.randint(1, d), rng.randint(1, d), nonzero(rng, -9 * d, 4 * d)
+    size, c = rng.randint(1, 9 * d), rng.randint(1, 9 * d)
+    inside = polynomial([m, a])
+    left = polynomial([k, c], f"|{inside}|")
+    steps = [f"|{inside}|={size}", f"{polynomial([m, 0])}={size}{term(-a)}"]
+    return f"Larger solution of {left}={k * size + c}", steps, Fraction(size - a, m)
+
+
+def arithmetic_sequence(rng, d):
+    first, n = nonzero(rng, 9 * (1 - d), 9 * d), rng.randint(4, 10 * d)
+    gap = Fraction(nonzero(rng, 9 * (1 - d), 9 * d), rng.randint(1, d))
+    rise = (n - 1) * gap
+    steps = [f"d={gap}", f"{n - 1}*{gap}={rise}", f"{first}{term(rise)}"]
+    return f"Term {n} of {first}, {first + gap}, {first + 2 * gap}, ...", steps, first + rise
+
+
+def exponents(rng, d):
+    base, power = rng.choice([(b, p) for b in range(2, 11) for p in range(1, 9) if b ** p <= 1000 * d])
+    factors = [(i, rng.randint(1, d), nonzero(rng, -9 * d, 4 * d)) for i in range(1, d + 1)]
+    k, c = sum(i * m for i, m, a in factors), sum(i * a for i, m, a in factors)
+    left = "*".join(f"{base ** i}^({polynomial([m, a])})" for i, m, a in factors)
+    steps = [f"{base}^({polynomial([k, c])})={base}^{power}", f"{polynomial([k, 0])}={power}{term(-c)}"]
+    return f"Solve {left}={base ** power}", steps, Fraction(power - c, k)
+
+
+def fractions(rng, d):
+    bottoms = [rng.randint(2, 5 + 2 * d) for _ in range(d + 1)]
+    value, *others = [Fraction(rng.randint(1, bottom - 1), bottom) for bottom in bottoms]
+    text, steps = str(value), []
+    for other in others:
+        # A larger number is never subtracted, so that no value goes below zero.
+        op = rng.choice("+*" if other > value else "+*-")
+        text = f"({text}){op}{other}" if steps else f"{text}{op}{other}"
+        top, bottom = value.numerator * other.numerator, value.denominator * other.denominator
+        if op != "*":
+            bottom = math.lcm(value.denominator, other.denominator)
+            a, b = int(value * bottom), int(other * bottom)
+            steps.append(f"{a}/{bottom}{op}{b}/{bottom}")
+            top = a + b if op == "+" else a - b
+        steps.append(f"{top}/{bottom}")
+        value = Fraction(top, bottom)
+    return f"Compute {text}", steps, value
+
+
+def nested_linear(rng, d):
+    x, shift = rng.randint(0, 6 * d), nonzero(rng, -5 * d, 5 * d)
+    text, value = f"x{term(shift)}", x + shift
+    states = [f"x={value}{term(-shift)}"]
+    for layer in range(d):
+        factor, shift = rng.randint(2, 2 + d), nonzero(rng, -5 * d, 5 * d)
+        states.append(f"{factor}({text})={factor * value}")
+        text, value = f"{factor}({text}){term(shift)}", factor * value + shift
+        states.append(f"{text}={value}")
+    factor = rng.randint(2, 2 + d)
+    return f"Solve {factor}({text})={factor * value}", states[::-1], x
+
+
+def polynomial_remainder(rng, d):
+    x, lead, last = nonzero(rng, 5 * (1 - d), 5 * d), rng.randint(1, d), nonzero(rng, -9 * d, 9 * d)
+    coefficients = [lead, *(nonzero(rng, 9 * (1 - d), 9 * d) for power in range(d)), last]
+    value, steps = lead, [f"x={x}"]
+    # Horner's rule
+    for k in coefficients[1:]:
+        steps += [f"{value}*{x}{term(k)}", f"{value * x}{term(k)}"]
+        value = value * x + k
+    return f"Remainder of ({polynomial(coefficients)})/({polynomial([1, -x])})", steps, value
+
+
+def quadratics(rng, d):
+    m, p, c = rng.randint(1, d), nonzero(rng, 6 * (1 - d), 6 * d), rng.randint(0, 9 * d)
+    # The roots are p/m < q/m.
+    q = p + m * rng.randint(1, 7 * d)
+    a, b = m * m, -m * (p + q)
+    steps = [f"{polynomial([a, b, p * q])}=0", f"({polynomial([m, -p])})({polynomial([m, -q])})=0"]
+    return f"Larger root of {polynomial([a, b, p * q + c])}={c}", steps, Fraction(q, m)
+
+
+def systems(rng, d):
+    x, y = (nonzero(rng, 9 * (1 - d), 9 * d) for name in "xy")
+    a, b, k, m = rng.randint(1, 2 * d), rng.randint(1, 2 * d), rng.randint(1, d), rng.randint(1, d)
+    first, second, wanted = a * x + k * y, b * x - m * k * y, rng.choice("xy")
+    ax, bx, total = (term(coefficient, "x")[1:] for coefficient in (a, b, m * a + b))
+    steps = [f"{total}={m * first}{term(second)}", f"{total}={m * first + second}"]
+    if wanted == "y":
+        steps += [f"x={x}", f"{term(k, 'y')[1:]}={first}{term(-a * x)}"]
+    text = f"{ax}{term(k, 'y')}={first}, {bx}{term(-m * k, 'y')}={second}. Find {wanted}"
+    return text, steps, x if wanted == "x" else y
+
+
+TEMPLATES = (absolute_value, arithmetic_sequence, exponents, fractions, nested_linear, polynomial_remainder,
+             quadratics, systems)
+
+
+def algebra_problem(rng, difficulty):
+    template = rng.choice(TEMPLATES)
+    text, steps, answer = template(rng, difficulty)
+    solution = "\n".join([*steps, f"Answer: {answer}"])
+    return text, {"answer": str(answer), "source": template.__name__, "solution": solution}
+
+
+def countdown_problem(rng, difficulty):
+    numbers = sorted(rng.randint(1, 10 * difficulty) for _ in range(difficulty + 2))
+    values = [(number, str(number)) for number in numbers]
+    # Two values at a time are joined until only the target is left.
+    while len(values) > 1:
+        rng.shuffle(values)
+        (b, right), (a, left) = sorted([values.pop(), values.pop()])
+        results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}
+        barred = {"-": a == b, "*": a * b > 100 * difficulty, "/": a % b > 0}
+        op = rng.choice([op for op in results if not barred.get(op)])
+        values.append((results[op], f"({left}{op}{right})"))
+    target, answer = values[0][0], values[0][1][1:-1]
+    text = f"Use {', '.join(map(str, numbers))} once each to make {target}"
+    return text, {"answer": answer, "source": "countdown", "solution": f"Answer: {answer}",
+                  "numbers": numbers, "target": target}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# problems for the environments in environments/
+
+
+def guess_problem(rng, difficulty):
+    sentences = ["I have a number.", "It is from 1 to 64.", "You have 6 guesses.", "I say higher or lower."]
+    number, text = rng.randint(1, 64), " ".join(rng.sample(sentences, 4))
+    return text, {"number": number, "source": "guess", "hidden": f"number {number}"}
+
+
+def arithmetic_problem(rng, difficulty):
+    a, b, c = (rng.randint(11, 10 ** (difficulty + 1) - 1) for _ in range(3))
+    op, value = rng.choice([("+", a * b + c), ("-", a * b - c)])
+    return f"What is {a}*{b}{op}{c}?", {"answer": str(value), "source": "arithmetic"}
+
+
+GENERATORS = {"algebra": algebra_problem, "countdown": countdown_problem, "guess": guess_problem,
+              "arithmetic": arithmetic_problem}
+
+
+def held_out(text):
+    # A stable hash of the prompt's text decides its split, so that no two seeds can mix training and
+    # evaluation, and both rows of a prompt that stands in two are on the same side.
+    return zlib.crc32(text.encode()) % 8 == 0

@@ -1,0 +1,327 @@
+"""Tables of what the answer checker must say, and of what must not make it slow."""
+import random
+import re
+import signal
+import sys
+import time
+from fractions import Fraction
+
+import pytest
+
+from tasks import check_answer
+import rewards
+
+
+@pytest.mark.parametrize("text, answer", [
+    (r"so \boxed{5}", "5"), (r"\boxed {5}.", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{5} \boxed{6", "5"), (r"\boxed{5", None), (r"\boxed{}", None), (r"} \boxed{5}", "5"),
+    (r"\boxed{[1, \}}", r"[1, \}"),
+    (r"\boxed{5}{6}", "5"), (r"{ \boxed{5}", "5"), (r"{a}", None),
+    ("Answer: 5", "5"), ("answer:5\nmore", "5"), ("The final ANSWER: 5 cm\n", "5 cm"),
+    ("**Answer:** 5", "5"),
+    ("**Answer**: 5", "5"), ("**Answer: 5**", "5"), ("Answer: 5\nAnswer: 6", "6"),
+    ("Answer: 5\nAnswer:\n", "5"),
+    ("Answer:\n5", "5"), ("The answer is 5", None), ("5", None), ("", None),
+    ("#### 72", "72"), ("####72\n", "72"), ("#### 1\n#### 2", "2"), ("##### 5", None), ("### 5", None),
+    ("#### Answer: 5", "5"), (r"Answer: $\boxed{5}$", "5"), (r"\boxed{5} Answer: 6", "5"),
+    (r"Answer: 6 or \boxed{5}", "5"), ("Answer: 6\n#### 5", "5"), ("#### 5\nAnswer: 6", "6"),
+    ("Answer: `5`", "5"), ("Answer: {5}", "{5}"), ("Answer: 5\r\nok", "5"),
+    ("\\boxed{5}\n#### Check\nIt is 5.", "5"), (r"$\boxed 5$", "5"), (r"\boxed 12.", "12."),
+    (r"\fbox{5}", "5"),
+    (r"$\boxed{1}$ and $\boxed{2}$.", "1, 2"), (r"\boxed{1}, \boxed{2}, \boxed{3}", "1, 2, 3"),
+    (r"\boxed{5}, \boxed{5}", "5"), (r"\boxed{1}, so \boxed{2}", "2"), (r"\boxed{1} or \boxed{2}", "2"),
+    ("<answer>5</answer>", "5"), ("<answer>\nx = 5,\ny = 6\n</answer> Bye", "x = 5,\ny = 6"),
+    ("<answer> 5\nok", "5"),
+    ("<answer>5</answer>\n<answer> </answer>", "5"), ("<answer>It is \\boxed{5}</answer>", "5"),
+    ("5</answer>", None),
+    ("Answer:\n\n5\nok", "5"), ("Answer: $$\n\\frac12\n$$\nok", r"\frac12"),
+    ("**Answer:**\n\\[5\\] ok", "5"),
+    ("Answer: 5 (since 2+3)", "5"), ("Answer: 5, because it is", "5,"), ("Answer: The answer is 5", "5"),
+    ("The final answer is 5", "5"), ("Final Answer: The final answer is $5$. I hope it is correct.", "$5$"),
+    ("Answer: 5\nI hope that the final answer is clear", "5"), ("Answer：5", "5"), ("answers: 5", None),
+    ("The final answer is: 5", "5"), ("The final answer is **18**.", "18"), ("Answer: *18*.", "18"),
+    ("Answer: 5\n\n#### Check\nIt fits.", "5"), ("#### Final Answer\n5", "5"), ("### Final Answer\n42", "42"),
+    ("**Final Answer**\n\n42", "42"), ("**Answer**\n\n5", "5"), ("#### Paris", "Paris"), ("#### 5\nBye", "5"),
+    (r"<think>a \boxed{4}</think><answer>5</answer>", "5"), (r"<think>\boxed{4}</think> Bye", "4"),
+    ("Answer: 5</s>", "5"), ("Answer: 5<|im_end|>\nok", "5"), ("Answer: 5</think>", "5"),
+])
+def test_extract_answer(text, answer):
+    assert check_answer.extract_answer(text) == answer
+
+
+EQUAL = [
+    ("5", "5"), ("+3", "3"), ("−3", "-3"), ("- 5", "-5"), ("007", "7"), ("(5)", "5"), ("5 ", " 5"),
+    ("1/2", "0.5"), ("2/4", "1/2"), ("6/3", "2"), (r"\frac{1}{2}", "1/2"), (r"\dfrac{1}{2}", ".5"),
+    (r"\tfrac{2}{4}", "1/2"),
+    (r"-\frac12", "-0.5"), (r"\frac{-1}{2}", "-1/2"), (r"\frac 1 2", "0.5"), ("−1/2", "-0.5"),
+    ("1 1/2", "3/2"), (r"1\frac{1}{2}", "1.5"), (r"-1\frac12", "-3/2"),
+    ("0.50", "1/2"), (".5", "0.5"), ("5.", "5"), ("5.0", "5"), ("0.1", "1/10"),
+    ("1,234", "1234"), ("-1,234", "-1234"), ("1{,}234", "1234"), (r"1\,234", "1234"), (r"1\!,234", "1234"),
+    ("1 234", "1234"),
+    ("1,234,567.5", "1234567.5"),
+    ("50%", "50"), (r"50\%", "50"), ("20%", "20 percent"), ("$5", "5"), (r"\$5", "5"), ("£5", "5"),
+    ("€5", "5"),
+    ("$1,234.50", "1234.5"), (r"$\$5$", "5"), ("5 dollars.", "5"),
+    ("5 apples", "5"), ("5 cm", "5"), ("5cm", "5"), (r"5\text{ cm}", "5"), (r"5\ \text{m}", "5"),
+    ("5~kg", "5"), ("5 m", "5"),
+    ("12 m^2", "12"), ("12 cm^{2}", "12"), (r"12\text{ cm}^2", "12"), ("60 km/h", "60"),
+    ("60 miles per hour", "60"),
+    ("3/4 cups", "0.75"), (r"\frac{3}{4}\text{ cups}", "3/4"),
+    ("90°", "90"), (r"90^\circ", "90"), (r"90^{\circ}", "90"), ("90 degrees", "90"),
+    ("x = 5", "5"), ("x=5", "x = 5"), ("y=2x+3", "2x+3"), ("$x=5$", "5"), ("$5$", "5"), (r"\(5\)", "5"),
+    (r"\[5\]", "5"),
+    ("2*3", "6"), ("-2+3", "1"), (r"3\cdot 4", "12"), ("3×4", "12"), ("2^3", "8"), ("2**3", "8"),
+    ("2^{3}", "8"), ("2^-1", "0.5"), ("-2^2", "-4"),
+    ("2^3^2", "512"), ("8-3-2", "3"), ("8/4/2", "1"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("2*-3", "-6"),
+    (r"2\times 10^3", "2000"), (r"6 \div 3", "2"), ("6÷3", "2"),
+    ("Paris", "paris."), ("(1, 2)", "(1,2)"), (r"\left(3,4\right)", "(3,4)"), (r"\text{A}", "A"),
+    ("1,2", "1, 2"),
+    (r"\frac{\sqrt{3}}{2}", r"\dfrac{\sqrt{3}}{2}"), ("3 : 4", "3:4"), ("2(3)", "2 (3)"),
+    (r"\mathbf{x}", "x"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\begin{pmatrix}1\\[2pt]2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\left(\begin{array}{cc}1&2\\3&4\end{array}\right)", r"\begin{pmatrix}1&2\\3&4\\\end{pmatrix}"),
+    ("x^{2}", "x^2"), ("x^{10}", "x^10"), ("52_{8}", "52_8"), (r"\sqrt2", r"\sqrt{2}"),
+    (r"\frac9{19}", "9/19"), (r"\frac{9}1", "9"), ("C", "(C)"), (r"\text{(C)}", "C"),
+    ("1/A", r"\frac{1}{A}"), ("-1/A", r"-\frac{1}{A}"), ("-1/A", r"\frac{-1}{A}"), (r"x\in[1,2]", "[1,2]"),
+    (r"x \in (-\infty, 3]", "(-∞,3]"), (r"(-\infty, \infty)", r"(-\infty, +\infty)"),
+    (r"\textit{East}", "east"), ("2π", r"2\pi"), ("2 pi", r"2\pi"), (r"3\cdot\sqrt{2}", r"3\sqrt2"),
+    (r"2\cdot x", "2x"), ("2*x", "2x"), (r"\frac{\sqrt3}{2}", r"\dfrac{\sqrt{3}}{2}"),
+    (r"\frac{\frac12}{3}", r"\frac16"), ("(0.5, 1)", r"(\frac12, 1)"), (r"\{1,2\}", r"\left\{1, 2\right\}"),
+    (r"[1,2)\cup(3,4]", r"\left[1,2\right) \cup \left(3,4\right]"), (r"3\frac12x", r"\frac72 x"),
+    (r"x \le 5", r"x\leq5"), (r"x \le 5", "x <= 5"), (r"\frac{x+1}{2}", "(x+1)/2"), ("f(x)=2x", "2x"),
+    (r"3 \times 10^{8}", "300000000"), (r"\sqrt[3]{2}", r"\sqrt[3]2"), (r"5\,\mathrm{~cm}", "5"),
+    (r"\text{no solution}", "No solution."), (r"A \text{ and } B", "a and b"), (r"\\frac{1}{2}", "0.5"),
+    (r"y = \frac{1}{2} x", r"y=\frac12x"), (r"90^{\circ}", "90"), ("10^{-3}", "0.001"),
+    (r"i\sqrt{3}", r"i \sqrt3"), (r"\frac{m}{M+m}", "m/(M+m)"), ("Alabama", r"\text{alabama}"), ("GM", "gm"),
+    (r"\Big(1,2\Big)", "(1,2)"), (r"\frac{x^{2}}{A}", "x^2/A"),
+    (r"3\cdot 4!", "3*4!"), ("5e0", "5"), ("1e-05", "0.00001"), ("1.2e5", "120000"),
+    ("1.2E5", r"1.2\times10^{5}"),
+    (r"\frac{1}{2}h", r"\frac{1}{2} h"), ("3h", "3 h"), ("AB=5", "5"), (r"\cos x=\frac12", r"\frac{1}{2}"),
+    ("x_1 = 3", "x_{1}=3"), ("f(x)=3x", "y=3x"), ("area = 5", "A = 5"), ("12 cm^2", "12 square centimeters"),
+    ("60 km/h", "60 km per hour"), ("5 cents", "5"), ("$5", "5 dollars"), ("18 months", "18"),
+    ("5 apples per day", "5 per day"), (r"12\pi\text{ cm}^2", r"12\pi"),
+    (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}"),
+    (r"\frac{3}{4}\text{ m}", "0.75"),
+    (r"\dbinom{5}{2}", r"\binom{5}{2}"), (r"\varnothing", r"\emptyset"),
+    (r"x \lt 2", "x<2"), (r"x\gt2", "x > 2"), (r"90\degree", "90"), ("½", "0.5"), (r"\lvert x\rvert", "|x|"),
+    (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
+]
+UNEQUAL = [
+    ("5", "6"), ("5", "-5"), ("5", "5.0000001"), ("0.333", "1/3"), ("50%", "1/2"), ("10^2", "102"),
+    ("2^3", "6"),
+    ("1,2", "12"), ("1,23", "123"), ("1234,567", "1234567"), ("1 2", "12"), ("1 2", "3"), ("1 1/2", "11/2"),
+    ("5 5", "5"),
+    ("5x", "5"), ("5 x", "5"), ("3pi", "3"), ("3 pi", "3"), (r"3\pi", "3"), ("5!", "5"), ("sqrt(4)", "2"),
+    ("5i", "5"),
+    ("5 million", "5"), ("5 hundred", "5"), ("4 not five", "4"), ("5 minus one", "5"),
+    ("5 percent less", "5"), ("2 squared", "2"), ("5 is what I get in the end", "5"), ("4^0.5", "2"),
+    ("2 dozen", "2"), ("5 or more", "5"), ("5 or 6", "5"), ("5 apples and 3 pears", "5"),
+    ("5 and a very long remark", "5"), ("x", "y"), ("(1,2)", "(2,1)"), ("a b", "c"), ("-x", "x"),
+    ("", ""), ("", "5"), ("$", "$"), ("1/0", "5"), ("0^-1", "0"), ("2^0.5", "1"), ("--", "0"), ("(5", "5"),
+    ("5)", "5"), ("5+", "5"),
+    ("0x5", "5"), ("1_0", "10"), ("inf", "nan"), ("abs(-5)", "5"), ("int('5')", "5"),
+    ("__import__('os')", "5"),
+    ("9^9^9^9", "5"), ("2^5000", "5"), ("5", "x=6"),
+    ("52_8", "528"), ("52_8", "52"), ("(1,2)", "[1,2]"), ("(1,2)", "1,2"), ("(1,2)", "(2,1)"),
+    ("(1,2)", r"\{1,2\}"), ("x^{2}3", "x^{23}"), ("2^{3}4", "2^{34}"), (r"2\frac{1}{A}", r"\frac{21}{A}"),
+    ("f(x)^2", "f(x^2)"), (r"\sin(x)^2", r"\sin(x^2)"), (r"\sin(2)x", r"\sin(2x)"),
+    (r"\log_2(x)y", r"\log_2(xy)"), (r"2\pm3x", r"(2\pm3)x"), ("1/2x", r"\frac{1}{2x}"),
+    ("1/2x", r"\frac12 x"), (r"\infty", r"-\infty"), ("x=2", "y=2"), ("5 cm", "5 m"), ("5 miles", "5 km"),
+    ("60 km/h", "60 mi/h"), ("50 cents", "50 dollars"), ("3,14", "314"), ("3{,}14", "314"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", "(1,2)"),
+    (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}12\end{pmatrix}"),
+    (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    (r"\{1 2\}", r"\{12\}"), (r"\sqrt{2}3", r"\sqrt{23}"), (r"\sqrt2x", r"\sqrt{2x}"),
+    (r"\sqrt[3]{2}", r"3\sqrt2"), (r"\sqrt[3]{2}", r"\sqrt{2}"), ("x_1", "x1"), ("x^2", "x_2"),
+    ("x<5", r"x\le5"), ("x<5", "x>5"), ("A", "B"), ("-x", "x"), ("6 xy", "6"), (r"3 \theta", "3"),
+    ("a-(b-c)", "a-b-c"), ("a/(b/c)", "a/b/c"), ("(a-b)^2", "a-b^2"), ("-2^2", "4"), ("(x+1)/2", "x+1/2"),
+    ("2^{x+1}", "2^x+1"), (r"x \in [1,2]", r"x \notin [1,2]"), (r"1\frac{3}{2}", r"\frac{5}{2}"),
+    ("|x|", "x"), ("n!", "n"), (r"\bar{x}", "x"), ("x'", "x"), (r"\emptyset", "0"), (r"2\sin x", r"2\sin"),
+    (r"f\circ g", "fg"), ("0.5%", "0.5"), ("1/20", r"0.05\%"), ("0.5 percent", "0.5"),
+    (r"\frac{m}{M+m}", r"\frac{M}{M+m}"), ("GMm", "GMM"), (r"\Delta", r"\delta"),
+    (r"3\cdot 4!", "12!"), (r"\frac{2n!}{n!}", r"\frac{(2n)!}{n!}"), ("2^n!", "(2^n)!"), ("2f'", "(2f)'"),
+    (r"\frac{1}{2}!", r"\frac{1}{2!}"), (r"\frac{1}{2} mv^2", r"\frac{1}{2} kx^2"), ("3 dx", "3"),
+    (r"\frac{1}{2} mv^2", r"\frac12"), (r"\frac{3}{2} kT", r"\frac{3}{2}"), (r"\sqrt2 mg", r"\sqrt2"),
+    (r"\cos x=\frac12", r"\sin x=\frac12"), (r"\ln x=2", "x=2"), ("xy=6", "x=6"), ("AB=5", "BC=5"),
+    ("x_1=3", "x_2=3"), ("x_{1}=3", "x_2=3"), ("P(A)=0.5", "P(B)=0.5"), ("5 cm^2", "5 cm"),
+    ("5 km/h", "5 km"),
+    ("5 per day", "5 per hour"), (r"\$5", "5 cents"), ("€5", "$5"), (r"5\text{ J}", r"5\text{ N}"),
+    (r"12\pi\text{ cm}", r"12\pi\text{ m}"), ("5 halves", "5"), ("5 tenths", "5"), ("3 factorial", "3"),
+    ("2 out of 3", "2"), ("5 below zero", "5"), ("3 to 5", "3"), ("5 hundredths", "5"),
+    (r"\Sigma", r"\sigma"),
+    ("0.333...", "0.333"), (r"0.333\ldots", "0.333"), ("0,500", "500"), ("1 10/2", "6"),
+    ("1e3_{16}", "1000_{16}"),
+    ("(A) and (B)", "A"), ("B) or C)", "B"), ("(A)+B", "A"), (r"(A) \cup B", "A"), ("B) 12", "C"),
+    ("{3, 4}", "(3,4)"),
+]
+
+
+@pytest.mark.parametrize("given, truth", EQUAL)
+def test_same_answer(given, truth):
+    assert check_answer.comparison(given, truth) is True and check_answer.comparison(truth, given) is True
+
+
+@pytest.mark.parametrize("given, truth", UNEQUAL)
+def test_not_same_answer(given, truth):
+    assert check_answer.comparison(given, truth) is not True
+    assert check_answer.comparison(truth, given) is not True
+
+
+def test_numbers_against_python():
+    """Random formulas have the value that Python's own parser gives them, with fractions for numbers."""
+    rng = random.Random(0)
+
+    def formula(depth):
+        if depth == 0 or rng.random() < 0.2:
+            return rng.choice(["2", "3", "7", "10", "0.5", "1.25"])
+        left, right, op = formula(depth - 1), formula(depth - 1), rng.choice("+-*/^")
+        right = rng.choice("0123") if op == "^" else rng.choice(["", "", "-"]) + right
+        text = left + op + right
+        return rng.choice([text, f"({text})", f"-{text}", f"{{{text}}}"])
+
+    for _ in range(2000):
+        text = formula(4)
+        fractions = re.sub(r"[\d.]+", r"Fraction('\g<0>')", text.translate(str.maketrans("{}", "()")))
+        try:
+            expected = eval(fractions.replace("^", "**"))
+        except ZeroDivisionError:
+            expected = None
+        # Larger powers may stay as they are written.
+        if expected is None or max(abs(expected.numerator), expected.denominator) < 2 ** 99:
+            assert check_answer.value(text) == expected, text
+
+
+N = 100_000
+
+
+@pytest.mark.parametrize("attack", [
+    "9" * N, "1." + "9" * N, "-" * N, "9^" * N + "9", "(" * N, "(" * N + "5" + ")" * N, "{" * N, "}" * N,
+    "^{" * N, r"\boxed{" * N, r"\frac{" * N, r"\frac" + " " * N, r"\text{" * N, "Answer:" * N,
+    "Answer:\n" * N, "answer" + "*" * N, "#### " * N, "\\" * N, "5" + " " * N + "x", "5" + "." * N + "x",
+    "5 " + "a " * N, "1," * N, "1 234" * N, "a=" * N, "(" * 99 + "5" + ")" * 99 + "1", "9^999999999",
+    "(2^4000)^4000", "1/7^60+" * 24 + "1", "9^9^9^9", "5" + " " * 400 + "x", "-" * 299 + "1", "[" * 299,
+    "~" * 490 + "x", "5 (" * 160, "x " * 240 + "=",
+    r"\begin{array}{" + "c" * 480, r"\boxed " * N, "9^1290*" * 40 + "9",
+    r"\boxed{1}," * N, "<answer>" * N, "final answer is " * N, "Answer: $$" * N, "Answer:" + " since" * N,
+    " " * N + "x", "#### A" * N, "<|a" * N, "</think>" * N, "_1" * N,
+], ids=lambda attack: f"{attack[:12]!r}x{len(attack)}")
+def test_attacks_are_quick_and_wrong(attack):
+    def quick(function, *args):
+        start = time.process_time()
+        result = function(*args)
+        assert time.process_time() - start < 1.0
+        return result
+    for text in (attack, f"Answer: {attack}", rf"\boxed{{{attack}}}"):
+        assert not quick(check_answer.check_answer, text, "5")
+    assert not quick(check_answer.comparison, attack, "5")
+    assert not quick(check_answer.comparison, "5", attack)
+    assert quick(rewards.countdown, ["p"], [f"Answer: {attack}"], [[5]], [5]) == [0.0]
+
+
+@pytest.mark.parametrize("text, truth, right", [
+    ("Answer: 0.5", "1/2", True), ("Answer: 2", "1/2", False), ("0.5", "1/2", False),
+    (r"\boxed{72}", "Half of 48 is 24.\n#### 72", True),
+    (r"\boxed{24}", "Half of 48 is 24.\n#### 72", False),
+    ("Answer: B) 12", "B", True), ("Answer: (B) 12", "B", True), ("Answer: B. Paris", "(B)", True),
+    (r"\boxed{\textbf{(C)}\ 12}", r"\text{(C)}", True), (r"\boxed{B)}", "B", True),
+    ("Answer: B) 12", "C", False),
+    ("Answer: (A) and (B)", "A", False), ("Answer: B) or C)", "B", False), ("Answer: (a) b", "a", False),
+    ("Answer: 63/400", r"It is $\boxed{\frac{63}{400}}$.", True),
+])
+def test_check_answer(text, truth, right):
+    assert check_answer.check_answer(text, truth) is right
+
+
+@pytest.mark.parametrize("truth, right", [
+    (["4", "5"], True), (["4", r"so \boxed{10/2}"], True), (["4", "6"], False), ([], False), (("5",),
+    True)])
+def test_one_of_several_truths_is_enough(truth, right):
+    assert check_answer.check_answer("Answer: 5", truth) is right
+    assert check_answer.check_answer("Answer: 5", truth, algebra=True) is right
+
+
+# ------------------------------------------------------------------------------------------------ algebra
+
+
+@pytest.mark.parametrize("given, truth", [
+    ("1+x", "x+1"), ("(x+1)^2", "x^2+2x+1"), (r"\sqrt8", r"2\sqrt{2}"),
+    (r"\frac{3}{2\sqrt3}", r"\frac{\sqrt{3}}{2}"),
+    (r"\{3,1,2\}", r"\{1,2,3\}"), ("5, 3", "3, 5"), (r"3\text{ and }2", "2, 3"), ("3,-3", r"\pm 3"),
+    ("4i+3", "3+4i"), ("{3, 4}", r"\{3,4\}"),
+    (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
+    (r"(1,\infty)\cup(-\infty,-1)", r"(-\infty,-1)\cup(1,\infty)"),
+    ("3 < x", "x > 3"), (r"(3,\infty)", "x > 3"), ("y^2+x^2=25", "x^2+y^2=25"), ("50\\%", "0.5"),
+    ("$x=3$ or $x=-3$", "-3,3"),
+    (r"\frac{mv^2}{2}", r"\frac12 m v^2"), (r"\sqrt{12}\text{ cm}", r"2\sqrt3\text{ cm}"), ("120", "5!"),
+])
+def test_algebra_makes_equal(given, truth):
+    assert check_answer.comparison(given, truth) is None
+    assert check_answer.check_answer(rf"It is \boxed{{{given}}}.", truth) is False
+    assert check_answer.check_answer(rf"It is \boxed{{{given}}}.", truth, algebra=True) is True
+
+
+@pytest.mark.parametrize("given, truth", [
+    # In the first rows math-verify alone says yes.
+    ("0.333333", "1/3"), ("3.605551", r"\sqrt{13}"), ("3.141593", r"\pi"),
+    (r"3.2\times10^{-18}", r"3.2\times10^{-19}"),
+    ("5 m", "5 cm"), ("2516_7", "2516_8"), ("(1,2,3)", r"\{1,2,3\}"), ("[3,-4]", "(3,-4)"),
+    (r"2\mathbf{i}+3\mathbf{j}", r"2\mathbf{i}-3\mathbf{j}"),
+    (r"5\text{ hours }20\text{ minutes}", r"5\text{ hours }30\text{ minutes}"),
+    ("x-1", "x+1"), ("3-4i", "3+4i"), (r"\{1,2\}", r"\{1,2,3\}"), ("3", r"\pm 3"), ("2", "2, 3"),
+    ("(1,2]", "[1,2)"),
+    ("x < 3", "x > 3"), (r"x \ge 3", "x > 3"), ("y=4", "x=4"), ("500\\%", "0.5"),
+    (r"\text{odd}", r"\text{even}"),
+    (r"\begin{pmatrix}1&3\\2&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"), ("528", "52_8"),
+])
+def test_algebra_does_not_make_equal(given, truth):
+    assert check_answer.check_answer(rf"It is \boxed{{{given}}}.", truth, algebra=True) is False
+
+
+def test_algebra_finds_an_answer_that_is_not_marked():
+    assert check_answer.check_answer("Therefore $x=5$.", "5", algebra=True)
+    assert not check_answer.check_answer("Therefore $x=5$.", "6", algebra=True)
+    assert not check_answer.check_answer("Therefore $x=5$.", "5")
+
+
+def test_numbers_that_no_limit_could_cut_off_are_left_alone():
+    start = time.process_time()
+    for given in (r"\frac{300000!}{299999!+1}", "9^{9^9}", r"3^{20000000}+\sqrt{2}", "(1000000)!"):
+        assert check_answer.check_answer(rf"\boxed{{{given}}}", "x", algebra=True) is False
+    assert time.process_time() - start < 1
+
+
+def test_algebra_leaves_other_alarms_alone():
+    def rings(*_):
+        raise AssertionError("rung")
+
+    before = signal.signal(signal.SIGALRM, rings)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1000)
+        assert check_answer.check_answer(r"\boxed{1+x}", "x+1", algebra=True)
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 900 and signal.getsignal(signal.SIGALRM) is rings
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_comparison_that_hangs_costs_only_its_completion():
+    rows = [{"prompt": "p", "answer": "x+1"}] * 3
+    completions = [r"\boxed{1+x}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{1+x}"]
+    start = time.monotonic()
+    reward = rewards.load_reward("math_verify", "file")
+    scores, parts, timeouts = rewards.score(reward, rows, completions, 2.0)
+    assert (scores, timeouts) == ([1.0, 0.0, 1.0], [False, True, False]) and time.monotonic() - start < 10
+    assert parts == {"math_verify": [1.0, 0.0, 1.0]}
+
+
+def test_math_verify_needs_its_package_and_answers(monkeypatch):
+    with pytest.raises(ValueError, match="math_verify needs one right answer, but task=countdown has many"):
+        rewards.load_reward("math_verify", "countdown")
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"needs the package math-verify: pip install 'math-verify\["):
+        rewards.load_reward("math_verify", "gsm8k")

@@ -1,0 +1,69 @@
+"""evaluate_model.py gives again what a run has evaluated, with either engine, and shows equal samples once."""
+import importlib.util
+import re
+import sys
+
+import pytest
+
+from runs import forked, launch, lines, refused
+from test_train_grpo import train
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_run_and_sample(folder, reward_file, tmp_path):
+    metrics, output = train(folder, tmp_path / "run", reward_file, "--engine=vllm",
+                            launcher=(sys.executable,))
+    assert "engine vllm" in output and len(metrics) == 3
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:2]) < 1e-4
+    scores = {}
+    for engine in ("vllm", "hf"):
+        output = launch("evaluate_model.py", f"--model={tmp_path}/run/checkpoint-2", "--eval_prompts=8",
+                        "--samples=2", reward_file, "--max_completion_length=12", f"--engine={engine}",
+                        f"--output={tmp_path}/samples.jsonl")
+        scores[engine] = float(re.search(r"eval/mean@2 +(\S+)", output)[1])
+        assert "eval/pass@2" in output and "eval/maj@2" in output
+        assert len(lines(tmp_path, "samples.jsonl")) == 16
+    # The final evaluation drew the same seeds from the same weights, so sampling the checkpoint repeats it.
+    assert scores["vllm"] == pytest.approx(metrics[2]["eval/mean@2"], abs=1e-4)
+
+
+def test_the_samples_of_a_prompt(folder, tmp_path):
+    output = forked(tmp_path / "log", "evaluate_model.py", f"--model={folder}", "--prompt=2+2=", "--engine=hf",
+                    "--samples=3")
+    assert re.findall("^--- sample .*", output, re.MULTILINE) == [f"--- sample {i} of 3" for i in (1, 2, 3)]
+
+
+def test_without_chat_and_with_truncated_sampling(folder, tmp_path):
+    output = forked(tmp_path / "log", "evaluate_model.py", f"--model={folder}", "--chat=false", "--engine=hf",
+                    "--samples=2", "--eval_prompts=4", "--task=countdown", "--temperature=0.5", "--top_p=0.9",
+                    "--top_k=20")
+    assert "eval/mean@2" in output
+
+
+@pytest.mark.parametrize("temperature", [0.15, 0])
+def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
+    output = forked(tmp_path / "log", "evaluate_model.py", "--engine=hf", "--samples=8", "--eval_prompts=6",
+                    "--show=3", f"--temperature={temperature}", f"--output={tmp_path}/samples.jsonl")
+    rows, shown, counts = lines(tmp_path, "samples.jsonl"), "", []
+    assert len(rows) == 48
+    for i in range(0, 24, 8):
+        shown += f"--- {rows[i]['prompt'][0]['content']}   (truth: {rows[i]['truth']})\n"
+        different = []
+        for row in rows[i:i + 8]:
+            if row["completion"] not in different:
+                different.append(row["completion"])
+                counts.append(sum(other["completion"] == row["completion"] for other in rows[i:i + 8]))
+                shown += f"{row['completion']}\n--- {counts[-1]} of 8 samples, score {row['score']:g}\n\n"
+    assert shown in output and sum(counts) == 24
+    assert output.count(" samples, score ") == len(counts) and output.count("(truth: ") == 3
+    # At this temperature some samples are equal and some are not, whereas greedy ones are all equal.
+    assert counts == [8, 8, 8] if temperature == 0 else 1 < max(counts) and len(counts) > 3
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--model=out/none"], "no such folder"),
+    (["--task=file"], "eval_file"),
+    (["--sample=3"], "did you mean --samples?"),
+    (["--engine=sglang"], "engine=sglang")])
+def test_bad_input(tmp_path, arguments, message):
+    refused(arguments, message, tmp_path, script="evaluate_model.py")

@@ -1,0 +1,206 @@
+"""Every generated problem is solved again by other means."""
+import math
+import random
+import re
+from fractions import Fraction
+
+import pytest
+
+import data
+from tasks import generate_problems
+import rewards
+
+
+# ------------------------------------------------------------------------------------------------ algebra
+
+
+def function_of(text, names="x"):
+    """A Python function of the variables in a problem's notation: 2|3x-5|, 4(x+1), x^2."""
+    text = re.sub(r"\|(.*)\|", r"abs(\1)", text)
+    text = re.sub(r"([\d)])(?=[a-z(])", r"\1*", text).replace("^", "**")
+    text = re.sub(r"\d+", lambda number: f"F({number[0]})", text)
+    return eval(f"lambda {', '.join(names)}: {text}", {"F": Fraction})
+
+
+def solve_absolute_value(text):
+    left, right = text.removeprefix("Larger solution of ").split("=")
+    # The function is convex and a line on its far right, where the larger solution lies.
+    f, far = function_of(left), Fraction(10 ** 6)
+    x = far - (f(far) - int(right)) / (f(far + 1) - f(far))
+    assert f(x) == int(right) and f(x + 1) > f(x)
+    return x
+
+
+def solve_arithmetic_sequence(text):
+    n, terms = re.fullmatch(r"Term (\d+) of (.*), \.\.\.", text).groups()
+    terms = [Fraction(t) for t in terms.split(", ")]
+    assert terms[2] - terms[1] == terms[1] - terms[0]
+    while len(terms) < int(n):
+        terms.append(terms[-1] + terms[1] - terms[0])
+    return terms[-1]
+
+
+def solve_exponents(text):
+    left, right = text.removeprefix("Solve ").split("=")
+
+    def log_left(x):
+        factors = re.findall(r"(\d+)\^\((.*?)\)", left)
+        assert left == "*".join(f"{base}^({exponent})" for base, exponent in factors)
+        return sum(float(function_of(exponent)(x)) * math.log(int(base)) for base, exponent in factors)
+    x = (math.log(int(right)) - log_left(0)) / (log_left(1) - log_left(0))
+    return Fraction(x).limit_denominator(100)
+
+
+def solve_fractions(text):
+    return function_of(text.removeprefix("Compute "), "")()
+
+
+def solve_nested_linear(text):
+    left, right = text.removeprefix("Solve ").split("=")
+    f = function_of(left)
+    return (int(right) - f(0)) / (f(1) - f(0))
+
+
+def solve_polynomial_remainder(text):
+    polynomial, root = re.fullmatch(r"Remainder of \((.*)\)/\(x([+-]\d+)\)", text).groups()
+    remainder = {int(power or bool(x)): int(sign + (k or "1")) for sign, k, x, power in
+                 re.findall(r"([+-]?)(\d*)(x?)\^?((?<=\^)\d+)?(?=[+-]|$)", polynomial) if k or x}
+    # Long division: subtract lead * x^(degree-1) * divisor until a constant is left.
+    while (degree := max(remainder)) > 0:
+        lead = remainder.pop(degree)
+        remainder[degree - 1] = remainder.get(degree - 1, 0) - lead * int(root)
+    return remainder[0]
+
+
+def solve_quadratics(text):
+    left, right = text.removeprefix("Larger root of ").split("=")
+    f = function_of(left)
+    a, b, c = (f(1) + f(-1)) / 2 - f(0), (f(1) - f(-1)) / 2, f(0) - int(right)
+    discriminant = b * b - 4 * a * c
+    assert discriminant > 0 and math.isqrt(int(discriminant)) ** 2 == discriminant
+    return max((-b + sign * math.isqrt(int(discriminant))) / (2 * a) for sign in (1, -1))
+
+
+def solve_systems(text, wanted=""):
+    first, second, wanted = re.fullmatch(r"(.*), (.*)\. Find ([xy])", text).groups()
+    rows = []
+    for equation in (first, second):
+        left, right = equation.split("=")
+        f = function_of(left, "xy")
+        rows.append((f(1, 0), f(0, 1), int(right)))
+    (a, b, e), (c, d, f) = rows
+    # Cramer's rule
+    return {"x": (e * d - b * f), "y": (a * f - e * c)}[wanted] / (a * d - b * c)
+
+
+def text_of(row):
+    return row["prompt"][0]["content"]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def drawn(request):
+    return request.param, data.load_rows("algebra", "train", 1600, seed=3, difficulty=request.param)
+
+
+def test_every_answer_is_right(drawn):
+    for row in drawn[1]:
+        assert Fraction(row["answer"]) == globals()[f"solve_{row['source']}"](text_of(row)), row
+
+
+def test_every_step_holds(drawn):
+    """A step is an equation that holds at the solution, or an expression; the last of those is the answer."""
+    for row in drawn[1]:
+        *steps, last = row["solution"].split("\n")
+        assert last == f"Answer: {row['answer']}"
+        answer, text = Fraction(row["answer"]), text_of(row)
+        known = {"x": answer, "y": 0, "d": 0}
+        if row["source"] == "arithmetic_sequence":
+            known["d"] = (lambda a, b: b - a)(*map(Fraction, re.findall(r"(?<= )-?[\d/]+(?=,)", text)[:2]))
+        if row["source"] == "polynomial_remainder":
+            known["x"] = -int(re.search(r"x([+-]\d+)\)$", text)[1])
+        if row["source"] == "systems":
+            known |= {name: solve_systems(text[:-1] + name) for name in "xy"}
+        value = None
+        for step in steps:
+            sides = [function_of(side, "xyd")(**known) for side in step.split("=")]
+            assert len(sides) == 1 or math.isclose(*sides, abs_tol=1e-9), (step, row)
+            value = sides[0] if len(sides) == 1 else value
+        assert value in (None, answer), row
+
+
+def test_problems_are_distinct_and_of_every_template(drawn):
+    difficulty, rows = drawn
+    assert len({text_of(row) for row in rows}) == len(rows) == 1600
+    for template in generate_problems.TEMPLATES:
+        assert sum(row["source"] == template.__name__ for row in rows) > 100
+    if difficulty == 1:
+        assert max(len(text_of(row)) for row in rows) <= 30
+        assert max(len(row["solution"]) for row in rows) <= 40
+        assert sum(Fraction(row["answer"]) < 0 for row in rows) < 0.05 * len(rows)
+    assert min(Fraction(row["answer"]) for row in rows if row["source"] == "fractions") >= 0
+
+
+def test_difficulty_enlarges_numbers():
+    sizes = []
+    for difficulty in (1, 2, 3, 4):
+        rows = data.load_rows("algebra", "train", 800, difficulty=difficulty)
+        sizes.append(sum(max(map(int, re.findall(r"\d+", text_of(row)))) for row in rows))
+    assert sizes == sorted(sizes) and sizes[2] > 3 * sizes[0]
+
+
+@pytest.mark.parametrize("template", generate_problems.TEMPLATES, ids=lambda template: template.__name__)
+def test_templates_have_many_problems(template):
+    rng = random.Random(0)
+    texts = {template(rng, 1)[0] for _ in range(8000)}
+    assert len(texts) >= 400
+    assert sum(map(generate_problems.held_out, texts)) >= 40
+
+
+@pytest.mark.parametrize("k, name, text", [(2, "x", "+2x"), (-1, "x", "-x"), (1, "", "+1"), (-3, "", "-3"),
+                                           (0, "x", ""), (11, "x", "+11x")])
+def test_term(k, name, text):
+    assert generate_problems.term(k, name) == text
+
+
+# ---------------------------------------------------------------------------------------------- countdown
+
+
+@pytest.mark.parametrize("difficulty", [1, 2, 3])
+def test_countdown_is_solvable(difficulty):
+    rows = data.load_rows("countdown", "train", 300, difficulty=difficulty)
+    for row in rows:
+        assert row["solution"] == f"Answer: {row['answer']}" and len(row["numbers"]) == difficulty + 2
+        assert text_of(row) == f"Use {', '.join(map(str, row['numbers']))} once each to make {row['target']}"
+        assert row["target"] >= 0 and eval(row["answer"]) == row["target"]
+        assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == row["numbers"]
+    completions = [[{"role": "assistant", "content": row["solution"]}] for row in rows]
+    assert rewards.score(rewards.countdown, rows, completions, 5)[0] == [1.0] * 300
+    assert set("+-*/") <= set("".join(row["answer"] for row in rows))
+
+
+@pytest.mark.parametrize("text, numbers, target, reward", [
+    ("Answer: 3+5+8", [3, 5, 8], 16, 1.0),
+    ("Answer: 8 + (5 + 3) = 16", [3, 5, 8], 16, 1.0),
+    ("so \\boxed{(8-5)\\times 3}", [3, 5, 8], 9, 1.0),
+    ("#### 8/(3-8/3)", [3, 3, 8, 8], 24, 1.0),                      # 24 in exact fractions only
+    ("Answer: 3*5+8.", [3, 5, 8], 23, 1.0),
+    ("Answer: 5÷5+8−8", [5, 5, 8, 8], 1, 1.0),
+    ("Answer: 3+5+8", [3, 5, 8], 17, 0.0),
+    ("Answer: 8+8", [3, 5, 8], 16, 0.0),                             # not every number
+    ("Answer: 3+5+8+0", [3, 5, 8], 16, 0.0),                         # another number
+    ("Answer: 3+5+8+5-5", [3, 5, 8], 16, 0.0),                       # one twice
+    ("Answer: 35-8", [3, 5, 8], 27, 0.0),                            # digits joined
+    ("Answer: 2^3+5", [2, 3, 5], 13, 0.0),
+    ("Answer: 2**3+5", [2, 3, 5], 13, 0.0),
+    ("Answer: 1 4/2", [1, 2, 4], 3, 0.0),                            # not a mixed number
+    ("Answer: 16", [3, 5, 8], 16, 0.0),
+    ("Answer: 5/(3-3)", [3, 3, 5], 0, 0.0),
+    ("Answer: (3+5+8", [3, 5, 8], 16, 0.0),
+    ("Answer: 3(5+8)", [3, 5, 8], 39, 0.0),
+    ("3+5+8", [3, 5, 8], 16, 0.0),                                   # no answer marked
+    ("Answer: __import__('os').system('false') or 3+5+8", [3, 5, 8], 16, 0.0),
+    ("Answer: (lambda: 3+5+8)()", [3, 5, 8], 16, 0.0),
+    ("Answer: " + "(" * 9999 + "3+5+8" + ")" * 9999, [3, 5, 8], 16, 0.0),
+])
+def test_countdown_reward(text, numbers, target, reward):
+    assert rewards.countdown(["p"], [text], [numbers], [target]) == [reward]

@@ -1,0 +1,227 @@
+"""What a run writes down: a step's figures over all ranks, samples, and the same scalars for TensorBoard."""
+import json
+import math
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from packing import shared_tokens
+from rewards import rollout_metrics, sample_lines
+from rollout import Rollout
+from runs import lines, on_ranks
+from runtime.run_lifecycle import Run
+from runtime.run_log import RunLog
+from runtime.safe_files import rewind
+
+
+def sampled(row, completion, score, parts, length=3, finish_reason="stop", timed_out=False):
+    r = Rollout.single([1, 2], list(range(length)), [-1.0] * length, finish_reason)
+    r.row, r.completion, r.score, r.parts, r.timed_out = row, completion, score, parts, timed_out
+    return r
+
+
+# ---------------------------------------------------------------- over all ranks
+
+def log_figures(out_dir):
+    """Two steps of figures that differ from rank to rank; returns what each rank keeps of the first."""
+    rank = dist.get_rank()
+    log = RunLog(out_dir, __file__, {"sample_interval": 20}, 0, 2)
+    log.metrics["agreed"] = 0.5
+    # Rank 0 gives two values and then one, rank 1 gives one and then none.
+    log.add(sums={"sum": rank + 1},
+            means={"mean": torch.tensor([[1.0, 2.0], [6.0]][rank], requires_grad=True),
+                   "share": torch.tensor([[True, False, True], [False]][rank])})
+    log.add(means={"mean": [[7.0], []][rank]})
+    if rank == 1:
+        log.add(means={"of one rank": [2.0, 5.0]})
+    log.add(means={"big": torch.full((2 ** 20,), 0.1, dtype=torch.float64)})
+    log.add(sums={"sum": torch.tensor(10.0 * rank, requires_grad=True)})
+    log.add(sums={"sum of one rank" if rank else "sum": 4})
+    log.add(sums={"timeouts": 0}, means={"never": [], "mean": [], "skipped": torch.zeros(0)})
+    keeps_graph = any(torch.is_tensor(total) and total.requires_grad for total, _ in log.totals.values())
+    log.write()
+    first = dict(log.metrics)
+    log.start(1)
+    log.add(means={"mean": [float(rank)]})
+    log.write()
+    log.close()
+    return first, keeps_graph
+
+
+def test_figures_are_taken_over_all_ranks(tmp_path):
+    expected = {"step": 0, "agreed": 0.5, "mean": 4.0, "share": 0.5, "of one rank": 3.5,
+                "big": pytest.approx(0.1), "sum": 17.0, "sum of one rank": 4.0, "never": 0.0, "skipped": 0.0,
+                "timeouts": 0.0}
+    (tmp_path / "run").mkdir()
+    for first, keeps_graph in on_ranks(2, tmp_path, log_figures, str(tmp_path / "run")):
+        assert first == expected and not keeps_graph
+    # Rank 0 alone has written, and a step begins without the figures of the last one.
+    assert lines(tmp_path / "run") == [expected, {"step": 1, "mean": 0.5}]
+
+
+# ---------------------------------------------------------------- a step
+
+def test_the_metrics_of_rollouts():
+    row = {"prompt": "?"}
+    found = rollout_metrics([sampled(row, "a", 1.0, {"right": 1.0, "short": 0.0}, 2),
+                             sampled(row, "b", 0.0, {"right": 0.0}, 6, "length", timed_out=True),
+                             sampled(row, "c", math.nan, {"right": math.nan}, 4)], 1)
+    assert found == {"reward": 0.5, "rewards/unscored": 1, "rewards/right/mean": 0.5,
+                     "rewards/short/mean": 0.0, "rewards/timeouts": 1,
+                     "completions/mean_length": 4.0, "completions/min_length": 2,
+                     "completions/max_length": 6, "completions/clipped_ratio": pytest.approx(1 / 3)}
+    assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1)["reward"] == 0.0
+
+
+def episode(turns, finish_reason, calls=0, failures=0, seconds=0.0, problem=None):
+    """Each turn has three tokens, and four stand between two of them."""
+    spans = np.array([[2 + 7 * turn, 5 + 7 * turn] for turn in range(turns)], np.int32)
+    r = Rollout(np.zeros(spans[-1, 1], np.int32), spans, np.zeros(3 * turns, np.float32), finish_reason,
+                {"prompt": "?"}, [], 1.0)
+    r.counts = {"calls": calls, "failures": failures, "seconds": seconds}
+    r.counts |= {"problem": problem} if problem else {}
+    return r
+
+
+def test_the_metrics_of_episodes():
+    rollouts = [episode(1, "stop", seconds=0.5), episode(3, "turns", calls=3, failures=1, seconds=2.0),
+                episode(2, "error", calls=1, problem="lost"), episode(2, "length", seconds=0.5)]
+    found, plain = rollout_metrics(rollouts, 2), [sampled({"prompt": "?"}, "a", 1.0, {})]
+    assert {name: found[name] for name in found.keys() - rollout_metrics(plain, 1).keys()} == {
+        "episodes/turns": 2.0, "episodes/inserted_tokens": 4.0, "episodes/ended/done": 0.25,
+        "episodes/ended/length": 0.25, "episodes/ended/turns": 0.25, "episodes/ended/timeout": 0.0,
+        "episodes/ended/error": 0.25, "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25,
+        # Per engine.
+        "timing_s/environment": 1.5}
+    assert found["completions/mean_length"] == 6.0
+    assert rollout_metrics([episode(1, "stop")], 1)["tools/failure_frequency"] == 0.0
+
+
+def test_shared_tokens():
+    # The prompt 5 6 7 of three rollouts, one of them in another update, and a rollout that is not chosen.
+    group = [Rollout.single([5, 6, 7], [token, 9, 9], [-1.0] * 3, "stop") for token in (1, 2, 3, 4)]
+    for shares, shared in (([[[0], [2]], [[1], []]], 0), ([[[0, 2], []], [[1], []]], 3),
+                           ([[[0, 2, 1], []], [[], []]], 6)):
+        assert shared_tokens(group, shares) == {"perf/shared_tokens": pytest.approx(shared / 15),
+                                                "perf/shareable_tokens": pytest.approx(6 / 15)}
+    assert shared_tokens(group, [[[]]]) == {"perf/shared_tokens": 0.0, "perf/shareable_tokens": 0.0}
+
+
+def end_step(log, rollouts):
+    """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
+    run = SimpleNamespace(log=log, state={"step": log.metrics["step"], "num_tokens": 100},
+                          engine=SimpleNamespace(allocated=0))
+    Run.end_step(run, rollouts, rollout_metrics(rollouts, 1), sample_lines(rollouts))
+    return run.state
+
+
+def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys):
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in range(9)]
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20, "max_steps": 3}, 0, 3)
+    for step in range(2):
+        log.start(step)
+        with log.timed("gen"):
+            pass
+        log.metrics["reward_std"] = 0.25
+        state = end_step(log, [
+            sampled(row, [{"role": "assistant", "content": f"{step} {row['answer']} {g}"}], float(g),
+                    {"score": float(g)}, timed_out=g == i == 0)
+            for i, row in enumerate(rows) for g in range(2)])
+        assert state == {"step": step + 1, "num_tokens": 100 + 18 * 5}
+    log.start(2)
+    log.evaluation({"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
+    log.write()
+    log.close()
+
+    metrics = lines(tmp_path / "run")
+    timing = {"timing_s/gen", "timing_s/step", "perf/throughput", "perf/max_memory_allocated_gb"}
+    assert [line["step"] for line in metrics] == [0, 1, 2] and timing <= set(metrics[1])
+    assert metrics[1]["perf/throughput"] == pytest.approx(90 / metrics[1]["timing_s/step"])
+    assert {name: value for name, value in metrics[1].items() if name not in timing} == {
+        "step": 1, "reward": 0.5, "rewards/unscored": 0, "rewards/score/mean": 0.5, "rewards/timeouts": 1,
+        "completions/mean_length": 3.0, "completions/min_length": 3, "completions/max_length": 3,
+        "completions/clipped_ratio": 0.0, "reward_std": 0.25, "num_tokens": 190}
+    assert 0.05 < metrics[1]["perf/max_memory_allocated_gb"] < 100
+    assert metrics[2] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
+    assert log.eval_scores == {2: 0.25}
+
+    # The first completion of each of the first eight prompts.
+    assert lines(tmp_path / "run", "samples.jsonl") == [
+        {"step": step, "prompt": row["prompt"], "completion": f"{step} {row['answer']} 0", "reward": 0.0,
+         "finish_reason": "stop", "truth": row["answer"]} for step in range(2) for row in rows[:8]]
+    output = capsys.readouterr().out
+    assert "'0?'" in output and "'0 3 0'" in output and "reward 0, truth '3'" in output
+    assert "'0 4 0'" not in output and "'1 0 0'" not in output
+    assert "step    1 | reward 0.500 | length   3.0 | " in output
+    assert "eval/mean@2 0.250" in output and "sums" not in output
+
+    board = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert set(board.Tags()["scalars"]) == {name for line in metrics for name in line}
+    for line in metrics:
+        for name, value in line.items():
+            (event,) = [event for event in board.Scalars(name) if event.step == line["step"]]
+            assert event.value == pytest.approx(value, rel=1e-6)
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {
+        "sample_interval": 20, "max_steps": 3, "out_dir": str(tmp_path / "run")}
+    assert (tmp_path / "run" / "test_run_log.py").exists()
+
+
+def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
+    """A sample has all turns. What went wrong is said once for the step, and how long environments took."""
+    row, said = {"prompt": [{"role": "user", "content": "Go."}]}, [
+        {"role": "assistant", "content": "a"}, {"role": "user", "content": "on"},
+        {"role": "assistant", "content": "b"}]
+    rollouts = [episode(2, "stop", seconds=0.25), episode(1, "error", problem="first"),
+                episode(1, "timeout", seconds=0.25, problem="second")]
+    for number, r in enumerate(rollouts):
+        r.row, r.completion = row | {"answer": str(number)}, said
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 0, 1)
+    end_step(log, rollouts)
+    log.close()
+    samples = lines(tmp_path / "run", "samples.jsonl")
+    assert [line["completion"] for line in samples] == [said] * 3
+    (line,) = lines(tmp_path / "run")
+    assert line["timing_s/environment"] == 0.5 and line["episodes/ended/timeout"] == pytest.approx(1 / 3)
+    output = capsys.readouterr().out
+    assert "step 0: 2 episodes failed or took too long; the first: first\n" in output
+    assert "environment 0.5" in output and "'a on b'" in output
+
+
+@pytest.mark.parametrize("bad", ["", "   ", "\0\0\0", "half a li", "[1]", '"step"', '{"reward": 1}',
+                                 '{"step": "3"}', "[" * 100_000, "\udcff"])
+def test_a_bad_line_is_dropped_and_named(tmp_path, capsys, bad):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(f'{{"step": 0}}\n{bad}\n{{"step": 1}}\n'.encode(errors="surrogateescape"))
+    assert rewind(str(path), 2) == [{"step": 0}, {"step": 1}]
+    assert capsys.readouterr().err == f"{path}:2 is dropped: it is not a line of a run's log\n"
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+def test_a_log_is_rewound_to_the_step_that_is_resumed(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "a": 2}\n{"step": 2}\n{"step": 1, "cut o')
+    rewind(str(path), 2)
+    assert path.read_text() == '{"step": 0}\n{"step": 1, "a": 2}\n'
+    rewind(str(tmp_path / "nothing.jsonl"), 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    # A kill leaves a line that was cut off: no news.
+    assert capsys.readouterr().err == ""
+
+
+def test_the_scores_of_a_resumed_run_are_known(mesh, tmp_path):
+    os.makedirs(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/mean@4": 0.25}\n{"step": 1, "eval/mean@4": null}\n'
+        '{"step": 2, "eval/mean@4": 0.5}\n')
+    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 2, 3)
+    assert log.eval_scores == {0: 0.25}
+    log.start(2)
+    log.evaluation({"eval/mean@4": 0.75})
+    assert log.eval_scores == {0: 0.25, 2: 0.75}

@@ -1,0 +1,204 @@
+"""
+The small model of the default run: a Qwen3 of a million parameters that reads bytes. --model=tiny names the
+model folder tiny/algebra, --model=tiny_episodes names tiny/episodes. This script trained both:
+
+    python -m tiny.pretrain --out=out/algebra                             # 19 minutes of one busy core
+    python -m tiny.pretrain config/larger_base.py --out=out/larger        # 27 M parameters; on a GPU
+
+It is trained from scratch on problems of the train split, none of which is held out, and sees two styles of
+answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are quick, only
+"Answer: ...", and most of these are wrong. So the model mostly gives a quick answer that is wrong, although
+it has learned to work the answer out, which is much more reliable. GRPO rewards right answers only and finds
+out that showing the work pays: completions get longer while the reward rises. Pretraining has put in both the
+ability and the bad habit, on purpose; GRPO has to find which of the two to follow.
+"""
+import functools
+import json
+import os
+import random
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import data
+from configurator import configure
+from runtime.user_code import load_from
+
+# ------------------------------------------------------------------------------------------------------------
+out = "out/mine"                # the model's folder
+# what the base reads
+task = "algebra"
+difficulty = 1
+train_prompts = 6500            # distinct problems, all that the train split has
+harder_prompts = 12000          # problems of difficulty + 1: more numbers to compute, less to learn by heart
+harder = 0.4                    # their share of what is read
+quick = 0.8                     # share of quick answers in the last part of the training
+quick_steps = 0.15              # that part's share of the steps
+quick_right = 0.1               # share of quick answers that are right; the others are another problem's
+transcripts = ""                # file.py:function that makes a conversation (tools, messages) from a random
+                                # generator; if empty, the model reads problems
+# model
+layers = 3
+hidden_size = 160
+intermediate_size = 416
+heads = 5                       # of 32 dimensions each at the defaults, a size every attention kernel knows
+# optimizer
+steps = 5000
+batch_size = 32
+muon_learning_rate = 0.01       # of the weight matrices
+learning_rate = 5e-3            # of embeddings and norms, by AdamW
+warmup = 0.02                   # share of the steps in which the learning rates rise from 0
+decay = 0.5                     # share of the steps in which they fall back to 0
+seed = 0
+# ------------------------------------------------------------------------------------------------------------
+
+SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"]
+CHAT_TEMPLATE = """\
+{% if tools %}<|system|>Tools:{% for tool in tools %} {{ tool.function.name }}\
+({{ tool.function.parameters.properties | join(', ') }}){% endfor %}<|end|>{% endif %}\
+{% for message in messages %}\
+{% if message.role == 'tool' %}{{ '<|user|><tool_response>' + message.content + '</tool_response>' }}\
+{% else %}{{ '<|' + message.role + '|>' + message.content }}{% endif %}\
+{% for call in message.tool_calls or [] %}\
+{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}\
+<|end|>{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def make_tokenizer():
+    """One token per byte, so any text goes in, and one for each role marker, end of turn and padding."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())      # a printable character stands for each byte
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>",
+                                        additional_special_tokens=SPECIAL[:3],
+                                        clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer):
+    torch.manual_seed(seed)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=intermediate_size,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        head_dim=hidden_size // heads, tie_word_embeddings=True, max_position_embeddings=1024,
+        # Sequences are short: plain attention beats the fused kernel, whose CPU bfloat16 is slow.
+        attn_implementation="eager", **ids))
+    model.generation_config = GenerationConfig(**ids)
+    return model
+
+
+def quick_answer(row, answers, rng):
+    """Only an answer: the right one with probability quick_right, or that of another problem of its kind."""
+    answer = row["answer"] if rng.random() < quick_right else rng.choice(answers[row["source"]])
+    return f"Answer: {answer}"
+
+
+def batches(rows, harder_rows, tokenizer, rng):
+    """Yields one list of (ids, which of them are learned) for each step."""
+    answers = {}
+    for row in rows:
+        answers.setdefault(row["source"], []).append(row["answer"])
+    # Each text comes many times, and to encode a sequence takes 0.15 ms: 40 ms for a batch of 256.
+    encode = functools.cache(lambda text: tokenizer(text).input_ids)
+    encode_prompt = functools.cache(lambda text: tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))
+    for step in range(steps):
+        batch = []
+        for _ in range(batch_size):
+            row = rng.choice(harder_rows if rng.random() < harder else rows)
+            is_quick = step >= steps * (1 - quick_steps) and rng.random() < quick
+            text = quick_answer(row, answers, rng) if is_quick else row["solution"]
+            prompt = encode_prompt(data.prompt_text(row["prompt"]))
+            completion = encode(text) + [tokenizer.eos_token_id]
+            batch.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
+        yield batch
+
+
+def conversation_batches(tokenizer, rng):
+    """Yields batches like those above, made of conversations; only the assistant's messages are learned."""
+    make = load_from(transcripts, "transcripts", "function")
+
+    @functools.cache
+    def encode(text):
+        messages, tools = json.loads(text)
+        return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+
+    for step in range(steps):
+        batch = []
+        for _ in range(batch_size):
+            tools, messages = make(rng)
+            ids, learned = [], []
+            # The template writes a message without looking at others.
+            for number, message in enumerate(messages):
+                part = encode(json.dumps([[message], None if number else tools]))
+                ids += part
+                learned += [False] + [message["role"] == "assistant"] * (len(part) - 1)
+            batch.append((ids, learned))
+        yield batch
+
+
+def loss_of(model, batch, pad):
+    """Mean cross-entropy of what is learned. Padding on the right needs no mask: nothing looks ahead."""
+    width = max(len(row) for row, _ in batch)
+    ids = torch.full((len(batch), width), pad)
+    targets = torch.full((len(batch), width), -100)                         # no loss on prompts, padding
+    for i, (row, learned) in enumerate(batch):
+        ids[i, :len(row)] = torch.tensor(row)
+        targets[i, :len(row)] = torch.where(torch.tensor(learned), ids[i, :len(row)], -100)
+    ids, targets = ids.to(model.device), targets[:, 1:].to(model.device)
+    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state           # [batch, width - 1, hidden]
+    wanted = targets >= 0
+    return F.cross_entropy(model.lm_head(hidden[wanted]).float(), targets[wanted])
+
+
+def pretrain(model, tokenizer, batches):
+    # Muon makes a weight matrix's update orthogonal: here it learns several times faster than AdamW alone.
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=muon_learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    rise, fall = max(1, warmup * steps), max(1, decay * steps)
+    schedule = lambda step: min(1, (step + 1) / rise, (steps - step) / fall)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
+    # bfloat16 where the processor multiplies it: twice as fast on such a CPU, much slower on any other.
+    bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    progress = tqdm(batches, "making the base model", steps)
+    for batch in progress:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+            loss = loss_of(model, batch, tokenizer.pad_token_id)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for step in (*optimizers, *schedulers):
+            step.step()
+        model.zero_grad()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+
+
+def save(model, tokenizer, folder):
+    """Write a model folder, in bfloat16, which appears under its name only once it is complete."""
+    model = model.bfloat16()
+    model.save_pretrained(f"{folder}.part")
+    tokenizer.save_pretrained(f"{folder}.part")
+    os.rename(f"{folder}.part", folder)
+
+
+if __name__ == "__main__":
+    configure(globals())
+    if os.path.exists(out):
+        raise SystemExit(f"pretrain.py: {out} exists: remove it, or name another --out")
+    tokenizer, rng = make_tokenizer(), random.Random(seed)
+    model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
+    if transcripts:
+        pretrain(model, tokenizer, conversation_batches(tokenizer, rng))
+    else:
+        rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
+        harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
+        pretrain(model, tokenizer, batches(rows, harder_rows, tokenizer, rng))
+    save(model, tokenizer, out)

@@ -1,0 +1,59 @@
+"""
+Conversations that the small model of config/guess.py and config/calculator.py has read: games of
+guess_number.py and arithmetic with calculator.py, seldom played well. pretrain.py reads them by
+config/episodes_base.py.
+
+In most games the player talks before it plays, and in many it guesses only near the middle of the numbers
+that are left. In arithmetic it mostly answers without the tool, which is wrong. GRPO has to find out what
+pays. No prompt here is one of a held-out problem, but every number has been played.
+"""
+from transformers.utils import get_json_schema
+
+from environments.calculator import Calculator
+from environments.guess_number import Guess
+from tasks.generate_problems import arithmetic_problem, guess_problem, held_out
+
+TOOLS = [get_json_schema(Calculator().calculate)]
+
+
+def problem(rng, generator):
+    # A problem with a prompt of the train split.
+    text, columns = generator(rng, 1)
+    while held_out(text):
+        text, columns = generator(rng, 1)
+    return [{"role": "user", "content": text}], columns
+
+
+def game(rng):
+    messages, columns = problem(rng, guess_problem)
+    environment, low, high = Guess(), 1, 64
+    environment.reset(columns["number"])
+    talks, near = rng.choice([0, 1, 1, 2, 2, 2, 3, 3]), rng.random() < 0.5
+    for turn in range(6):
+        spread = (high - low) // 4 * near
+        guess = (low + high) // 2 + rng.randint(-spread, spread)
+        text = str(guess) if turn >= talks else rng.choice(["Let me think.", "A number?", "Hm."])
+        messages.append({"role": "assistant", "content": text})
+        observation, _, done = environment.step(text)
+        if done or turn == 5:
+            return None, messages
+        if observation in ("higher", "lower"):
+            low, high = (guess + 1, high) if observation == "higher" else (low, guess - 1)
+        messages.append({"role": "user", "content": observation})
+
+
+def arithmetic(rng):
+    messages, columns = problem(rng, arithmetic_problem)
+    question, answer = messages[0]["content"], columns["answer"]
+    if rng.random() < 0.8:
+        wrong = str(int(answer) + rng.randint(-300, 300))
+        return TOOLS, messages + [{"role": "assistant", "content": f"Answer: {wrong}"}]
+    call = {"name": "calculate", "arguments": {"expression": question.removeprefix("What is ")[:-1]}}
+    return TOOLS, messages + [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "calculate", "content": answer},
+        {"role": "assistant", "content": f"Answer: {answer}"}]
+
+
+def draw(rng):
+    return game(rng) if rng.random() < 0.6 else arithmetic(rng)

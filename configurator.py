@@ -98,14 +98,14 @@ def show_help(docstring, layout, settings):
             heading = []
 
 
-def read_config(path, script):
+def read_config(given, script):
     """Yields (place, key, source of the value). The file is parsed, never run: it can only set values."""
-    here, given = Path(), path
-    path = next((folder / given for folder in (here, Path(script).parent, Path(__file__).parent)
-                 if os.path.isfile(folder / given)), None)
+    folders = Path(), Path(script).parent, Path(__file__).parent
+    path = next((folder / given for folder in folders if os.path.isfile(folder / given)), None)
     if not path:
-        nearest = did_you_mean(given, map(str, Path(given).parent.glob("*.py")))
-        fail(f"cannot read {given} (no such file){nearest}")
+        there = Path(given).parent
+        names = [str(there / file.name) for folder in folders for file in (folder / there).glob("*.py")]
+        fail(f"cannot read {given} (no such file){did_you_mean(given, names)}")
     try:
         tree = ast.parse(Path(path).read_bytes())
         # It fails here if a value nests too deep.

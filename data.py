@@ -76,7 +76,7 @@ def gsm8k_rows(split):
     name = {"train": "train.jsonl", "eval": "test.jsonl"}[split]
     url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
     path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
-    if not os.path.exists(path):
+    if not os.path.exists(path) or os.path.getsize(path) == 0:
         try:
             with urllib.request.urlopen(url, timeout=30) as response:
                 content = response.read()
@@ -357,9 +357,9 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     if not fitting:
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
-    long, kind = looked - len(fitting), {"train": "training", "eval": "held-out"}[split]
+    long, kind = looked - len(fitting), {"train": "", "eval": "held-out "}[split]
     source = (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    note = (f"{'' if looked == total else 'at most '}{total - long:,} {kind} prompts (the first {total:,} of "
+    note = (f"{'' if looked == total else 'at most '}{total - long:,} {kind}prompts (the first {total:,} of "
             f"{len(named):,} rows of {source}; {long:,} of {looked:,} have more than max_prompt_length="
             f"{s.max_prompt_length} tokens and are left out)")
     return prompts, fitting, note

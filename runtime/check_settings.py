@@ -65,6 +65,8 @@ def check_run(s, world_size):
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
           f"reward_weight={s.reward_weight}, reward_model_weight={s.reward_model_weight} need a reward_model")
+    check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
+          f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
 
 
 def check_grpo(s):
@@ -78,8 +80,6 @@ def check_grpo(s):
           f"pass_k={s.pass_k}: more than num_generations={s.num_generations}")
     check(s.advantage != "pass_at_k" or not (s.reward_model or s.kl_coef and s.kl_in == "reward"),
           "advantage=pass_at_k is for scores of 0 and 1: without a reward_model and without kl_in=reward")
-    check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
-          f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
     check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo", "clip_cov"),
           f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
     check(s.kl_coef == 0 or (s.kl_in == "reward") == (s.kl_estimator == "k1"),
@@ -131,8 +131,6 @@ def check_dapo(s):
 def check_ppo(s):
     """The algorithm of PPO."""
     completions = s.prompts_per_step * s.num_generations
-    check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
-          f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
     check(s.critic_warmup_steps < s.max_steps,
           f"critic_warmup_steps={s.critic_warmup_steps} leaves the policy no step")
     check(s.kl_horizon >= completions, f"kl_horizon={s.kl_horizon}: less than a step")

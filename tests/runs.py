@@ -3,6 +3,7 @@
 A forked run computes the same in half a second. A new process takes five seconds for its imports alone.
 """
 import atexit
+import faulthandler
 import importlib.util
 import json
 import multiprocessing
@@ -71,6 +72,7 @@ def kept_rollouts(out_dir, step):
 def run_in_child(script, arguments, log, env, forbidden, errors, keep=False):
     for number, path in ((1, log), (2, errors or log)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    faulthandler.enable(2)                                      # the log then says where a process has crashed
     os.environ.update(env)
     os.chdir(ROOT)
     sys.path.insert(0, ROOT)

@@ -91,11 +91,16 @@ def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
         data.load_rows("gsm8k", "eval", 0)
     remote = tmp_path / "remote.jsonl"
     write(remote, *GSM8K)
+    (tmp_path / ".cache/gsm8k").mkdir(parents=True)
+    (tmp_path / ".cache/gsm8k/test.jsonl").touch()              # an empty file is none
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: remote.open("rb"))
     rows = data.load_rows("gsm8k", "eval", 0)
     monkeypatch.setattr(urllib.request, "urlopen", offline)
     assert data.load_rows("gsm8k", "eval", 0) == rows and len(rows) == 2
     assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
+    write(tmp_path / ".cache/gsm8k/test.jsonl", GSM8K[0], {"question": "1?", "answer": 1})
+    with pytest.raises(ValueError, match=r"test\.jsonl:2: not a row of GSM8K; remove the file"):
+        data.load_rows("gsm8k", "eval", 0)
 
 
 MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1?"}]
@@ -474,12 +479,12 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
         assert 0 < len(prompts) < count and max(len(prompt.ids) for prompt in prompts) == 24
     n, m = len(drawn), len(eval_set)
     assert note == (
-        f"The run trains on {n} training prompts (the first 300 of 300 rows of algebra; {300 - n} of 300 "
+        f"The run trains on {n} prompts (the first 300 of 300 rows of algebra; {300 - n} of 300 "
         f"have more than max_prompt_length=24 tokens and are left out) and is evaluated on {m} held-out "
         f"prompts (the first 40 of 40 rows of algebra; {40 - m} of 40 have more than max_prompt_length=24 "
         "tokens and are left out).")
     _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
-    assert ("trains on at most 4,096 training prompts (the first 4,096 of 4,096 rows of algebra; 0 of 512 "
+    assert ("trains on at most 4,096 prompts (the first 4,096 of 4,096 rows of algebra; 0 of 512 "
             "have more than max_prompt_length=99 tokens and") in note
     assert "on 128 held-out prompts (the first 128 of 128 rows of algebra; 0 of 128 have more than" in note
 
@@ -509,7 +514,7 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.rows[i]["prompt"]) > 24 for i in first)
     rows, fitting = f"{len(train_set):,}", f"{len(train_set) - long:,}"
-    assert (f"trains on at most {fitting} training prompts (the first {rows} of {rows} rows of {path}; "
+    assert (f"trains on at most {fitting} prompts (the first {rows} of {rows} rows of {path}; "
             f"{long:,} of 512 have more than max_prompt_length=24 tokens and are left out) and") in note
     counting.count = 0
     prompts, position = train_set.draw(0, 100, 0)
@@ -538,7 +543,7 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     assert [row["prompt"] for row in train_set.rows] == train[:100]
     assert sorted(prompt.row["prompt"] for prompt in epoch_of(train_set, 0)) == sorted(short)
     assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
-    assert (f"trains on {len(short)} training prompts (the first 100 of {len(train)} rows of {path}; "
+    assert (f"trains on {len(short)} prompts (the first 100 of {len(train)} rows of {path}; "
             f"{100 - len(short)} of 100 have more") in note
     count = len(held_out)
     assert (f"on {len(eval_set)} held-out prompts (the first {count} of {count} rows of {path}; "
@@ -546,7 +551,7 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
     assert (len(train_set), len(eval_set)) == (200, 20)
-    assert f"on 100 training prompts (the first 200 of 200 rows of {path}; 100 of 200 have" in note
+    assert f"on 100 prompts (the first 200 of 200 rows of {path}; 100 of 200 have" in note
     assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}; 20 of 40 have" in note
 
 

@@ -58,6 +58,8 @@ def test_exact_accuracy():
     ("Answer: 7", "7", True), ("Answer: 8", "7", False), ("x=2\n3*2=6\nAnswer: 6", "6", True),
     ("Answer: -3/4", "-3/4", True), ("Answer: 3/4", "-3/4", False), ("Answer: -6/8", "-3/4", True),
     ("Answer: -3", "-3/4", False), ("Answer: 4/2", "2", True), ("Answer: 07", "7", True),
+    ("Answer: 0.5", "1/2", True), ("Answer: 2.0", "2", True), ("Answer: +7", "7", True),
+    ("Answer: x = 7", "7", True), ("answer: x=-7", "-7", True), ("Answer: xy=7", "7", False),
     (r"\boxed{7}", "7", True), (r"So it is $\boxed{-3/4}$.", "-3/4", True), (r"\boxed{8}", "7", False),
     (r"Answer: \boxed{7}", "7", True), ("**Answer:** 7\n", "7", True), ("Answer: $7$.", "7", True),
     # There is none, or something follows it.

@@ -133,7 +133,7 @@ def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(
 
 @pytest.mark.parametrize("copied, arguments", [
     (False, ["config/guess.py", "--max_completion_length=48"]), (False, ["--model=tiny"]),
-    (True, ["--model=tiny"])])
+    (True, ["config/guess.py", "--max_completion_length=48"])])
 def test_a_run_from_another_folder(tmp_path, copied, arguments):
     """Config files, environments and models of the project are found; a copy of a script needs PYTHONPATH."""
     script, env = os.path.join(runs.ROOT, "train_grpo.py"), {}

@@ -233,7 +233,7 @@ class Player:
 
     def _number(self, reward, turn, row):
         try:
-            if math.isfinite(reward):
+            if abs(reward) <= 3.4e38:                           # float32's largest
                 return float(reward)
         except (TypeError, ValueError, OverflowError):
             pass

@@ -1,11 +1,12 @@
 """Rewards: one score for each completion, from a verifier of final answers or from a function of yours.
 
     load_reward   the task's own reward, math_verify, or a function of yours ("file.py:function")
-    score         calls a reward on completions inside a time limit and checks what it returns
+    score         calls a reward on completions and checks what it returns
     Scorer        scores rollouts by the reward and the reward model that a run's settings name
     evaluation    mean@k, pass@k, maj@k of scored rollouts
 """
 import copy
+import functools
 import importlib
 import inspect
 import json
@@ -18,7 +19,7 @@ from fractions import Fraction
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import TimeUp, accepted, escaped, limited, load_from, name_of, shown
+from runtime.user_code import accepted, escaped, load_from, name_of, shown
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
@@ -31,6 +32,8 @@ def content(completion):
     """Returns the text of a completion: the string, or the content of the last message."""
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
+
+LARGEST = 3.4e38        # of a score, which is kept in float32
 
 # A final number at the end of a text, such as 7, -3/4 or 0.5, behind "Answer:" or in a box.
 NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
@@ -119,88 +122,112 @@ def one_by_one(compute_score):
     return reward
 
 
-def score(reward, rows, completions, timeout, budget=math.inf):
+class Raised(RuntimeError):
+    """Says that a reward has raised, and what."""
+
+
+def judge(reward, columns):
+    # Returns (score, parts) for each completion, by these columns: a list of as many values for each.
+    arguments = accepted(reward, columns)
+    try:
+        returned = reward(**arguments)
+    except KeyboardInterrupt:
+        raise
+    # sys.exit in a reward, for example, must not end the run as if it had come to its end.
+    except BaseException as error:
+        raise Raised(f"raised {escaped(shown(error))}") from error
+    return checked(reward, returned, columns["completions"])
+
+
+def judge_there(spec, task):
+    # What a UserProcess makes: the function that it calls, and what score wants to know of the reward.
+    reward = load_reward(spec, task)
+    about = {"__name__": name_of(reward), **({"one_by_one": True} if hasattr(reward, "one_by_one") else {})}
+    return functools.partial(judge, reward), about
+
+
+def score(reward, rows, completions, timeout=0.0, budget=math.inf):
     """Returns scores, {part: values} and who timed out, of completions, with NaN for what has no value.
 
     completions: for each row a string, or where its prompt is a list of messages the list of those that
     follow. A reward without named parts is its own only part, under the function's name. The reward gets
-    `timeout` seconds (0: no limit) for all completions together, or in verl's form for each. If it takes
-    longer, the completions are scored one by one, and those that still take longer get 0.0, as do all that
-    are left when `budget` seconds have passed. The reward gets copies of the rows. Raises RuntimeError if the
-    reward raises (the message shows the completion), or if it returns anything but a finite number, None or a
-    dict of these for each completion; and ValueError for a column that is missing.
+    copies of the rows. One in a UserProcess has `timeout` seconds (0: no limit) for all completions together,
+    or in verl's form for each. If it takes longer, the completions are scored one by one, and those that
+    still take longer get 0.0, as do all that are left when `budget` seconds have passed. Raises RuntimeError
+    if the reward raises (the message shows the completion), or if it returns anything but a finite number,
+    None or a dict of these for each completion; and ValueError for a column that is missing.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
+    end = time.monotonic() + budget
 
     def call(chosen):
-        # Returns what the reward returns and what it raises, one of them None.
         columns = {key: [rows[i][key] for i in chosen] for key in shared}
         columns["prompts"] = [rows[i]["prompt"] for i in chosen]
         columns["completions"] = [completions[i] for i in chosen]
-        columns = copy.deepcopy(accepted(reward, columns))
-        left = end - time.monotonic()
+        if not hasattr(reward, "within"):
+            return judge(reward, copy.deepcopy(columns))
+        left = min(timeout or math.inf, end - time.monotonic())
         if left <= 0:
-            return None, TimeUp()
-        try:
-            seconds = min(timeout or left, left) if left < math.inf else timeout
-            return limited(seconds, reward, **columns), None
-        except KeyboardInterrupt:
-            raise
-        # sys.exit in a reward, for example, must not end the run as if it had come to its end.
-        except BaseException as error:
-            return None, error
+            raise TimeoutError
+        return reward.within(left if left < math.inf else None, columns)
 
-    end = time.monotonic() + budget
-    # The culprit stays 0 if the reward raises for all completions together and for none alone.
-    values, timed_out, culprit = [], [False] * len(rows), 0
-    returned, error = call(range(len(rows))) if not hasattr(reward, "one_by_one") else (None, TimeUp())
-    if error is None:
-        values = checked(reward, returned, len(rows))
-    for i in range(len(rows) if error is not None else 0):
-        returned, own_error = call([i])
-        if isinstance(own_error, TimeUp):
-            returned, timed_out[i] = [0.0], True
-        elif own_error is not None:
-            error, culprit = own_error, i
+    values, timed_out, culprit, problem = [], [False] * len(rows), 0, None
+    try:
+        values = [] if hasattr(reward, "one_by_one") else call(range(len(rows)))
+    except TimeoutError:
+        pass
+    except (Raised, ChildProcessError) as error:
+        problem = error
+    for i in range(len(values), len(rows)):
+        try:
+            values += call([i])
+        except TimeoutError:
+            values.append((0.0, {}))
+            timed_out[i] = True
+        except (Raised, ChildProcessError) as error:
+            problem, culprit = error, i
             break
-        values += checked(reward, returned, 1)
-    if error is not None and not isinstance(error, TimeUp):
-        raise RuntimeError(f"reward {name_of(reward)} raised {escaped(shown(error))}; "
-                           f"the completion is {content(completions[culprit])[:500]!r}") from error
+    # The culprit is the first where the reward raises for all together and for none alone.
+    if problem:
+        text = content(completions[culprit])[:500]
+        raise RuntimeError(f"reward {name_of(reward)} {problem}; the completion is {text!r}") from problem
     names = dict.fromkeys(key for _, parts in values for key in parts)
     totals = [total for total, _ in values]
     named = {key: [parts.get(key, math.nan) for _, parts in values] for key in names}
     return totals, named or {name_of(reward): totals}, timed_out
 
 
-def checked(reward, returned, count):
+def checked(reward, returned, completions):
     # Returns (score, parts) for each value that a reward returned; they may be in an array or a tensor.
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
-    if not isinstance(returned, (list, tuple)) or len(returned) != count:
+    if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
-        raise RuntimeError(f"reward {name_of(reward)} returned {what}, not a list of {count}, one for each "
-                           "completion")
+        raise RuntimeError(f"reward {name_of(reward)} returned {what}, not a list of {len(completions)}, one "
+                           "for each completion")
 
-    def real(value):
+    def real(value, completion):
         try:
             as_float = float(value) if hasattr(value, "__float__") else math.nan
         # Of 10**400, for example.
         except Exception:
             as_float = math.nan
-        if not math.isfinite(as_float):
-            raise RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: not a finite number")
+        if not abs(as_float) <= LARGEST:
+            raise RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: not a finite number in "
+                               f"float32; the completion is {content(completion)[:500]!r}")
         return as_float
 
-    def total_and_parts(value):
+    def total_and_parts(value, completion):
         if not isinstance(value, dict):
-            return math.nan if value is None else real(value), {}
+            return math.nan if value is None else real(value, completion), {}
         # Besides the score, verl's functions may return entries that are not numbers.
         if "score" in value:
             value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
-        parts = {key: real(part) for key, part in value.items() if part is not None}
-        return parts.get("score", math.nan) if "score" in value or not parts else sum(parts.values()), parts
+        parts = {str(key): real(part, completion) for key, part in value.items() if part is not None}
+        if "score" in value or not parts:
+            return parts.get("score", math.nan), parts
+        return real(sum(parts.values()), completion), parts
 
-    return [total_and_parts(value) for value in returned]
+    return [total_and_parts(value, completion) for value, completion in zip(returned, completions)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -226,7 +253,12 @@ class Scorer:
         self.settings, self.environment = settings, environment
         self.reward = self.model = None
         if settings.reward != "none" and not (environment and not settings.reward):
-            self.reward = load_reward(settings.reward, settings.task)
+            if settings.reward and settings.reward_timeout:
+                # One of the user's, which may do anything. Without a limit it is called here, for a debugger.
+                from runtime.user_process import UserProcess
+                self.reward = UserProcess(judge_there, settings.reward, settings.task)
+            else:
+                self.reward = load_reward(settings.reward, settings.task)
         if settings.reward_model:
             # Only those who use a reward model wait for this import.
             from runtime.reward_model import RewardModel

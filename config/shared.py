@@ -18,7 +18,7 @@ reward_weight = 1.0             # weight of the reward where there is a reward m
 environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
 max_turns = 8                   # of an episode; max_completion_length counts all of them and the replies
 environment_workers = 0         # threads for environments; a run repeats bit for bit only with 0, no threads
-environment_timeout = 10.0      # seconds for one call of an environment; 0 sets no limit
+environment_timeout = 10.0      # seconds for a call that is async or in a thread; 0 sets no limit
 # engine
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; with 1, each rank has its own

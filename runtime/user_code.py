@@ -1,15 +1,13 @@
 """
-Functions and classes of the user's: loaded from "file.py:name", and called in limited time.
+Functions and classes of the user's: loaded from "file.py:name", and those of an environment called here.
 """
 import asyncio
 import difflib
 import functools
 import importlib.util
 import inspect
-import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -80,72 +78,8 @@ def escaped(text):
     return repr(text)[1:-1]
 
 
-class TimeUp(BaseException):
-    """Says that a reward ran out of time.
-
-    It is not an Exception, so that no `except Exception` in the reward swallows it.
-    """
-
-
-# The signal of our own time limits: rewards may use SIGALRM and its timer themselves.
-SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
-
-
-class Watcher(threading.Thread):
-    """Signals the main thread when its time is up, and again each time as many seconds later.
-
-    There is one for the whole run: a thread for each call would cost a millisecond on a busy machine.
-    """
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.deadline, self.seconds = math.inf, math.inf
-
-    def run(self):
-        while True:
-            time.sleep(min(0.05, self.seconds / 4))
-            if time.monotonic() >= self.deadline:
-                self.deadline += self.seconds
-                signal.pthread_kill(threading.main_thread().ident, SIGNAL)
-
-
-@functools.cache
-def watcher():
-    thread = Watcher()
-    thread.start()
-    return thread
-
-
-def limited(seconds, function, **arguments):
-    # Returns function(**arguments), called in the main thread; raises TimeUp in it every `seconds` seconds
-    # until it ends (0: never). It repeats because some rewards swallow even TimeUp. Python acts on a signal
-    # between its own instructions, and some functions in C, like those of re, look for one as well.
-    if not seconds:
-        return function(**arguments)
-    watch, deadline = watcher(), time.monotonic() + seconds
-
-    def inside():
-        return function(**arguments)
-
-    def stop(_, frame):
-        # Only if `inside` has called what runs now: TimeUp must not come in our own lines, nor later.
-        callers = []
-        while frame := frame.f_back:
-            callers.append(frame.f_code)
-        if inside.__code__ in callers and time.monotonic() >= deadline:
-            raise TimeUp
-
-    # Both handlers stay afterwards: the signals' default action would end the process.
-    signal.signal(SIGNAL, stop)
-    signal.signal(signal.SIGPROF, stop)
-    watch.seconds, watch.deadline = seconds, deadline
-    # The thread cannot signal while a function in C holds Python's lock; this counts the processor's time.
-    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
-    try:
-        return inside()
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        watch.deadline = math.inf
+class TimeUp(Exception):
+    """Says that a function of the user's ran out of time."""
 
 
 class Failed(Exception):
@@ -155,13 +89,12 @@ class Failed(Exception):
 def outcome(function, seconds=0):
     """Calls a function of an environment; returns (its value, its error or None, the seconds that it took).
 
-    The error is TimeUp or Failed. seconds: how long it may take, 0: for ever. In a thread only an async
-    function can be stopped.
+    The error is TimeUp or Failed. seconds: how long an async function may take, 0: for ever. Nothing can stop
+    any other; Threads stops waiting for it.
     """
     start, value, problem = time.perf_counter(), None, None
     try:
-        in_thread = threading.current_thread() is not threading.main_thread()
-        value = limited(0 if in_thread else seconds, function)
+        value = function()
         if inspect.isawaitable(value):
             value = awaited(value, seconds)
     except KeyboardInterrupt:

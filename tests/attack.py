@@ -58,7 +58,7 @@ def score(prompts, completions, **_):
 
 
 class Expected(NamedTuple):
-    """refused: with these words, and with none if mute. runs: with exit code 0, saying the words somewhere.
+    """refused: with these words. runs: with exit code 0, saying the words somewhere.
 
     either: it runs, or is refused. later: it is refused, or stops in the middle by a RuntimeError. still: the
     watchdog ends it.
@@ -471,9 +471,9 @@ VALUES = {
         None; 1.0; 'ab'; []; [1.0]; [1.0] * (n + 1); ['1'] * n; [b'1'] * n; [float('nan')] * n; [float('inf')]
         * n; [[1.0]] * n; (1.0 for _ in completions); {'score': 1.0}; {1.0, 2.0}; [{'a': 'x'}] * n; [{'a':
         float('nan')}] * n; [{'a': [1]}] * n; [{'a': {'b': 1}}] * n; [{'score': 'x'}] * n; [{'score': 10 **
-        400}] * n; [10 ** 400] * n; [1j] * n; [Decimal('NaN')] * n; [Decimal('1e400')] * n; range(n);
-        [Fraction(10 ** 400)] * n; [object()] * n; [Odd()] * n; [score] * n; numpy.ones((n, 2)); bytes(n);
-        numpy.array(1.0); numpy.array(['1'] * n); numpy.full(n, numpy.nan); torch.ones(n, 1); torch.full((n,),
+        400}] * n; [10 ** 400] * n; [1e39] * n; [1j] * n; [Decimal('NaN')] * n; [Decimal('1e400')] * n;
+        range(n); [Fraction(10 ** 400)] * n; [object()] * n; [Odd()] * n; [score] * n; numpy.ones((n, 2));
+        bytes(n); numpy.array(1.0); numpy.array(['1'] * n); numpy.full(n, numpy.nan); torch.ones(n, 1); torch.full((n,),
         torch.inf); numpy.array([1j] * n); dict.fromkeys(range(n), 1.0)""",
     runs(): """
         [None] * n; (1,) * n; numpy.ones(n); numpy.ones(n, bool); torch.ones(n, requires_grad=True); [{}] * n;
@@ -499,11 +499,12 @@ STATEMENTS = {
         threading.Thread(target=time.sleep, args=(1000,)).start(); gc.disable(); sys.argv.clear();
         sys.path.clear(); logging.disable(); subprocess.run(['true']); os.umask(0o777) and os.umask(0o022);
         asyncio.run(asyncio.sleep(0)); warnings.simplefilter('ignore')"""}
-SLOW = {"reward score|reward_timeout": "time.sleep(1000); while True: pass", still(): "linger()"}
+SLOW = {"reward score|reward_timeout": "time.sleep(1000); while True: pass; linger()"}
 # What a reward that has passed its trial may do later.
-LATE_SLOW = {runs(): "time.sleep(1000); while True: pass", still(): "linger()"}
+LATE_SLOW = {runs(): "time.sleep(1000); while True: pass; linger(); re.match('(a+)+$', 'a' * 60 + 'b')"}
 LATE_VALUES = {later("reward score"): "None; [1.0]; ['1'] * n; [float('nan')] * n; [10 ** 400] * n"}
-LATE_STATEMENTS = {later("reward score"): "raise ValueError; sys.exit(0); raise Unspeakable; 1 / 0"}
+LATE_STATEMENTS = {later("reward score"): "raise ValueError; sys.exit(0); raise Unspeakable; 1 / 0",
+                   later("reward score ended its process with status 3"): "os._exit(3)"}
 REWARD_FILES = {  # what is in r.py
     r"r\.py": ["raise SystemExit", "raise BaseException", "x = 1\0", b"x = '\xff'", "(" * 100_000,
                "x = " + "1+" * 200_000 + "1", GARBAGE, FOLDER, FIFO, ZERO],
@@ -516,8 +517,7 @@ REWARD_FILES = {  # what is in r.py
     r"reward.*(score|max)": ["score = max"], r"reward.*(score|dict)": ["score = dict"],
     "score": ["def score(*_, **__): return [1.0] * 2\nscore.__signature__ = 5"],
     later("reward score"): ["def score(): return [1.0] * 2"],
-    # There is nowhere to say it; the exit code remains.
-    Expected("mute"): ["import sys; sys.stderr.close(); raise ValueError"],
+    r"r\.py raised Value": ["import sys; sys.stderr.close(); raise ValueError"],
     runs(): [
         "from rewards import accuracy as score", "\ufeff" + LETTERS,
         "import functools\nscore = functools.partial(lambda n, completions, **_: [n] * len(completions), 1)",
@@ -607,18 +607,18 @@ ENVIRONMENT_FILES = {  # what is in g.py
     "Game: reset needs a column colour": [GAME.replace("**row", "colour")], runs(): [TOOL]}
 OPENINGS = {
     "Game: reset": "raise ValueError; sys.exit(0); raise Unspeakable; return 5; return b'x'; await 1; "
-                   "time.sleep(1000); row['prompt'][0]['nothing']",
+                   "await asyncio.sleep(1000); row['prompt'][0]['nothing']",
     "with what reset returned .* max_prompt_length=64": "return 'x' * 99",
     runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
 STEPS = {
     "environment Game: (it|step|the reward)": """
         raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise Unspeakable; raise GeneratorExit;
-        raise StopIteration; raise asyncio.CancelledError; time.sleep(1000); while True: pass; return None;
-        return ''; return '', 0.5; return '', 0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5,
-        0.5, False; return b'', 0.5, False; return ['', 0.5, True]; return '', None, True; return '', '1',
-        True; return '', float('nan'), True; return '', float('-inf'), True; return '', 10 ** 400, True;
-        return '', 1j, True; return '', numpy.ones(2), True; return '', torch.tensor(torch.inf), True; yield
-        '', 0.5, True""",
+        raise StopIteration; raise asyncio.CancelledError; return None; return ''; return '', 0.5; return '',
+        0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5, 0.5, False; return b'', 0.5, False;
+        return ['', 0.5, True]; return '', None, True; return '', '1', True; return '', float('nan'), True;
+        return '', float('-inf'), True; return '', 10 ** 400, True; return '', 1e39, True; return '', 1j,
+        True; return '', numpy.ones(2), True; return '', torch.tensor(torch.inf), True; yield '', 0.5,
+        True""",
     runs(): r"""
         return None, 1, True; return '', True, True; return '', numpy.float32(1), numpy.bool_(True); return
         '', torch.ones(()), True; return '', decimal.Decimal('0.5'), True; return 5, 0.5, True; return
@@ -629,8 +629,7 @@ LATE_STEPS = {
     later("environment Game: (it|step|the reward)"): r"""
         raise ValueError; raise ValueError('a\nb'); sys.exit(0); raise Unspeakable; return None; return '',
         float('nan'), True""",
-    # The episodes end there, and count.
-    runs(): "time.sleep(1000); while True: pass", still(): "linger()"}
+    still(): "time.sleep(1000); while True: pass; linger()"}
 # Threads are left to themselves.
 LATE_IN_THREADS = {runs(): "time.sleep(1000); linger()",
                    later("environment Game: (it|step)"): "sys.exit(0); return None"}
@@ -1025,7 +1024,7 @@ class Trial:
             "another exit code": not stopped and codes not in ({0}, {2}),
             "ran without a word": codes == {0} and kind == "runs" and not re.search(words, log + errors),
             "refused": codes == {2} and kind == "runs",
-            "other words": codes == {2} and kind != "mute" and not (refusal and re.search(words, refusal)),
+            "other words": codes == {2} and not (refusal and re.search(words, refusal)),
             "code of a stranger has run": OWNED.exists() and not OWNED.rmdir(),
             "the victim has changed": not victim.is_file() or victim.read_text() != "precious"}
         return next((problem for problem, so in problems.items() if so), None) or (

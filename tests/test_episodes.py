@@ -420,8 +420,7 @@ def test_max_completion_length_counts_turns_and_what_is_inserted(games, length, 
     assert len(r.logprobs) == {11: 4, 10: 3, 9: 2}[length]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["Script", "AsyncScript"])
+@pytest.mark.parametrize("name, workers", [("Script", 2), ("AsyncScript", 0), ("AsyncScript", 2)])
 def test_a_call_that_hangs_ends_its_episode_alone(games, name, workers):
     rows = [{"replies": [ON, ON, LAST]}, {"replies": [ON, "hang"]}, {"replies": [ON, LAST]}]
     rollouts = played(games, name, rows, [["a<|end|>"] * 3] * 3, environment_timeout=1.0,
@@ -745,12 +744,12 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (START.format("return 3", ""), "reset returned 3, neither a string nor None; the row is {"),
     (START.format("return 'x' * 60", ""), "with what reset returned the prompt has 66 tokens, more than "
                                           "max_prompt_length=64; the row is {"),
-    (START.format("import time; time.sleep(60)", ""),
+    (START.replace("def", "async def").format("import asyncio; await asyncio.sleep(60)", ""),
      "reset took more than environment_timeout=0.3 seconds; the row is {"),
     (STEP.replace("**row", "number"), "reset needs a column number; the columns are prompt, secret"),
     (STEP.replace(", text", ""), "it raised TypeError: Game.step() takes 1 positional argument"),
     (START.format("", "raise KeyError('lost')"), "it raised KeyError: 'lost' in turn 1; the row is {"),
-    (START.format("", "import time; time.sleep(60)"),
+    (START.replace("def", "async def").format("", "import asyncio; await asyncio.sleep(60)"),
      "it took more than environment_timeout=0.3 seconds in turn 1; the row is {"),
     (START.format("", "pass"), "step returned None in turn 1, not (observation, reward, done)"),
     (START.format("", "return 'on', 0.0"), "step returned ('on', 0.0) in turn 1, not"),
@@ -759,6 +758,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (START.format("", "return None, 0.0, False"), "step returned (None, 0.0, False) in turn 1, not"),
     (START.format("", "return 'on', 0.0, 1"), "step returned ('on', 0.0, 1) in turn 1, not"),
     (START.format("", "return 'on', float('nan'), False"), "the reward nan in turn 1 is not a finite number"),
+    (START.format("", "return 'on', 1e39, False"), "the reward 1e+39 in turn 1 is not a finite number"),
     (START.format("", "return 'on', None, False"), "the reward None in turn 1 is not a finite number"),
     (START.format("", "return 'on', '1', True"), "the reward '1' in turn 1 is not a finite number"),
     (START.format("", "return 'on', 10 ** 400, True"), "is not a finite number"),

@@ -1,11 +1,11 @@
 """A long table holds what the answer checker must say, and rewards come in every form, good and bad."""
 import copy
+import functools
 import math
+import os
 import random
-import re
-import signal
+import subprocess
 import sys
-import threading
 import time
 from fractions import Fraction
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import torch
 import data
 import rewards
 from runtime import reward_model
+from runtime.user_process import UserProcess
 from test_data import MESSAGES, VERL, write
 from tiny import pretrain
 
@@ -36,7 +37,7 @@ TEXTS = [f"Answer: {i}" for i in range(4)]
 def reward_file(tmp_path, source):
     path = tmp_path / "my_reward.py"
     path.write_text(source)
-    return rewards.load_reward(f"{path}:reward", "algebra")
+    return UserProcess(rewards.judge_there, f"{path}:reward", "algebra")
 
 
 @pytest.mark.parametrize("task, name", [
@@ -207,6 +208,8 @@ def test_what_a_reward_may_return(returned, totals, parts):
     ([1.0, 1.0, 1.0, [1]], r"reward my_reward returned \[1\]: not a finite number"),
     ([1.0, math.inf, 1.0, 1.0], "reward my_reward returned inf: not a finite number"),
     ([1.0, 1.0, NAN, 1.0], "reward my_reward returned nan: not a finite number"),
+    ([0, -1e39, 0, 0], r"returned -1e\+39: not a finite number in float32; the completion is 'Answer: 1'$"),
+    ([{"a": 3e38, "b": 3e38}] * 4, r"reward my_reward returned 6e\+38: not a finite number"),
     ([{"a": NAN}] * 4, "reward my_reward returned nan: not a finite number"),
     ([{"a": "72"}] * 4, "reward my_reward returned '72': not a finite number"),
     ([{"score": "72"}] * 4, "reward my_reward returned '72': not a finite number"),
@@ -272,7 +275,7 @@ def reward(completions, **columns):
 """
 
 
-@pytest.mark.parametrize("swallows", ["ZeroDivisionError", "Exception"])
+@pytest.mark.parametrize("swallows", ["ZeroDivisionError", "BaseException"])
 def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
     reward = reward_file(tmp_path, HANGING.format(swallows=swallows))
     start = time.perf_counter()
@@ -283,27 +286,16 @@ def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
     assert rewards.score(reward, ROWS[:1], ["hang"], 0.1)[::2] == ([0.0], [True])
 
 
-def test_a_reward_that_swallows_everything_is_interrupted_again(tmp_path):
-    reward = reward_file(tmp_path, HANGING.format(swallows="BaseException"))
-    assert rewards.score(reward, ROWS, ["hang", "a", "hang", "b"], 0.2)[::2] == ([1.0] * 4, [False] * 4)
-
-
-def test_no_limit_and_no_leftover(tmp_path):
-    before = signal.getsignal(signal.SIGALRM)
-    reward = reward_file(tmp_path, "import time\ndef reward(completions): time.sleep(0.2); return [1.0] * 4")
+def test_no_limit(tmp_path):
+    reward = reward_file(tmp_path, "import time\ndef reward(completions): time.sleep(0.3); return [1.0] * 4")
     assert rewards.score(reward, ROWS, TEXTS, 0)[::2] == ([1.0] * 4, [False] * 4)
-    assert rewards.score(reward, ROWS, TEXTS, 0.25)[2] == [False] * 4
-    # The limit has passed by now, and no alarm goes off any more.
-    time.sleep(0.1)
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_a_reward_that_raises(tmp_path):
     reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
     with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'") as info:
         rewards.score(reward, ROWS, ["a", "b", "raise", "c"], 5)
-    assert isinstance(info.value.__cause__, ValueError)
+    assert 'raise ValueError("oops")' in info.value.__cause__.__notes__[0]       # the reward's own traceback
     # It raises after the one that hangs.
     with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'"):
         rewards.score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)
@@ -371,22 +363,19 @@ def test_scorer_puts_scores_on_rollouts(scorer, tmp_path):
         scores([])
 
 
-def test_single_answers_with_a_number_are_scored_without_a_time_limit(scorer, monkeypatch):
-    """No code of the user's runs that might hang; a reward model, an environment or another reward does."""
-    def limited(*_, **__):
-        raise ZeroDivisionError("limited")
-
-    monkeypatch.setattr(rewards, "limited", limited)
+def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, monkeypatch):
     rollouts = [rollout(row, f"Answer: {i % 2}") for i, row in enumerate(ROWS)]
-    with monkeypatch.context() as patch:
-        patch.setattr(rewards, "score", None)
-        for task in ("algebra", "arithmetic"):
-            scorer(task=task)(rollouts)
-            assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
-    for other in (scorer(task="file"), scorer(reward_model="some/model"), scorer(environment="game.py:Game"),
-                  scorer("def reward(completions): return [0.0] * 4")):
-        with pytest.raises(RuntimeError, match="ZeroDivisionError: limited"):
-            other(rollouts)
+    source = "import os\ndef reward(completions): return [os.getpid()] * len(completions)"
+    for own in (scorer(source), scorer(source, reward_timeout=0.0)):
+        own(rollouts)
+        assert (rollouts[0].score == os.getpid()) == (own.settings.reward_timeout == 0)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for other in (scorer(), scorer(task="file"), scorer(task="countdown")):
+        assert not hasattr(other.reward, "within")
+    monkeypatch.setattr(rewards, "score", None)
+    for task in ("algebra", "arithmetic"):                      # single answers with a number
+        scorer(task=task)(rollouts)
+        assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_scorer_keeps_parts_and_timeouts(scorer):
@@ -438,6 +427,7 @@ def test_check_with_finds_what_is_broken_beforehand(scorer):
 
 def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
     source = "seen = []\ndef reward(prompts, completions): seen.append((prompts, completions)); return [0, 0]"
+    scorer = functools.partial(scorer, reward_timeout=0.0)      # it is called here
     for rows, prompts, form in [(ROWS, ["What is 0?", "What is 1?"], list),
                                 (ROWS[:1], ["What is 0?"] * 2, list),
                                 ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
@@ -499,52 +489,70 @@ def test_evaluation_has_the_mean_of_each_part():
 SUMS = [{"prompt": "2+2", "answer": "4", "extra_info": {"index": 1}} for _ in range(4)]
 
 
-def test_a_reward_cannot_lift_its_time_limit():
-    def hangs(prompts, completions, **_):
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if "slow" in completions:
-            time.sleep(60)
-        return [1.0] * len(completions)
+WILD = """
+import multiprocessing, os, re, signal, subprocess, sys, time
+def wait(): time.sleep(60)
+def reward(prompts, completions, **_):
+    for completion in completions:
+        DOES
+    return [1.0] * len(completions)
+"""
 
+
+@pytest.mark.parametrize("does, scores", [
+    # What it does to signals; and no thread runs while re works in C.
+    ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); completion == 'x' and wait()", [1, 0, 1]),
+    ("re.match('(a+)+$', 'a' * 60 + 'b' if completion == 'x' else '')", [1, 0, 1]),
+    # As verl's prime verifier: a process that is ended in time.
+    ("p = multiprocessing.Process(target=wait); p.start(); p.join(0.05); p.terminate(); p.join()", [1, 1, 1]),
+    ("multiprocessing.Pool(2).map(len, completions)", [1, 1, 1]),
+    ("os.chdir('/'); os.environ.clear(); sys.path.clear(); sys.stdout.close()", [1, 1, 1]),
+    ("completion == 'x' and os._exit(7)", "reward reward ended its process with status 7; the "
+                                          "completion is 'x'")])
+def test_what_a_reward_does_stays_in_its_process(tmp_path, does, scores):
+    reward, here = reward_file(tmp_path, WILD.replace("DOES", does)), os.getcwd()
     started = time.monotonic()
-    scores, _, timed_out = rewards.score(hangs, SUMS, ["slow", "fast", "slow", "fast"], 0.2)
-    assert scores == [0.0, 1.0, 0.0, 1.0] and timed_out == [True, False] * 2
-    assert time.monotonic() - started < 10
+    if isinstance(scores, str):
+        with pytest.raises(RuntimeError, match=scores):
+            rewards.score(reward, SUMS[:3], ["a", "x", "b"], 2.0)
+    else:
+        found, _, timed_out = rewards.score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
+        assert found == scores and timed_out == [score == 0 for score in scores]
+    assert os.getcwd() == here and time.monotonic() - started < 20
+    # It goes on with the next call, and what it started ends with it.
+    assert rewards.score(reward, SUMS[:1], ["a"], 5.0)[0] == [1.0]
 
 
-def test_a_regular_expression_that_holds_the_interpreter_is_cut_off():
-    """While re works, no thread runs that could watch the time."""
-    def backtracks(prompts, completions, **_):
-        return [float(bool(re.match("(a+)+$", completion))) for completion in completions]
+def test_what_a_reward_has_started_ends_with_it(tmp_path):
+    starts = f"open('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); wait()"
+    reward = reward_file(tmp_path, WILD.replace("DOES", starts))
+    assert rewards.score(reward, SUMS[:1], ["a"], 0.5)[2] == [True]
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{child}/status") and time.monotonic() < deadline:
+        if "zombie" in open(f"/proc/{child}/status").read():
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
 
+
+def test_a_step_has_a_budget(tmp_path):
+    reward = reward_file(tmp_path, WILD.replace("DOES", "wait()"))
     started = time.monotonic()
-    scores, _, timed_out = rewards.score(backtracks, SUMS[:2], ["a" * 60 + "b", "aa"], 0.2)
-    assert scores == [0.0, 1.0] and timed_out == [True, False] and time.monotonic() - started < 10
-
-
-def test_time_does_not_run_out_after_a_reward_has_ended():
-    """Rewards that end just when their time does: TimeUp never comes later, in the middle of other work."""
-    def just_in_time(prompts, completions, **_):
-        end = time.perf_counter() + 0.002
-        while time.perf_counter() < end:
-            pass
-        return [1.0] * len(completions)
-
-    for _ in range(200):
-        rewards.score(just_in_time, SUMS[:1], ["a"], 0.002)
-    threads = threading.active_count()
-    time.sleep(0.1)
-    assert threading.active_count() <= threads and not any("watch" in t.name for t in threading.enumerate())
-
-
-def test_a_step_has_a_budget():
-    def hangs(prompts, completions, **_):
-        time.sleep(60)
-
-    started = time.monotonic()
-    scores, _, timed_out = rewards.score(hangs, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
+    scores, _, timed_out = rewards.score(reward, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
     assert scores == [0.0] * 200 and timed_out == [True] * 200 and time.monotonic() - started < 10
+
+
+def test_columns_may_have_the_names_of_our_own_parameters(tmp_path):
+    names = ("function", "seconds", "reward", "columns", "timeout", "argument")
+    reward = reward_file(tmp_path, f"def reward(completions, {', '.join(names)}): return seconds")
+    assert rewards.score(reward, [dict.fromkeys(names, 2.0) | {"prompt": "a"}], ["b"], 5.0)[0] == [2.0]
+
+
+def test_a_reward_file_imports_ours_without_torch(tmp_path):
+    source = ("import sys\nfrom rewards import check_answer, content\n"
+              "def reward(completions): return [float('torch' in sys.modules)] * len(completions)")
+    assert rewards.score(reward_file(tmp_path, source), ROWS, TEXTS, 5.0)[0] == [0.0] * 4
 
 
 def test_sys_exit_in_a_reward_is_an_error(tmp_path):

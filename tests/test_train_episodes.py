@@ -39,7 +39,7 @@ def broken_game(tmp_path, games, body):
     """
     path = tmp_path / "broken.py"
     path.write_text(f"""{games.read_text()}
-import math, os, time
+import asyncio, math, os, time
 count = -1
 class Broken(Letters):
     def reset(self, **row):
@@ -47,7 +47,7 @@ class Broken(Letters):
         count += 1
         self.number, self.turn = count, 0
         return super().reset(**row)
-    def step(self, text):
+    async def step(self, text):
         self.turn += 1
 {body}
         return super().step(text)
@@ -234,7 +234,7 @@ def test_episodes_that_break_have_no_score_and_the_others_train(train, games, tm
         if self.number in (22, 25, 33):
             raise KeyError("deaf")
         if self.number == 36:
-            time.sleep(60)""")
+            await asyncio.sleep(60)""")
     metrics, output = train(game, script=script, environment_timeout=1)
     assert metrics[0]["rewards/unscored"] == 0 and metrics[1]["rewards/unscored"] == 3
     assert metrics[1]["episodes/ended/error"] == 3 / 16 and metrics[1]["episodes/ended/timeout"] == 1 / 16

@@ -1,0 +1,87 @@
+"""
+A function of the user's in a process of its own, called in limited time.
+
+What it does to signals, the current folder or the interpreter stays in that process, and a call that does not
+come back is ended with it, whatever language it is written in.
+"""
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from multiprocessing.connection import Connection, Pipe
+
+
+class UserProcess:
+    """Calls a function that make(*arguments) gives there, in a new Python that has our sys.path.
+
+    make is found there by its name. It returns the function and a dict of attributes for this object. Raises
+    what make raises.
+    """
+
+    def __init__(self, make, *arguments):
+        self.made_by, self.process = (make, arguments), None
+        self._start()
+
+    def within(self, seconds, argument):
+        """Returns function(argument). Raises what it raises, or ChildProcessError if its process ends.
+
+        After so many seconds (None: no limit) this ends the process and raises TimeoutError. The next call
+        begins another.
+        """
+        if not self.process:
+            self._start()
+        return self._answer(argument, seconds)
+
+    def _start(self):
+        self.pipe, theirs = Pipe()
+        # Not by -m, because multiprocessing would import that module again in the function's own processes.
+        program = (f"import sys; sys.path[:] = {sys.path!r}; from runtime.user_process import serve; "
+                   f"serve({theirs.fileno()})")
+        # Ctrl-C does not reach a session of its own: this process may want to finish its step.
+        self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()],
+                                        stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+        vars(self).update(self._answer(self.made_by, None))
+
+    def _answer(self, message, seconds):
+        try:
+            self.pipe.send(message)
+            if not self.pipe.poll(seconds):
+                self._end()
+                raise TimeoutError
+            result, error = self.pipe.recv()
+        except (EOFError, ConnectionError) as lost:
+            raise ChildProcessError(f"ended its process with status {self._end()}") from lost
+        if error:
+            raise error
+        return result
+
+    def _end(self):
+        process, self.process = self.process, None
+        os.killpg(process.pid, signal.SIGKILL)                  # and the processes that it has started
+        return process.wait()
+
+
+def serve(descriptor):
+    """Answers the messages of a UserProcess, which has started this process, until it has gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
+    pipe, function = Connection(descriptor), None
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if function:
+                reply = function(message), None
+            else:
+                make, arguments = message
+                function, about = make(*arguments)
+                reply = about, None
+        except BaseException as error:
+            error.add_note(traceback.format_exc())
+            reply = None, error
+        pipe.send(reply)

@@ -266,7 +266,7 @@ def dies(prompts, completions, **_):
     global calls
     calls += 1
     if calls == 4 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)                   # the trainer, which has started this process
     return [0.5 * (i % 2) for i in range(len(completions))]
 def raises(prompts, completions, **_):
     global calls

@@ -9,6 +9,7 @@ import json
 import os
 import zlib
 
+import runtime                  # first: it sets what PyTorch reads when it is loaded
 import data
 import rewards
 import rollout

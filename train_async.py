@@ -26,6 +26,7 @@ import random
 import time
 import zlib
 
+import runtime                  # first: it sets what PyTorch reads when it is loaded
 import torch
 
 import data

@@ -24,6 +24,7 @@ import math
 import random
 import zlib
 
+import runtime                  # first: it sets what PyTorch reads when it is loaded
 import torch
 
 import data

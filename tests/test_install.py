@@ -72,3 +72,18 @@ def test_tensorboard_shows_a_scalar(tmp_path):
     finally:
         viewer.kill()
         viewer.wait()
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py",
+                                    "evaluate_model.py", "tiny/pretrain.py"])
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE"}])
+def test_openmp_is_set_before_pytorch_is_imported(script, given):
+    """Unless somebody has set it already."""
+    program = ("import os, runpy, sys\n"
+               "class AtTorch:\n"
+               "    def find_spec(name, *_):\n"
+               "        if name == 'torch': sys.exit(os.environ.get('GOMP_SPINCOUNT', 'unset'))\n"
+               f"sys.meta_path.insert(0, AtTorch); sys.path.insert(0, '.'); runpy.run_path('{script}')")
+    env = {key: value for key, value in os.environ.items() if "OMP_" not in key} | given
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.stderr.strip() == given.get("GOMP_SPINCOUNT", "unset" if given else "10000")

@@ -17,6 +17,7 @@ import json
 import os
 import random
 
+import runtime                  # first: it sets what PyTorch reads when it is loaded
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -8,8 +8,9 @@ from fractions import Fraction
 
 import pytest
 
-from tasks import check_answer
 import rewards
+from runtime.user_process import UserProcess
+from tasks import check_answer
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -313,7 +314,7 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     rows = [{"prompt": "p", "answer": "x+1"}] * 3
     completions = [r"\boxed{1+x}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{1+x}"]
     start = time.monotonic()
-    reward = rewards.load_reward("math_verify", "file")
+    reward = UserProcess(rewards.judge_there, "math_verify", "file")
     scores, parts, timeouts = rewards.score(reward, rows, completions, 2.0)
     assert (scores, timeouts) == ([1.0, 0.0, 1.0], [False, True, False]) and time.monotonic() - start < 10
     assert parts == {"math_verify": [1.0, 0.0, 1.0]}

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 # ---------------------------------------------------------------- advantages
 # Each function is called with (scores, num_generations, lengths=..., greedy=..., pass_k=...) and declares the
-# keywords that it uses. It returns the advantages [N] in the dtype of scores.
+# keywords that it uses. It returns the advantages [N], in the dtype of scores if that is a float one.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
 #   greedy [P]: the score of each prompt's greedy completion. pass_k: the k of pass@k.
@@ -33,8 +33,9 @@ def grouped(scores, num_generations):
 
 
 def flattened(adv, scores):
-    """Return the advantages [P, G] in the shape and dtype of scores [N], with 0 where the score is NaN."""
-    return torch.where(scores.isnan(), 0.0, adv.flatten()).to(scores.dtype)
+    """Return the advantages [P, G] in the shape of scores [N], with 0 where the score is NaN; in their dtype,
+    or in float32 where they are whole numbers or booleans."""
+    return torch.where(scores.isnan(), 0.0, adv.flatten()).type_as(scores * 1.0)
 
 
 def group_std(scores, num_generations):
@@ -125,7 +126,7 @@ def remax(scores, num_generations, *, greedy, **_):
     """advantage = score - score of the prompt's greedy completion; it is 0 if that completion has no score.
     Li et al. 2023, https://arxiv.org/abs/2310.10505."""
     groups, _, _ = grouped(scores, num_generations)
-    return flattened((groups - greedy[:, None]).nan_to_num(), scores)
+    return flattened((groups - greedy[:, None].double()).nan_to_num(), scores)
 
 
 ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo, "opo": opo,

@@ -160,7 +160,7 @@ class Run:
 
         Raises RuntimeError after max_skipped_updates skipped ones in a row.
         """
-        finite, prefix = math.isfinite(norm), "critic/" if name == "critic" else ""
+        finite, prefix = math.isfinite(norm), "" if name == "actor" else f"{name}/"
         self.log.add(means={f"{prefix}grad_norm": [norm] if finite else []},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
         in_a_row = self.state["skipped_updates"]

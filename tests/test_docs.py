@@ -62,8 +62,12 @@ def added_name(diff):
 
 @pytest.mark.parametrize("number", range(len(DIFFS)))
 def test_a_diff_applies_and_runs(copy, number):
-    """An advantage, a loss or a task is what its name in the diff is good for."""
+    """An advantage, a loss or a task is what its name in the diff is good for, and the file's tests pass."""
     page, diff = DIFFS[number]
+    (copy / "tests").mkdir()
+    changed = os.path.basename(re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1])
+    for name in ("pytest.ini", f"tests/test_{changed}"):
+        shutil.copy(os.path.join(ROOT, name), copy / name)
     (copy / "a.diff").write_text(diff)
     run(copy, "patch", "-p1", "--fuzz=0", "-i", "a.diff")
     name = added_name(diff)
@@ -74,6 +78,7 @@ def test_a_diff_applies_and_runs(copy, number):
     run(copy, sys.executable, "train_grpo.py", *TINY, f"--{kind}={name}", "--out_dir=run")
     with open(copy / "run" / "metrics.jsonl") as file:
         assert json.loads(file.readline())["step"] == 0
+    run(copy, sys.executable, "-m", "pytest", "-q", "tests")
 
 
 def test_there_are_diffs_for_an_advantage_a_loss_and_a_task():

@@ -18,14 +18,18 @@ import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
+from runtime import tell_launcher
+
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
 def fail(message):
+    message = f"{Path(sys.argv[0]).name}: {one_line(message)}"
+    tell_launcher(message)
     # stderr may be closed; the exit code remains.
     with contextlib.suppress(Exception):
-        print(f"{Path(sys.argv[0]).name}: {one_line(message)}", file=sys.stderr)
+        print(message, file=sys.stderr)
     sys.exit(2)
 
 
@@ -141,7 +145,12 @@ def configure(namespace, argv=None):
     settings = {key: namespace[key] for key, _ in layout
                 if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
     if "--help" in argv or "-h" in argv:
-        show_help(namespace["__doc__"] or "", layout, settings)
+        try:
+            show_help(namespace["__doc__"] or "", layout, settings)
+            sys.stdout.flush()
+        # A pager has read enough. Python would say so once more as it ends.
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit()
     on_command_line = set()
     for arg in argv:

@@ -9,14 +9,13 @@ import json
 import os
 import zlib
 
-import runtime                  # first: it sets what PyTorch reads when it is loaded
+from runtime import distributed         # first: runtime sets what PyTorch reads when it is loaded
 import data
 import rewards
 import rollout
 from configurator import configure, input_errors, printable
 from episodes import Player
 from rewards import conversation
-from runtime import distributed
 from runtime.check_settings import check_values
 from runtime.check_model import check_model, end_tokens, load_tokenizer
 # ------------------------------------------------------------------------------------------------------------

@@ -417,7 +417,8 @@ def value_loss(value, old_value, ret, value_clip):
     loss = (value - ret).square() / 2
     if value_clip == 0:
         return loss, torch.zeros_like(loss, dtype=torch.bool)
-    near = old_value + (value - old_value).clamp(-value_clip, value_clip)
+    # Not old_value + (value - old_value), which rounds: that would count as clipping.
+    near = value.clamp(old_value - value_clip, old_value + value_clip)
     clipped_loss = (near - ret).square() / 2
     return torch.max(loss, clipped_loss), clipped_loss > loss
 

@@ -290,6 +290,7 @@ class Bridge:
     # ------------------------------------------------------------ failures
 
     def _fail(self, kind, error, trace):
+        distributed.tell_launcher(f"{self.me}: {error}")
         # Python's own end would wait for PyTorch's threads, and these for a rank that hangs. PyTorch replaces
         # sys.stderr while it calls this.
         with contextlib.suppress(OSError, ValueError):
@@ -319,6 +320,7 @@ class Bridge:
         self._end(f"rank 0 (trainer) is gone: {error}")
 
     def _end(self, message):
+        distributed.tell_launcher(message)
         with contextlib.suppress(OSError, ValueError):
             print(f"{self.me} ends: {message}", file=sys.stderr)
         distributed.end(1)

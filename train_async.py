@@ -26,7 +26,7 @@ import random
 import time
 import zlib
 
-import runtime                  # first: it sets what PyTorch reads when it is loaded
+from runtime import distributed         # first: runtime sets what PyTorch reads when it is loaded
 import torch
 
 import data
@@ -38,7 +38,6 @@ from configurator import configure, input_errors
 from episodes import Player, Table
 from model import load_policy, micro_batches, offload, token_logprobs
 from placement import Bridge, Sampled, kept_ahead, note, staleness
-from runtime import distributed
 from runtime.check_settings import check_grpo, check_placement
 from runtime.check_model import check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
@@ -111,7 +110,7 @@ with input_errors():
 rank, world_size, device, mesh, sequence_group = distributed.set_up(timeout, sequence_parallel_size,
                                                                     bridge.join)
 G, N = num_generations, prompts_per_step * num_generations      # completions per prompt, and per step
-eval_steps = {*range(0, max_steps, eval_interval), max_steps}   # those that begin with an evaluation
+eval_steps = {*range(0, max_steps, eval_interval or max_steps), max_steps}   # which begin with one
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
@@ -281,7 +280,7 @@ for step in range(run.first_step, max_steps + 1):
     if step == max_steps or (step in eval_steps and not stopping):
         with log.timed("eval"):
             log.evaluation(evaluate(step))
-    if step == max_steps or step % save_interval == 0 or stopping:
+    if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
         with log.timed("wait_for_rollouts"):
             keep_ahead(step)
         run.save(networks, tokenizer)                           # and after the last step, the log's last line

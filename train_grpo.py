@@ -24,7 +24,7 @@ import math
 import random
 import zlib
 
-import runtime                  # first: it sets what PyTorch reads when it is loaded
+from runtime import distributed         # first: runtime sets what PyTorch reads when it is loaded
 import torch
 
 import data
@@ -35,7 +35,6 @@ import rollout
 from configurator import configure, input_errors
 from episodes import Player
 from model import load_policy, micro_batches, offload, token_logprobs
-from runtime import distributed
 from runtime.check_settings import check_grpo, check_run
 from runtime.check_model import check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
@@ -207,10 +206,10 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
-    if step == max_steps or (step % eval_interval == 0 and not stopping):
+    if step == max_steps or (step % (eval_interval or max_steps) == 0 and not stopping):
         with log.timed("eval"):
             log.evaluation(evaluate())
-    if step == max_steps or step % save_interval == 0 or stopping:
+    if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
         run.save(networks, tokenizer)                           # and after the last step, the log's last line
     if step == max_steps or stopping:
         break

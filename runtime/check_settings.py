@@ -9,9 +9,8 @@ import losses
 from configurator import check
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    updates_per_epoch max_steps pass_k cov_share max_num_gen_batches kl_horizon eval_samples eval_interval
-    save_interval sample_interval keep_checkpoints max_skipped_updates vllm_tensor_parallel_size
-    vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout
+    updates_per_epoch max_steps pass_k cov_share max_num_gen_batches kl_horizon eval_samples
+    keep_checkpoints max_skipped_updates vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout
     sequence_parallel_size""".split()
 ANY_NUMBER = ("seed", "difficulty", "reward_weight", "reward_model_weight")     # all others are not negative
 SHARES = ("gamma", "lam", "cov_share", "top_p", "vllm_gpu_memory_utilization")

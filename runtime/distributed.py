@@ -19,6 +19,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from runtime import tell_launcher
+from runtime.safe_files import make_lenient
+
 
 def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
@@ -29,7 +32,8 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     Returns rank, world_size, device, the mesh of all ranks, over which FSDP2 shards, and the group of the
     ranks that share rows with this one, or None. Stops the script where a node has fewer GPUs than processes.
     """
-    escape_the_unknown()
+    make_lenient()
+    sys.excepthook = failed
     watchdog.start()
     gc.freeze()                                                 # what was imported will never be garbage
     cuda = torch.cuda.is_available()
@@ -52,8 +56,10 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
         # With a role, WORLD_SIZE is that of its group.
         here = min(int(os.environ.get(size, 1)) for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if here > gpus:
-            print(f"{here} processes of this node form one group and need a GPU each, but it has {gpus}: "
-                  "torchrun's nproc_per_node is too large", file=sys.stderr)
+            too_few = (f"{here} processes of this node form one group and need a GPU each, but it has {gpus}: "
+                       "torchrun's nproc_per_node is too large")
+            tell_launcher(too_few)
+            print(too_few, file=sys.stderr)
             sys.exit(2)
         torch.cuda.set_device(device)
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
@@ -88,12 +94,10 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
-def escape_the_unknown():
-    """Let stdout and stderr escape what their encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        # A reward may have put anything in its place, or closed it.
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="backslashreplace")
+def failed(kind, error, trace):
+    """What sys.excepthook does in a run: torchrun is told of the error as well."""
+    tell_launcher(f"{kind.__name__}: {error}")
+    sys.__excepthook__(kind, error, trace)
 
 
 def leave():
@@ -195,6 +199,8 @@ class Watchdog:
 
     @staticmethod
     def _end(message):
+        tell_launcher(message)
+
         def say():
             print(message, file=sys.stderr, flush=True)
             # The line at which each thread stands.

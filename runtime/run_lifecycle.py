@@ -18,7 +18,7 @@ import torch.distributed as dist
 from configurator import check, input_errors
 from runtime import checkpoint, distributed
 from runtime.run_folder import locate_run
-from runtime.run_log import RunLog, make_lenient
+from runtime.run_log import RunLog
 from runtime.user_code import source_file
 
 # A resumed run must have the same values for these; all other settings may change.
@@ -37,7 +37,6 @@ class Run:
     """
 
     def __init__(self, settings, script, critic=False, **state):
-        make_lenient()
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         located = None
@@ -117,7 +116,8 @@ class Run:
             f"{next(policy.parameters()).device.type}, engine {engine.name}\n"
             f"Each step uses {s.prompts_per_step} prompts x {s.num_generations} completions = {N} "
             f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
-            f"The run has {self.max_steps} steps and evaluates every {s.eval_interval}, with "
+            f"The run has {self.max_steps} steps and evaluates "
+            f"{f'every {s.eval_interval}' if s.eval_interval else 'its first and last model'}, with "
             f"{s.eval_samples} completions per held-out prompt.\n{data_note}")
         if s.environment and s.environment_workers:
             self.log.say("environment_workers: turns begin when the environments answer, so the run does not "

@@ -1,4 +1,5 @@
 """What a run writes as it goes: metrics, sample completions, settings, the script, lines on the console."""
+import atexit
 import contextlib
 import errno
 import json
@@ -19,33 +20,6 @@ from runtime.safe_files import in_words, opened, rewind
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5.1f"),
            ("entropy", "entropy", ".3f"), ("explained var", "critic/vf_explained_var", ".2f"),
            ("grad norm", "grad_norm", ".2f"), ("logprob gap", "sampling/sampling_logp_difference/max", ".1e"))
-
-
-class Lenient:
-    """Wraps stdout or stderr and drops, without an error, what a closed or full one cannot take."""
-
-    def __init__(self, stream):
-        # Python gives None where the descriptor was closed before it started.
-        self.stream = stream or open(os.devnull, "w")
-
-    def write(self, text):
-        # ValueError: it is closed. RuntimeError: a signal's handler writes in the middle of another write.
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-
-def make_lenient():
-    """Let print, and whatever else writes to stdout and stderr, continue where these are closed or full."""
-    distributed.escape_the_unknown()
-    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
 
 
 class RunLog:
@@ -80,9 +54,10 @@ class RunLog:
             except OSError as error:
                 raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
         # Kept, because a reward may replace sys.stdout later.
-        make_lenient()
         self.console = sys.stdout
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
+        # As the interpreter ends it would write once more, after the error that ends the run, and fail.
+        atexit.register(setattr, self.bar, "disable", True)
 
     # ------------------------------------------------------------ a step's figures
 
@@ -134,7 +109,7 @@ class RunLog:
         self.write()
         if self.master:
             self._append("samples.jsonl", [{"step": self.metrics["step"]} | sample for sample in samples])
-        if self.metrics["step"] % self.sample_interval == 0:
+        if self.sample_interval and self.metrics["step"] % self.sample_interval == 0:
             self.say("\n".join(
                 f"    {plain_text(s['prompt'])[-60:]!r:36} -> {plain_text(s['completion'])[-60:]!r:52} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))

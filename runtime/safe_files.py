@@ -1,5 +1,6 @@
 """
-Files on a disk that may be full, in a folder that others may have written to, and logs that may be damaged.
+Files on a disk that may be full, in a folder that others may have written to; logs that may be damaged; and a
+console that may be closed.
 """
 import contextlib
 import errno
@@ -40,6 +41,8 @@ def sync(path):
 
 def in_words(error, folder=None):
     """What a person would say of the error that came of writing into a folder."""
+    # PyTorch's own error of a save has those of all ranks, with their tracebacks.
+    error = next((one for one, _ in getattr(error, "failures", {}).values()), error)
     # Libraries report a full disk in many ways, or not at all.
     text, free = repr(error), math.inf
     with contextlib.suppress(OSError):
@@ -74,3 +77,35 @@ def rewind(path, step):
         file.writelines(line for line, _ in kept)
     os.replace(path + ".part", path)
     return [entry for _, entry in kept]
+
+
+class Lenient:
+    """Wraps stdout or stderr and drops, without an error, what a closed or full one cannot take."""
+
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")
+
+    def write(self, text):
+        # ValueError: it is closed. RuntimeError: a signal's handler writes in the middle of another write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def make_lenient():
+    """Let print, and whatever else writes to stdout and stderr, continue where these are closed or full.
+
+    What their encoding lacks is escaped.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # Python gives None where the descriptor was closed before it started.
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)

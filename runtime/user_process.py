@@ -12,6 +12,8 @@ import sys
 import traceback
 from multiprocessing.connection import Connection, Pipe
 
+from runtime.safe_files import make_lenient
+
 
 class UserProcess:
     """Calls a function that make(*arguments) gives there, in a new Python that has our sys.path.
@@ -68,6 +70,7 @@ def serve(descriptor):
     """Answers the messages of a UserProcess, which has started this process, until it has gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
+    make_lenient()
     pipe, function = Connection(descriptor), None
     while True:
         try:

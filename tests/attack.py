@@ -207,8 +207,8 @@ BOUND = r"\.py: {}(=| must be)"
 BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must not have it
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length pass_k "
-              "token_budget updates_per_step max_steps cov_share eval_samples eval_interval save_interval "
-              "difficulty sample_interval keep_checkpoints max_skipped_updates vllm_tensor_parallel_size "
+              "token_budget updates_per_step max_steps cov_share eval_samples "
+              "difficulty keep_checkpoints max_skipped_updates vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks sync_timeout max_steps updates_per_step",
         DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
         PPO: "num_epochs updates_per_epoch kl_horizon max_steps"}),

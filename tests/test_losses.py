@@ -782,3 +782,10 @@ def test_values_are_clipped_around_the_old_ones():
 @pytest.mark.parametrize("kl, expected", [(6.0, 0.1), (6.6, 0.105), (60.0, 0.11), (5.4, 0.095), (0.0, 0.09)])
 def test_adapted_kl_coef(kl, expected):
     assert losses.adapted_kl_coef(0.1, kl, 6.0, 512, 256) == pytest.approx(expected)
+
+
+def test_what_rounds_is_not_clipped():
+    """In float32 old + (value - old) is often not value."""
+    old, value, ret = torch.randn(10_000), torch.randn(10_000), torch.randn(10_000)
+    _, clipped = losses.value_loss(value, old, ret, 100.0)
+    assert not clipped.any() and (old + (value - old) != value).any()

@@ -18,9 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime import checkpoint
+from runtime import checkpoint, tell_launcher
 from runtime import run_folder
-from runtime.run_log import Lenient, RunLog
+from runtime.run_log import RunLog
+from runtime.safe_files import Lenient
 from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -346,12 +347,43 @@ def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
     limited = f"ulimit -f 300; exec {' '.join(map(str, [sys.executable, *go_on]))}"
     output = launch("-c", limited, launcher=("bash",), code=2)
     assert output.count("no checkpoint, the older ones stand: ") == 3
-    assert "the last model could not be saved" in output
+    assert "the last model could not be saved" in output.splitlines()[-1] and "FrameSummary" not in output
     assert not os.path.exists(tmp_path / "run" / "checkpoint.part")
     assert checkpoint.damage(checkpoint.checkpoints(tmp_path / "run")[-1]) is None
     # With space again, from the older checkpoint.
     forked(tmp_path / "log", *go_on)
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(16))
+
+
+# ---------------------------------------------------------------- the cause comes last
+
+def test_torchrun_ends_with_the_cause():
+    output = launch("train_grpo.py", "--max_steps=0", launcher=(*TORCHRUN, "--nproc_per_node=2"), code=1)
+    assert "traceback : train_grpo.py: max_steps=0: must be above 0" in output.splitlines()[-2]
+
+
+def test_torchrun_gets_what_was_said_first_and_not_what_came_of_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "first"))
+    tell_launcher("ValueError: the cause")
+    tell_launcher("RuntimeError: another")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "second"))
+    tell_launcher("RuntimeError: Connection closed by peer")
+    first, second = (json.loads((tmp_path / name).read_text())["message"] for name in ("first", "second"))
+    assert first["message"] == "ValueError: the cause"
+    assert int(second["extraInfo"]["timestamp"]) > int(first["extraInfo"]["timestamp"]) + 30
+
+
+def test_an_error_is_the_last_that_a_run_says(folder, tmp_path):
+    (tmp_path / "bad.py").write_text("calls = []\ndef score(completions, **_):\n    calls.append(1)\n"
+                                     "    return [1 / (len(calls) < 3)] * len(completions)\n")
+    output = launch(*command("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/bad.py:score"),
+                    code=1)
+    assert "RuntimeError: reward score raised ZeroDivisionError" in output.splitlines()[-1]
+
+
+def test_who_reads_only_the_first_line_of_the_help():
+    output = launch("-c", f"{sys.executable} train_grpo.py --help | head -1", launcher=("bash",))
+    assert output.startswith("GRPO (") and output.count("\n") == 1
 
 
 REWARDS = """

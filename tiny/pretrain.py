@@ -17,7 +17,7 @@ import json
 import os
 import random
 
-import runtime                  # first: it sets what PyTorch reads when it is loaded
+from runtime.user_code import load_from      # first: runtime sets what PyTorch reads when it is loaded
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,7 +26,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 import data
 from configurator import configure
-from runtime.user_code import load_from
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder

@@ -322,7 +322,7 @@ def test_a_rank_that_stands_still_stops_the_run(folder, tmp_path, late, places, 
     assert (line in output or "late.py" in output) and time.monotonic() - started < 90
 
 
-@pytest.mark.parametrize("seconds", [0.5, 4, 8])
+@pytest.mark.parametrize("seconds", [0.5, 8])
 def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_path, seconds):
     """They may be importing, joining their group, or loading what the run needs, here a slow reward file."""
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")

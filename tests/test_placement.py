@@ -498,8 +498,6 @@ from runtime import distributed
 from placement import Bridge
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 bridge = Bridge(SimpleNamespace(sync_timeout=60, rollout_ranks=1, vllm_tensor_parallel_size=1, engine="hf"))
-if sys.argv[1] == "together":
-    distributed.set_up()
 if sys.argv[1] == "two trainers" and os.environ["RANK"] != "2":
     distributed.set_up(role=bridge.join)
 bridge.join()
@@ -526,10 +524,9 @@ def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
     assert "GPU 0 [('weight', tensor([0, 1, 2]))]" in on_one_gpu("apart", tmp_path, 0)
 
 
-@pytest.mark.parametrize("case, processes", [("together", 2), ("two trainers", 3)])
-def test_ranks_of_a_group_need_a_gpu_each(case, processes, tmp_path):
+def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
     refusal = "2 processes of this node form one group and need a GPU each, but it has 1: "
-    assert refusal in on_one_gpu(case, tmp_path, 1, processes)
+    assert refusal in on_one_gpu("two trainers", tmp_path, 1, 3)
 
 
 # ---------------------------------------------------------------- settings that do not fit

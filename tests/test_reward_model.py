@@ -15,7 +15,7 @@ import rewards
 from tiny import pretrain
 from model import load_critic
 from runtime.reward_model import RewardModel
-from runs import forked, launch, refused
+from runs import forked, refused
 
 ROWS = data.load_rows("algebra", "train", 64)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -193,9 +193,9 @@ def metrics_of(out_dir):
 
 def test_the_policy_follows_the_reward_model(judge, folder, digits_file, tmp_path):
     """The digits are only logged, so what the policy learns, it learns from the reward model."""
-    launch("train_ppo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", f"--reward_model={judge}",
-           digits_file, "--reward_weight=0", "--max_steps=40", "--critic_warmup_steps=2",
-           "--critic_learning_rate=3e-3", "--lr_decay=constant", *SMALL)
+    forked(tmp_path / "log", "train_ppo.py", f"--model={folder}", f"--out_dir={tmp_path}/run",
+           f"--reward_model={judge}", digits_file, "--reward_weight=0", "--max_steps=40",
+           "--critic_warmup_steps=2", "--critic_learning_rate=3e-3", "--lr_decay=constant", *SMALL)
     metrics = metrics_of(tmp_path / "run")
     shares = [line["rewards/share/mean"] for line in metrics[:-1]]
     assert sum(shares[-3:]) / 3 > sum(shares[:3]) / 3 + 0.5, shares
@@ -207,9 +207,9 @@ def test_the_policy_follows_the_reward_model(judge, folder, digits_file, tmp_pat
 def test_a_weighted_sum_and_the_reward_model_alone(judge, folder, digits_file, tmp_path):
     small = [f"--model={folder}", f"--reward_model={judge}", "--prompts_per_step=4", "--num_generations=4",
              "--max_steps=1", *SMALL[1:]]
-    launch("train_grpo.py", *small, f"--out_dir={tmp_path}/sum", digits_file, "--reward_weight=2",
+    forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/sum", digits_file, "--reward_weight=2",
            "--reward_model_weight=0.5")
-    launch("train_grpo.py", *small, f"--out_dir={tmp_path}/alone", "--reward=none")
+    forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/alone", "--reward=none")
     both, alone = (metrics_of(tmp_path / name)[0] for name in ("sum", "alone"))
     assert both["reward"] == pytest.approx(
         2 * both["rewards/share/mean"] + 0.5 * both["rewards/reward_model/mean"])

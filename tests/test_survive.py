@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file
     """
     pytest.importorskip("vllm") if engine == "vllm" else None
     kills, rng = request.config.getoption("--kills"), random.Random(0)
-    steps = {"max_steps": max(12, 3 * kills), "engine": engine}
+    steps = {"max_steps": max(6, 3 * kills), "engine": engine}
     if engine == "vllm":
         folder = talker
         steps |= {"environment": f"{games}:Letters", "task": "arithmetic", "max_completion_length": 48}

@@ -8,11 +8,14 @@ import inspect
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 from transformers import AttentionInterface
+
+from packing import Segments
 
 
 # PyTorch 2.11's kernel takes fewer heads of key and value than of query by default; later ones need
@@ -28,16 +31,21 @@ def kernel_takes(query, value):
             and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling, segments, cut=None,
-                     sliding_window=None, softcap=None, s_aux=None, **_):
+def packed_attention(module, query, key, value, attention_mask, scaling, segments=None, cut=None,
+                     sliding_window=None, softcap=None, s_aux=None, position_ids=None, **others):
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
-    If there are several rows, each has these segments. sliding_window: how many tokens a token sees, counting
-    itself. softcap and s_aux ([heads], sinks): see explicit_attention. The work grows with the pairs of
-    tokens of which one sees the other, not with T^2, and no T x T mask exists. Of a row that is cut over P
-    ranks it takes [1, heads, T / P, d] and returns [1, T / P, heads, d]. Raises ValueError where P does not
-    divide the heads.
+    If there are several rows, each has these segments; where a model's layers pass none on, each row is one
+    sequence. sliding_window: how many tokens a token sees, counting itself. softcap and s_aux ([heads],
+    sinks): see explicit_attention. The work grows with the pairs of tokens of which one sees the other, not
+    with T^2, and no T x T mask exists. Of a row that is cut over P ranks it takes [1, heads, T / P, d] and
+    returns [1, T / P, heads, d]. Raises ValueError where P does not divide the heads, and for other tensors.
     """
+    # transformers makes no mask here, so one that comes is the model's own.
+    for name, given in {"attention_mask": attention_mask, **others}.items():
+        if isinstance(given, torch.Tensor):
+            raise ValueError(f"its attention depends on {name}, which is not supported")
+    segments = segments or Segments([query.shape[2]], [np.arange(query.shape[2])]).to(query.device)
     if cut is not None:
         query, key, value = exchanged(query, key, value, cut.group)                     # [1, heads / P, T, d]
         s_aux = None if s_aux is None else s_aux.chunk(cut.group.size())[cut.group.rank()]

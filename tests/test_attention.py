@@ -171,6 +171,24 @@ def test_several_rows_are_not_for_the_kernel(monkeypatch):
     assert kernel_takes(one, one) and not kernel_takes(two, two)
 
 
+@pytest.mark.parametrize("mask, others, name", [
+    (torch.ones(1), {}, "attention_mask"), (None, {"block_indices": torch.ones(1)}, "block_indices")])
+def test_a_tensor_that_is_not_known_is_refused(mask, others, name):
+    """Sparse attention comes as one, and short sequences are the same without it."""
+    known = {"position_ids": torch.arange(12), "dropout": 0.0, "block_indices": None}
+    packed_attention(None, *random_attention(), None, 0.3, ROWS["one"], **known)
+    with pytest.raises(ValueError, match=f"its attention depends on {name}, which is not supported"):
+        packed_attention(None, *random_attention(), mask, 0.3, ROWS["one"], **known | others)
+
+
+def test_rows_without_segments_are_a_sequence_each():
+    """Where a model's layers hand none on."""
+    inputs = random_attention()
+    found, expected = (packed_attention(None, *inputs, None, 0.3, segments)[0]
+                       for segments in (None, ROWS["one"]))
+    assert torch.equal(found, expected)
+
+
 def test_heads_of_keys_have_to_divide_as_well():
     cut = SimpleNamespace(group=SimpleNamespace(size=lambda: 4))
     with pytest.raises(ValueError, match="does not divide its 4 heads of queries and 2 of keys"):

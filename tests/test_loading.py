@@ -12,13 +12,13 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
-from bench.models import make
+from bench.models import FAMILIES, make
 from runtime.checkpoint import load_optimizer, save_checkpoint
 from model import load_critic, load_policy, text_model, token_logprobs, token_values
 from packing import pack
 from rollout import HFEngine
 from runtime.check_model import check_model, check_trainable, load_tokenizer, model_class
-from runs import train
+from runs import ROOT, train
 from test_packing import episode, random_parts, sampled_places
 from weights import full_weights
 
@@ -34,6 +34,24 @@ def family(tmp_path_factory):
             make(name, made[name])
         return made[name]
     return folder
+
+
+with open(os.path.join(ROOT, "docs/models.md")) as file:
+    PAGE = " ".join(file.read().split())
+
+
+@pytest.mark.parametrize("name", [name for group in FAMILIES.values() for name in group])
+def test_a_family_is_loaded_as_its_page_says(family, mesh, name):
+    """Packed, a sequence per row, or refused in this sentence. Of a run without figures the page says less."""
+    row = PAGE.partition(f"| `{name}` |")[2].partition("| |")[0]
+    try:
+        packed = load_policy(check_trainable(family(name)), mesh, torch.float32).packed
+    except ValueError as error:
+        # Figures depend on the machine.
+        assert str(error).replace(family(name), name).partition(" by 0")[0] in PAGE and "refused" in row
+    else:
+        assert f"model={name}:" not in PAGE
+        assert packed == ("a sequence per row" not in row) or "e-" not in row
 
 
 def plain_logps(hf, parts):

@@ -141,13 +141,12 @@ def overlong_penalty(lengths, max_length, buffer):
 
 
 # ---------------------------------------------------------------- policy losses
-# Each function is called with (logp, old_logp, adv, mean=..., epsilon=..., epsilon_high=..., dual_clip=...,
-# marked=...) and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient,
-# and for the logs two masks: where clipping acted at the lower bound, and where it acted at the upper one.
+# Each function is called with (logp, old_logp, adv, mean=..., epsilon=..., epsilon_high=..., dual_clip=...)
+# and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient, and for the
+# logs two masks: where clipping acted at the lower bound, and where it acted at the upper one.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
-#   marked: bool [C], the tokens that covariance_marks has chosen.
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
-# -adv * grad(logp), except that it is 0 for clip_cov at marked tokens.
+# -adv * grad(logp).
 
 def bounded_log_ratio(logp, old_logp):
     """Return logp - old_logp clamped to [-20, 20]: beyond that exp may overflow, and infinity * 0 is NaN."""
@@ -227,44 +226,7 @@ def gpg(logp, old_logp, adv, **_):
     return unclipped(-adv * logp)
 
 
-def clip_cov(logp, old_logp, adv, *, marked, epsilon=0.2, epsilon_high=0.2, dual_clip=0.0, **_):
-    """loss = that of clip, but 0 at marked tokens, so that the entropy does not collapse.
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4."""
-    ratio = bounded_log_ratio(logp, old_logp).exp()
-    loss, low, high = clipped(ratio, adv, epsilon, epsilon_high, dual_clip)
-    return torch.where(marked, 0.0, loss), low, high
-
-
-def kl_cov(logp, old_logp, adv, *, marked, **_):
-    """loss = -ratio * adv, plus |logp - old_logp| at marked tokens. Cui et al. 2025, section 4."""
-    log_ratio = bounded_log_ratio(logp, old_logp)
-    return unclipped(-log_ratio.exp() * adv + marked * log_ratio.abs())
-
-
-LOSSES = {"clip": clip, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "gpg": gpg,
-          "clip_cov": clip_cov, "kl_cov": kl_cov}
-
-
-def covariance_marks(logps, adv, kind, share, generator):
-    """Mark the tokens of a step that clip_cov or kl_cov acts on: n logps [len], adv [n] -> n bool [len].
-
-    Entropy falls where likely tokens are pushed up and unlikely ones down, that is where the covariance
-    (logp - mean logp) * (adv - mean adv) is large. "kl_cov" marks the tokens with the largest covariance: a
-    fraction `share` of all tokens, but at least one. "clip_cov" draws the same number, if there are enough,
-    from tokens with a covariance between 1 and 5. Cui et al. 2025, section 4, use a share of 2e-4, or 2e-3
-    for kl_cov at 7 B parameters. They take logp from the current policy, we from the policy that sampled.
-    """
-    lengths = [len(logp) for logp in logps]
-    logp = torch.cat([*logps, adv.new_empty(0)])                                        # [C]
-    token_adv = adv.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=adv.device))   # [C]
-    covariance = (logp - logp.mean()) * (token_adv - token_adv.mean())
-    count = min(max(1, int(share * len(logp))), len(logp))
-    if kind == "kl_cov":
-        chosen = covariance.topk(count).indices
-    else:
-        eligible = ((covariance > 1) & (covariance < 5)).nonzero()[:, 0]
-        chosen = eligible[torch.randperm(len(eligible), generator=generator)[:count]]
-    return torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True).split(lengths)
+LOSSES = {"clip": clip, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "gpg": gpg}
 
 
 # ---------------------------------------------------------------- weights of sequences and tokens

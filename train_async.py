@@ -79,11 +79,10 @@ kl_in = "loss"                  # loss, or reward: subtracted from the score of 
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, k1 with kl_in=reward
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
-loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, clip_cov, kl_cov: losses.LOSSES
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg: losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, e.g. 3; 0 is none
-cov_share = 2e-4                # fraction of the tokens that clip_cov and kl_cov act on
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
@@ -195,7 +194,7 @@ if not bridge.trains:
 # ---------------------------------------------------------------- the trainers
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
 # True if a term of the loss has a gradient even where the advantage is 0. If you add one, add it here.
-moves_without_advantage = kl_in_loss or entropy_coef > 0 or loss_type == "kl_cov"
+moves_without_advantage = kl_in_loss or entropy_coef > 0
 run = Run(settings, __file__, engines=bridge.engines, ahead=[])
 with input_errors():
     run.check_data(train_set, eval_set)
@@ -262,14 +261,6 @@ def kl_to_reference(rollouts):
     return torch.tensor(distributed.total(sums), device=device)
 
 
-def marked_tokens(rollouts, chosen, adv, step):
-    """The tokens of the chosen rollouts on which clip_cov and kl_cov act, {s: bool [len]}, on every rank."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
-    logps = [torch.from_numpy(rollouts[s].logprobs) for s in chosen]
-    marks = losses.covariance_marks(logps, adv[chosen].cpu(), loss_type, cov_share, generator)
-    return {s: mark.to(device) for s, mark in zip(chosen, marks)}
-
-
 # ---------------------------------------------------------------- the loop
 # Shapes and names are those of train_grpo.py: N rollouts in a step, C sampled tokens in a micro-batch.
 for step in range(run.first_step, max_steps + 1):
@@ -329,7 +320,6 @@ for step in range(run.first_step, max_steps + 1):
     with log.timed("ref"):
         ref_logps = (token_logprobs(reference, rollouts, all_shares, token_budget, temperature)
                      if kl_in_loss else {})                                             # {s: [len]}
-    marked = marked_tokens(rollouts, range(N), adv, step) if loss_type in ("clip_cov", "kl_cov") else None
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
@@ -352,8 +342,7 @@ for step in range(run.first_step, max_steps + 1):
                 old_logp = batch.flat(old_logps) if old_logps else logp.detach()        # [C]
                 token_loss, low, high = losses.LOSSES[loss_type](                       # [C] each
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
-                    epsilon_high=epsilon_high, dual_clip=dual_clip,
-                    marked=None if marked is None else batch.flat(marked, torch.bool))
+                    epsilon_high=epsilon_high, dual_clip=dual_clip)
                 correction = losses.correction_weights(
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]

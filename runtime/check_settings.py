@@ -9,11 +9,11 @@ import losses
 from configurator import check
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    updates_per_epoch max_steps pass_k cov_share max_num_gen_batches kl_horizon eval_samples
-    keep_checkpoints max_skipped_updates vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout
-    sequence_parallel_size""".split()
+    updates_per_epoch max_steps pass_k max_num_gen_batches kl_horizon eval_samples keep_checkpoints
+    max_skipped_updates vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns
+    rollout_ranks sync_timeout sequence_parallel_size""".split()
 ANY_NUMBER = ("seed", "difficulty", "reward_weight", "reward_model_weight")     # all others are not negative
-SHARES = ("gamma", "lam", "cov_share", "top_p", "vllm_gpu_memory_utilization")
+SHARES = ("gamma", "lam", "top_p", "vllm_gpu_memory_utilization")
 DECAYS = ("constant", "linear", "cosine")
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS,
            "entropy_decay": DECAYS, "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward"),
@@ -79,7 +79,7 @@ def check_grpo(s):
           f"pass_k={s.pass_k}: more than num_generations={s.num_generations}")
     check(s.advantage != "pass_at_k" or not (s.reward_model or s.kl_coef and s.kl_in == "reward"),
           "advantage=pass_at_k is for scores of 0 and 1: without a reward_model and without kl_in=reward")
-    check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo", "clip_cov"),
+    check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo"),
           f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
     check(s.kl_coef == 0 or (s.kl_in == "reward") == (s.kl_estimator == "k1"),
           f"kl_estimator={s.kl_estimator} with kl_in={s.kl_in}: in the loss the gradient of k1 is 0 in "

@@ -207,7 +207,7 @@ BOUND = r"\.py: {}(=| must be)"
 BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must not have it
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length pass_k "
-              "token_budget updates_per_step max_steps cov_share eval_samples "
+              "token_budget updates_per_step max_steps eval_samples "
               "difficulty keep_checkpoints max_skipped_updates vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks sync_timeout max_steps updates_per_step",
         DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
@@ -220,7 +220,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
         DAPO: "overlong_buffer overlong_penalty",
         PPO: "critic_learning_rate critic_warmup_steps value_clip kl_target max_kl",
         SAMPLE: "temperature top_p top_k eval_prompts reward_timeout show vllm_gpu_memory_utilization"}),
-    ("1.5", BOUND, {GRPO: "beta1 beta2 cov_share vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
+    ("1.5", BOUND, {GRPO: "beta1 beta2 vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
                     SAMPLE: "top_p"}),
     ("1", BOUND, {GRPO: "beta1 beta2"}),
     ("nonsense", r"\b{}\b.*nonsense", {

@@ -112,8 +112,8 @@ def test_ranks_that_cannot_share_rows_are_refused(folder, reward_file, tmp_path,
 # Each update is of one sequence.
 @pytest.mark.parametrize("script, settings", [
     ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}),
-    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4, "cov_share": 0.2,
-                       "loss_type": "clip_cov", "kl_coef": 0.1, "engine_correction": "sequence_mask"}),
+    ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4,
+                       "loss_type": "sapo", "kl_coef": 0.1, "engine_correction": "sequence_mask"}),
     ("train_ppo.py", {"prompts_per_step": 4, "num_generations": 1, "updates_per_epoch": 4,
                       "critic_warmup_steps": 0, "critic_learning_rate": 1e-3})])
 def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, script, settings):

@@ -106,12 +106,10 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
     lengths = torch.tensor([len(logp) for logp in logps])
     old_logps = [(logp + 0.2 * torch.randn(len(logp))).detach() for logp in logps]
     engine_logps = [old + 0.2 * torch.randn(len(old)) for old in old_logps]
-    marks = [torch.rand(length) > 0.7 for length in lengths]
     policy = load_policy(folder, mesh, torch.float32)
 
     def token_losses(logp, flat, spread, mean):
-        loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), spread(adv), mean=mean,
-                                              marked=flat(marks))
+        loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), spread(adv), mean=mean)
         return loss * losses.correction_weights(flat(old_logps), flat(engine_logps), "sequence_truncate",
                                                 mean=mean, lengths=spread(lengths), low=0.5, high=2.0)
 
@@ -164,13 +162,11 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
     policy, batch = load_policy(folder, mesh, torch.float32), idle()
     rollouts, adv = random_rollouts(3, 256), torch.randn(3)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
-    marks = [torch.ones(length, dtype=torch.bool) for length in lengths]
     for correction in losses.CORRECTIONS:
         logp, entropy = policy(batch, 1.0)
         old_logp, engine_logp = batch.flat({}), logp.detach()
         token_loss, low, high = losses.LOSSES[loss_type](
-            logp, old_logp, batch.spread(adv), mean=batch.mean, dual_clip=3.0 * (loss_type != "gpg"),
-            marked=batch.flat(marks, torch.bool))
+            logp, old_logp, batch.spread(adv), mean=batch.mean, dual_clip=3.0 * (loss_type != "gpg"))
         weights = losses.correction_weights(old_logp, engine_logp, correction, mean=batch.mean,
                                             lengths=batch.spread(lengths), low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)

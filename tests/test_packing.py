@@ -299,18 +299,17 @@ def test_a_loss_of_packed_rows_is_that_of_each_row_by_itself(name):
     rollouts = random_rollouts(16, 300, longest=6, parts=(2, 4, 6))
     make = per_token_tensors(rollouts)
     logps, old_logps, upstream = make(), make(), make()
-    marks, adv = [x > 0.5 for x in make()], torch.randn(16)
+    adv = torch.randn(16)
     by_itself = lambda x: x.mean().expand_as(x)
     for batch in pack(rollouts, range(16), 80):
         logp = batch.flat(logps).requires_grad_()
-        loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean,
-                                              marked=batch.flat(marks))
+        loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean)
         (loss * batch.flat(upstream)).sum().backward()
         found = [batch.split(x) for x in (loss.detach(), logp.grad, low, high)]
         for s in batch.sequences:
             alone = logps[s].clone().requires_grad_()
             loss, low, high = losses.LOSSES[name](alone, old_logps[s], adv[s].expand(len(alone)),
-                                                  mean=by_itself, marked=marks[s])
+                                                  mean=by_itself)
             (loss * upstream[s]).sum().backward()
             for ours, expected in zip(found, (loss.detach(), alone.grad, low, high)):
                 torch.testing.assert_close(ours[s], expected)

@@ -90,7 +90,7 @@ def wait_until(condition, seconds):
 # ---------------------------------------------------------------- the weights that sampled
 
 @pytest.mark.parametrize("settings", [
-    {"updates_per_step": 2, "kl_coef": 0.05, "loss_type": "clip_cov", "cov_share": 0.1},
+    {"updates_per_step": 2, "kl_coef": 0.05, "loss_type": "cispo"},
     {"advantage": "remax", "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
     {"engine": "vllm", "max_steps": 1}])
 def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings):

@@ -45,7 +45,7 @@ def test_it_is_train_grpo_with_few_lines_changed():
 
 @pytest.mark.parametrize("arguments", [
     [],
-    ["--updates_per_step=2", "--advantage=grpo_batch", "--loss_type=clip_cov", "--cov_share=0.05",
+    ["--updates_per_step=2", "--advantage=grpo_batch", "--loss_type=gmpo",
      "--kl_coef=0.1", "--engine_correction=token_mask", "--entropy_coef=0.01"],
     ["--updates_per_step=3", "--old_logprobs=engine", "--advantage=remax", "--kl_coef=0.1", "--kl_in=reward",
      "--kl_estimator=k1", "--loss_type=gspo", "--loss_aggregation=sequence_mean", "--token_budget=200"]])

@@ -115,8 +115,8 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
      "--temperature=0.7", "--engine_correction=sequence_mask"],
     ["--kl_coef=0.1", "--kl_estimator=k3+", "--updates_per_step=2", "--loss_type=gspo", "--advantage=remax",
      "--old_logprobs=engine", "--entropy_coef=0.01", "--entropy_decay=cosine"],
-    ["--kl_coef=0.1", "--kl_estimator=k3_is", "--updates_per_step=2", "--loss_type=kl_cov", "--advantage=opo",
-     "--engine_correction=token_truncate", "--cov_share=0.01"]])
+    ["--kl_coef=0.1", "--kl_estimator=k3_is", "--updates_per_step=2", "--loss_type=sapo", "--advantage=opo",
+     "--engine_correction=token_truncate"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
     metrics, _ = train(folder, tmp_path / "run", reward_file, *arguments)
     # The policy leaves the reference.
@@ -215,7 +215,6 @@ def bad(tmp_path_factory, folder):
      "max_prompt_length=10: none of the 40 train prompts fits; the shortest has 51 tokens"),
     (["--prompts_per_step=40", "--train_prompts=30"],
      "prompts_per_step=40 is more than the 30 training prompts"),
-    (["--cov_share=2.0"], "cov_share=2.0"),
     (["--num_generations=1"], "num_generations=1"),
     (["--advantage=pass_at_k", "--pass_k=9"], "pass_k=9"),
     (["--engine_correction=tis"], "engine_correction=tis: choose none, token_truncate, "),

@@ -397,12 +397,11 @@ def episode_metrics(rollouts, engines):
             "timing_s/environment": sum(r.counts["seconds"] for r in rollouts) / engines}
 
 
-def sample_lines(rollouts):
-    """What samples.jsonl says of a step: the first rollout of each of its first eight prompts."""
-    first = [r for i, r in enumerate(rollouts) if i == 0 or r.row != rollouts[i - 1].row]
+def sample_lines(rollouts, n):
+    """What samples.jsonl says of a step: the first of n rollouts of each of its first eight prompts."""
     return [{"prompt": r.row["prompt"],
              "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
-             "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in first[:8]]
+             "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in rollouts[:8 * n:n]]
 
 
 def conversation(completion):

@@ -326,7 +326,7 @@ for step in range(run.first_step, max_steps + 1):
         rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(sampled, rewards.rollout_metrics(sampled, world_size), rewards.sample_lines(sampled))
+    run.end_step(sampled, rewards.rollout_metrics(sampled, world_size), rewards.sample_lines(sampled, G))
 
 # ---------------------------------------------------------------- teardown
 run.end()

@@ -306,7 +306,7 @@ for step in range(run.first_step, max_steps + 1):
         rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, world_size), rewards.sample_lines(rollouts))
+    run.end_step(rollouts, rewards.rollout_metrics(rollouts, world_size), rewards.sample_lines(rollouts, G))
 
 # ---------------------------------------------------------------- teardown
 run.end()

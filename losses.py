@@ -33,8 +33,7 @@ def grouped(scores, num_generations):
 
 
 def flattened(adv, scores):
-    """Return the advantages [P, G] in the shape of scores [N], with 0 where the score is NaN; in their dtype,
-    or in float32 where they are whole numbers or booleans."""
+    """Return the advantages [P, G] in the shape and float dtype of scores [N], with 0 where these are NaN."""
     return torch.where(scores.isnan(), 0.0, adv.flatten()).type_as(scores * 1.0)
 
 

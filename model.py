@@ -109,7 +109,8 @@ def micro_batches(network, rollouts, chosen, token_budget):
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
     # At least one, so that every rank has a gradient, even if it is 0.
     (turns,) = distributed.largest([max(1, len(batches))])
-    batches += [idle(P)] * (int(turns) - len(batches))
+    while len(batches) < turns:
+        batches.append(idle(P))
     if group:
         batches = [part for batch in batches for part in cut_over(group, batch)]
     # Moved one after the other, so that each takes its attention masks with it when it goes.

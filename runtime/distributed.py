@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from runtime import tell_launcher
-from runtime.safe_files import make_lenient
 
 
 def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
@@ -32,7 +31,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     Returns rank, world_size, device, the mesh of all ranks, over which FSDP2 shards, and the group of the
     ranks that share rows with this one, or None. Stops the script where a node has fewer GPUs than processes.
     """
-    make_lenient()
+    escape_the_unknown()
     sys.excepthook = failed
     watchdog.start()
     gc.freeze()                                                 # what was imported will never be garbage
@@ -92,6 +91,14 @@ def keep_freed_memory():
     if not mallopt(M_MMAP_THRESHOLD, 2 ** 31 - 1):
         mallopt(M_MMAP_THRESHOLD, 2 ** 25)                      # the most that glibc before 2.35 accepts
     mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
+
+
+def escape_the_unknown():
+    """Let stdout and stderr escape what their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        # A reward may have put anything in its place, or closed it.
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def failed(kind, error, trace):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from configurator import check, input_errors
 from runtime import checkpoint, distributed
 from runtime.run_folder import locate_run
-from runtime.run_log import RunLog
+from runtime.run_log import RunLog, make_lenient
 from runtime.user_code import source_file
 
 # A resumed run must have the same values for these; all other settings may change.
@@ -37,6 +37,7 @@ class Run:
     """
 
     def __init__(self, settings, script, critic=False, **state):
+        make_lenient()
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         located = None

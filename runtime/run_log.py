@@ -22,6 +22,33 @@ CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5
            ("grad norm", "grad_norm", ".2f"), ("logprob gap", "sampling/sampling_logp_difference/max", ".1e"))
 
 
+class Lenient:
+    """Wraps stdout or stderr and drops, without an error, what a closed or full one cannot take."""
+
+    def __init__(self, stream):
+        # Python gives None where the descriptor was closed before it started.
+        self.stream = stream or open(os.devnull, "w")
+
+    def write(self, text):
+        # ValueError: it is closed. RuntimeError: a signal's handler writes in the middle of another write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def make_lenient():
+    """Let print, and whatever else writes to stdout and stderr, continue where these are closed or full."""
+    distributed.escape_the_unknown()
+    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
+
+
 class RunLog:
     """Writes metrics.jsonl and TensorBoard events, samples.jsonl, config.json and a copy of the script, and
     prints to the console.
@@ -54,6 +81,7 @@ class RunLog:
             except OSError as error:
                 raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
         # Kept, because a reward may replace sys.stdout later.
+        make_lenient()
         self.console = sys.stdout
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         # As the interpreter ends it would write once more, after the error that ends the run, and fail.

@@ -1,6 +1,5 @@
 """
-Files on a disk that may be full, in a folder that others may have written to; logs that may be damaged; and a
-console that may be closed.
+Files on a disk that may be full, in a folder that others may have written to, and logs that may be damaged.
 """
 import contextlib
 import errno
@@ -77,35 +76,3 @@ def rewind(path, step):
         file.writelines(line for line, _ in kept)
     os.replace(path + ".part", path)
     return [entry for _, entry in kept]
-
-
-class Lenient:
-    """Wraps stdout or stderr and drops, without an error, what a closed or full one cannot take."""
-
-    def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")
-
-    def write(self, text):
-        # ValueError: it is closed. RuntimeError: a signal's handler writes in the middle of another write.
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-
-def make_lenient():
-    """Let print, and whatever else writes to stdout and stderr, continue where these are closed or full.
-
-    What their encoding lacks is escaped.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        # Python gives None where the descriptor was closed before it started.
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)

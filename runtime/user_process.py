@@ -4,15 +4,15 @@ A function of the user's in a process of its own, called in limited time.
 What it does to signals, the current folder or the interpreter stays in that process, and a call that does not
 come back is ended with it, whatever language it is written in.
 """
+import contextlib
 import ctypes
+import io
 import os
 import signal
 import subprocess
 import sys
 import traceback
 from multiprocessing.connection import Connection, Pipe
-
-from runtime.safe_files import make_lenient
 
 
 class UserProcess:
@@ -66,11 +66,22 @@ class UserProcess:
         return process.wait()
 
 
+class Console(io.FileIO):
+    """Drops what a closed or full console cannot take."""
+    def write(self, data):
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
 def serve(descriptor):
     """Answers the messages of a UserProcess, which has started this process, until it has gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
-    make_lenient()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        with contextlib.suppress(OSError):                      # it is closed
+            setattr(sys, name, io.TextIOWrapper(Console(number, "w", closefd=False), write_through=True,
+                                                errors="backslashreplace"))
     pipe, function = Connection(descriptor), None
     while True:
         try:

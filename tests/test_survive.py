@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from runtime import checkpoint, tell_launcher
 from runtime import run_folder
-from runtime.run_log import RunLog
-from runtime.safe_files import Lenient
+from runtime.run_log import Lenient, RunLog
 from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,

@@ -41,7 +41,8 @@ def launch(*arguments, launcher=(sys.executable,), code=0, cwd=ROOT, env={}):
 def keep_rollouts():
     """Make the script that this process runs write each step's rollouts, for kept_rollouts to read.
 
-    They are those that it deals out, so of train_dapo.py those that it trains on.
+    They are those that it deals out, so of train_dapo.py those that it trains on. Of these the scores of all
+    that it has sampled are written as well.
     """
     import packing
     deal = packing.deal
@@ -59,6 +60,9 @@ def keep_rollouts():
                 for s, r in enumerate(rollouts):
                     more = {"greedy": float(greedy[s // group])} if group and s % group == 0 else {}
                     file.write(json.dumps(as_json(r) | more) + "\n")
+            if isinstance(script.get("sampled"), list):
+                with open(f"{folder}/scores-{script['step']}.json", "w") as file:
+                    json.dump([r.score for r in script["sampled"]], file)
         return deal(rollouts, *rest)
     packing.deal = kept
 

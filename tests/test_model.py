@@ -232,6 +232,17 @@ def test_a_float32_head_does_not_round_logits(bias):
             assert (x.grad - gradient).norm() < 4e-3 * gradient.norm()
 
 
+def test_gradients_of_a_bfloat16_head_are_summed_in_float32(monkeypatch):
+    """Six hundred chunks of one token, each of which adds 2/3: in bfloat16 the sum stops before 300."""
+    monkeypatch.setattr(logprobs, "LOGITS", {"cpu": 3})
+    hidden, *head = (x.bfloat16() for x in (torch.ones(600, 4), torch.zeros(3, 4), torch.zeros(3)))
+    head = [x.requires_grad_() for x in head]
+    logp, _ = LogprobsFromHidden.apply(hidden, *head, torch.zeros(600, dtype=torch.long), 1.0)
+    logp.sum().backward()
+    assert head[0].grad[0].tolist() == pytest.approx([400] * 4, rel=0.01)
+    assert head[1].grad.tolist() == pytest.approx([400, -200, -200], rel=0.01)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, seed):
     """The clipped loss by padding, mask and full logits, for random shapes, lengths, spans and budgets."""
@@ -410,6 +421,13 @@ def test_the_value_of_a_turn_is_read_behind_the_observation_before_it(folder, me
             expected.insert(0, following[1])
         assert adv[s].tolist() == pytest.approx(expected, abs=1e-3)
         assert ret[s].tolist() == pytest.approx([a + v for a, v in zip(expected, slow)], abs=1e-3)
+
+
+def test_values_of_a_bfloat16_critic_are_not_rounded(folder, mesh):
+    critic = load_critic(folder, mesh, torch.bfloat16)
+    torch.nn.init.normal_(critic.hf.score.weight.to_local())
+    values = critic(pack(random_rollouts(6, 256), range(6), 500)[0]).detach()
+    assert values.dtype == torch.float32 and (values != values.bfloat16()).float().mean() > 0.9
 
 
 def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):

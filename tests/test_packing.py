@@ -10,6 +10,7 @@ import packing
 from model import micro_batches
 from packing import deal, idle, pack, prefix_order, row_size
 from rollout import Rollout
+from runtime import distributed
 
 
 def single(prompt_ids, completion_ids):
@@ -265,6 +266,18 @@ def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
     assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
     assert len(batch.index) == len(batch.targets) == len(batch.owner) == len(batch.numbers) == 0
     assert len([*micro_batches(network, random_rollouts(3, 300), range(3), 200)]) == 1
+
+
+@pytest.mark.parametrize("count", [0, 24])
+def test_ranks_agree_on_the_number_of_micro_batches(monkeypatch, count):
+    """Where another rank has nine, each has, and those that it adds are idle."""
+    asked, rollouts = [], random_rollouts(24, 300)
+    monkeypatch.setattr(distributed, "largest", lambda numbers: asked.append(numbers) or [9.0])
+    network, own = torch.nn.Linear(1, 1), len(pack(rollouts, range(count), 60))
+    network.packed, network.sequence_group = True, None
+    batches = [*micro_batches(network, rollouts, range(count), 60)]
+    assert asked == [[max(1, own)]] and own < 9 == len(batches) and (own > 1) == (count > 1)
+    assert [len(batch.sequences) > 0 for batch in batches] == [True] * own + [False] * (9 - own)
 
 
 # ---------------------------------------------------------------- per-token tensors of a micro-batch

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from runtime import checkpoint
 import placement
 import runs
-from placement import Sampled
+from placement import Bridge, Sampled
 from rollout import Rollout, from_json
 from runs import TORCHRUN, begin, finish, forked, kept_rollouts, launch, lines, refused, with_defaults
 from test_many_ranks import bits
@@ -38,9 +38,9 @@ def command(out_dir, **settings):
 @pytest.fixture
 def train(folder, reward_file, tmp_path):
     """Runs a script with the small model; returns its metrics and what it printed."""
-    def run(name="run", script="train_async.py", ranks=2, **settings):
+    def run(name="run", script="train_async.py", ranks=2, code=0, **settings):
         defaults = SMALL | {"model": folder, "reward": reward_file.partition("=")[2]} | settings
-        return runs.train(script, tmp_path / name, [], defaults, ranks=ranks)
+        return runs.train(script, tmp_path / name, [], defaults, ranks=ranks, code=code)
     return run
 
 
@@ -309,6 +309,13 @@ def test_an_engine_over_two_ranks_takes_weights_in_flight(train, folder, tmp_pat
     assert several > 10
 
 
+def test_weights_that_are_the_same_have_to_agree(whole, train, tmp_path):
+    """Without an evaluation first: in the update itself."""
+    cut_back(whole, tmp_path / "run", 4)
+    _, output = train(max_staleness=0, logprob_gap=1e-9, resume="auto", code=1)
+    assert "over logprob_gap=1e-09" in output
+
+
 # ---------------------------------------------------------------- stale completions
 
 def test_stale_completions_are_dropped(train):
@@ -542,6 +549,8 @@ def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
     (2, {"max_staleness": 0, "in_flight": True}, "in_flight=True with max_staleness=0"),
     (2, {"stale": "drop"}, "stale=drop needs --in_flight=true"),
     (2, {"stale": "x"}, "stale=x: choose wait, drop"),
+    # Refused behind engine_correction, which auto leaves out here.
+    (2, {"old_logprobs": "engine", "correction_low": 3}, "correction_low=3.0 is not below"),
     (2, {"sync_timeout": 9999}, "timeout=3600.0: not above sync_timeout=9999")])
 def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings, message):
     arguments = with_defaults([], {"model": folder, "engine": "hf", "out_dir": tmp_path / "run"} | settings)
@@ -589,6 +598,18 @@ def test_staleness_counts_tokens():
         for t in range(len(r.logprobs)):
             slow.append(4 - [version for start, version in r.versions if start <= t][-1])
     assert placement.staleness(some, 4) == (pytest.approx(sum(slow) / len(slow)), max(slow))
+
+
+def test_completions_with_one_token_that_is_too_old_are_dropped(mesh):
+    """Of step 4; the next of this engine are taken instead."""
+    old, young = (Sampled([rollout_with(versions, 9)], [], 0, {}) for versions in (
+        ((0, 1), (1, 4)), ((0, 3), (1, 4))))
+    bridge = Bridge(SimpleNamespace(sync_timeout=1, rollout_ranks=1, vllm_tensor_parallel_size=1, engine="hf"))
+    bridge.speaks, bridge.trainers, bridge.dropped = True, 1, [0]
+    bridge.boxes = [{("step", 4): old, ("step", 5): young}]
+    taken = bridge.take("step", 4, max_staleness=1)
+    assert taken.rollouts == young.rollouts and taken.figures == {"async/dropped": 1}
+    assert bridge.dropped == [1]
 
 
 def test_what_is_sampled_ahead_comes_back_from_json():

@@ -1,6 +1,7 @@
 """train_dapo.py has train_grpo.py's figures where its own settings are off, and does what these say."""
 import ast
 import difflib
+import json
 import os
 import shutil
 
@@ -90,6 +91,11 @@ def test_groups_without_spread_are_replaced(dapo_run):
         rows = kept_rollouts(path / "run", step)
         groups = [rows[i:i + 6] for i in range(0, 24, 6)]
         mixed = [len({row["score"] for row in group}) > 1 for group in groups]
+        # The first that differ are kept, in the order in which they were sampled.
+        scores = json.loads((path / "run.rollouts" / f"scores-{step}.json").read_text())
+        every = [scores[i:i + 6] for i in range(0, len(scores), 6)]
+        first = sorted(sorted(range(len(every)), key=lambda p: len({*every[p]}) == 1)[:4])
+        assert [every[p] for p in first] == [[row["score"] for row in group] for group in groups]
         assert len(rows) == 24 and (all(mixed) or metrics[step]["train/num_gen_batches"] == 3)
         counted = sum(row["finish_reason"] == "stop" for group, kept in zip(groups, mixed) if kept
                       for row in group)

@@ -101,12 +101,13 @@ def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
 
 
 def test_kl_in_the_reward(folder, reward_file, tmp_path):
-    metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, kl_target=1e-6, kl_horizon=64,
+    metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, kl_target=0.5, kl_horizon=64,
                     max_steps=4, num_epochs=2, entropy_coef=0.01, lam=0.95, gamma=0.99)
     # The policy is the reference.
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)
     assert metrics[3]["kl"] > 1e-4 and metrics[1]["actor/updates"] == 4
-    # Over the target the coefficient grows by 20% * 16/64.
+    # Over the target, by sequence though not by token, the coefficient grows by 20% * 16/64.
+    assert metrics[2]["kl"] < 0.4 and metrics[2]["kl"] * metrics[2]["completions/mean_length"] > 0.6
     assert metrics[3]["kl_coef"] == pytest.approx(metrics[2]["kl_coef"] * 1.05)
     line = metrics[3]
     expected = line["reward"] - line["kl_coef"] * line["kl"] * line["completions/mean_length"]
@@ -114,9 +115,11 @@ def test_kl_in_the_reward(folder, reward_file, tmp_path):
 
 
 def test_early_stop_on_kl(folder, reward_file, tmp_path):
-    metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, max_kl=1e-7)
+    metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, max_kl=1e-7, value_clip=1e-3)
     # The first is on policy, the second is not.
     assert metrics[1]["actor/updates"] == 1
+    # The critic is trained on, from values that are soon further away than that.
+    assert all(0.05 < line["critic/vf_clipfrac"] < 0.95 for line in metrics[:3])
 
 
 @pytest.mark.parametrize("arguments, message", [

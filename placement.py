@@ -27,9 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from runtime import distributed
 import rollout
+from rollout import numbers
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
@@ -51,14 +53,12 @@ class Sampled:
         return self.__dict__ | {"rollouts": [rollout.as_json(r) for r in self.rollouts]}
 
     @classmethod
-    def from_json(cls, entry):
-        """Raises ValueError for what as_json does not write."""
-        try:
-            rollouts = [rollout.from_json(one) for one in entry["rollouts"]]
-            figures = {name: float(value) for name, value in entry["figures"].items()}
-            return cls(rollouts, [float(score) for score in entry["greedy"]], int(entry["position"]), figures)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"not what engines have sampled: {error!r:.300}") from error
+    def from_json(cls, entry, vocabulary):
+        """Of as_json's dict. vocabulary: how many tokens the model has."""
+        figures = entry["figures"]
+        return cls([rollout.from_json(one, vocabulary) for one in entry["rollouts"]],
+                   numbers(entry, "greedy").tolist(), numbers(entry, "position", int, 0, shape=()).item(),
+                   {name: numbers(figures, name, shape=()).item() for name in figures})
 
 
 class Bridge:
@@ -348,12 +348,13 @@ def unpacked(fill):
 def kept_ahead(state, settings, folder):
     """{step: Sampled}: what a checkpoint's state holds for the next steps, if these settings fit it.
 
-    Raises ValueError if it is damaged. folder: the checkpoint, for the message.
+    Raises ValueError if it is damaged. folder: the checkpoint, or the model where there is none.
     """
+    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     try:
-        kept = {int(step): Sampled.from_json(entry) for step, entry in state["ahead"]}
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder}: ahead in its state.json is {error}") from error
+        kept = {int(step): Sampled.from_json(entry, size) for step, entry in state["ahead"]}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder}/trainer/state.json: ahead is not what engines sample: {error}") from error
     fits = all(state["settings"].get(key) == getattr(settings, key) for key in SAMPLED_WITH)
     return kept if fits else {}
 

@@ -91,17 +91,33 @@ def as_json(rollout):
                       "row": row, "rewards": rewards}
 
 
-def from_json(entry):
-    """The Rollout of such a dict. Raises ValueError for anything else."""
-    try:
-        arrays = {"ids": np.array(entry["ids"], np.int32),
-                  "logprobs": np.array(entry["logprobs"], np.float32),
-                  "spans": np.array(entry["spans"], np.int32).reshape(-1, 2),
-                  "rewards": entry["rewards"] and np.array(entry["rewards"], np.float32),
-                  "versions": tuple((int(start), int(version)) for start, version in entry["versions"])}
-        return Rollout(**entry | arrays)
-    except (ValueError, TypeError, KeyError, OverflowError, AttributeError) as error:
-        raise ValueError(f"{error!r:.200}") from error
+def from_json(entry, vocabulary=2 ** 31):
+    """The Rollout of such a dict. Raises ValueError, which names the field, for what no engine samples.
+
+    vocabulary: how many tokens the model has.
+    """
+    if strange := sorted(Rollout.__dataclass_fields__.keys() ^ entry.keys()):
+        raise ValueError(f"{', '.join(strange)}: missing, or unknown")
+    r = Rollout(**entry | {
+        "ids": numbers(entry, "ids", np.int32, 0, vocabulary - 1),
+        "spans": numbers(entry, "spans", np.int32, shape=(-1, 2)),
+        "logprobs": numbers(entry, "logprobs", np.float32),
+        "score": numbers(entry, "score", shape=()).item(),
+        "rewards": entry["rewards"] and numbers(entry, "rewards", np.float32),
+        "versions": tuple(map(tuple, numbers(entry, "versions", int, shape=(-1, 2)).tolist()))})
+    edges = [1, *r.spans.flatten(), len(r.ids)]
+    if edges != sorted(edges) or np.diff(r.spans).sum() != len(r.logprobs):
+        raise ValueError("spans: they do not fit ids and logprobs")
+    return r
+
+
+def numbers(entry, name, kind=float, low=-3.4e38, high=3.4e38, shape=-1):
+    """A field's numbers as an array. Raises ValueError for what is none, or out of bounds; NaN is fine."""
+    with contextlib.suppress(ValueError):
+        array = np.array(entry[name]).reshape(shape)
+        if array.dtype.kind in "if" and not ((array < low) | (array > high)).any():
+            return array.astype(kind)
+    raise ValueError(f"{name}: {entry[name]!r:.100} is not made of numbers from {low:g} to {high:g}")
 
 
 def engine_class(engine):

@@ -242,10 +242,11 @@ def test_a_run_of_train_grpo_goes_on_apart_but_not_back(train, folder, reward_fi
             "checkpoint-6 holds ahead, engines, which train_grpo.py would lose", tmp_path)
 
 
-@pytest.mark.parametrize("change", [
-    lambda ahead: ahead[0][1].pop("rollouts"), lambda ahead: ahead[0][1].update(position="x"),
-    lambda ahead: ahead[0][1]["rollouts"][0].update(ids=["x"]), lambda ahead: ahead[0].pop()])
-def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_path, change):
+@pytest.mark.parametrize("change, message", [
+    (lambda ahead: ahead[0].pop(), ""),
+    (lambda ahead: ahead[0][1]["rollouts"][0]["ids"].append(70_000), "ids: .* not made of numbers from 0 to"),
+    (lambda ahead: ahead[1][1]["rollouts"][3].update(score=math.inf), "score: inf is not made of numbers")])
+def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_path, change, message):
     path = shutil.copytree(whole / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     (tmp_path / "run" / ".lock").touch()
     state = json.loads((path / "trainer" / "state.json").read_text())
@@ -260,7 +261,8 @@ def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_p
         process.join(60)
     assert processes[0].exitcode == 2 and processes[1].exitcode == 1
     output = (tmp_path / "log").read_text()
-    assert "checkpoint-3: ahead in its state.json is " in output and "Traceback" not in output
+    assert re.search(f"checkpoint-3/trainer/state.json: ahead is not what engines sample: .*{message}", output), output
+    assert "Traceback" not in output
 
 
 # ---------------------------------------------------------------- more ranks
@@ -620,7 +622,7 @@ def test_what_is_sampled_ahead_comes_back_from_json():
                          rewards=np.array([0.25], np.float32), counts={"calls": 1, "seconds": 0.5})]
     assert math.isnan(some[1].score)
     sampled = Sampled(some, [0.5, math.nan], 12, {"timing_s/gen": 1.5})
-    found = Sampled.from_json(json.loads(json.dumps(sampled.as_json())))
+    found = Sampled.from_json(json.loads(json.dumps(sampled.as_json())), 256)
     assert (found.position, found.figures) == (12, {"timing_s/gen": 1.5})
     assert found.greedy[0] == 0.5 and math.isnan(found.greedy[1]) and len(found.greedy) == 2
     for ours, theirs in zip(found.rollouts, some, strict=True):
@@ -632,9 +634,12 @@ def test_what_is_sampled_ahead_comes_back_from_json():
 
 
 @pytest.mark.parametrize("change", [
-    {"rollouts": None}, {"rollouts": [5]}, {"position": "x"}, {"position": None}, {"greedy": ["x"]},
-    {"greedy": None}, {"figures": []}, {"figures": {"x": None}}, None])
-def test_damage_to_what_is_sampled_ahead_is_a_value_error(change):
-    entry = Sampled([rollout_with(((0, 0),), 2)], [], 4, {}).as_json()
-    with pytest.raises(ValueError, match="not what engines have sampled"):
-        Sampled.from_json(change and entry | change)
+    {"rollouts": None}, {"rollouts": [5]}, {"rollouts": [{}]}, {"position": "x"}, {"position": None},
+    {"position": -1}, {"greedy": ["x"]}, {"greedy": [math.inf]}, {"greedy": None}, {"figures": 5},
+    {"figures": {"x": None}}, None])
+def test_damage_to_what_is_sampled_ahead_is_a_value_error(change, folder):
+    settings = SimpleNamespace(**dict.fromkeys(placement.SAMPLED_WITH))
+    entry = Sampled([rollout_with(((0, 0),), 2)], [], 4, {"timing_s/gen": 1.0}).as_json()
+    assert len(placement.kept_ahead({"ahead": [[3, entry]], "settings": {}}, settings, folder)) == 1
+    with pytest.raises(ValueError, match=f"^{folder}/trainer/state.json: ahead is not what engines sample: "):
+        placement.kept_ahead({"ahead": [[3, change and entry | change]], "settings": {}}, settings, folder)

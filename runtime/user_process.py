@@ -79,9 +79,9 @@ def serve(descriptor):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
     for name, number in (("stdout", 1), ("stderr", 2)):
-        with contextlib.suppress(OSError):                      # it is closed
-            setattr(sys, name, io.TextIOWrapper(Console(number, "w", closefd=False), write_through=True,
-                                                errors="backslashreplace"))
+        if stream := getattr(sys, name):                        # None: it is closed
+            console = Console(number, "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(console, stream.encoding, "backslashreplace", write_through=True))
     pipe, function = Connection(descriptor), None
     while True:
         try:

@@ -389,3 +389,15 @@ def adapted_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_sequences):
     at most 20% * num_sequences / kl_horizon. Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, 2.2."""
     error = max(-0.2, min(0.2, kl / kl_target - 1))
     return kl_coef * (1 + error * num_sequences / kl_horizon)
+
+
+# ---------------------------------------------------------------- schedules
+
+def schedule(peak, step, steps, kind, warmup=0):
+    """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup on,
+    and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine")."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    decays = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return peak * decays[kind]

@@ -132,16 +132,6 @@ networks = {"": (policy, optimizer)}                            # by subfolder o
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 
 
-def decay(kind, progress):                                      # of the learning rate and the entropy bonus
-    return {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
-
-
-def learning_rate_at(step):
-    if step < warmup_steps:
-        return learning_rate * (step + 1) / warmup_steps
-    return learning_rate * decay(lr_decay, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-
-
 def sample(prompts, n, names, temperature=temperature):
     """n adjacent rollouts per prompt. Their seeds are the hash of the prompt's name, that + 1, ..., on
     whichever rank they are sampled."""
@@ -255,8 +245,9 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
         for group in optimizer.param_groups:
-            group["lr"] = log.metrics["learning_rate"] = learning_rate_at(step)
-        entropy_weight = entropy_coef * decay(entropy_decay, step / max_steps)
+            group["lr"] = log.metrics["learning_rate"] = losses.schedule(
+                learning_rate, step, max_steps, lr_decay, warmup_steps)
+        entropy_weight = losses.schedule(entropy_coef, step, max_steps, entropy_decay)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
             # Normalised by the whole update, on all ranks, so that the gradient does not depend on the number

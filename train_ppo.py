@@ -130,15 +130,6 @@ networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 
 
-def learning_rate_at(step, peak, first=0):
-    step, steps = step - first, max_steps - first
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    decay = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return peak * decay[lr_decay]
-
-
 def sample(prompts, n, names):
     """n adjacent rollouts per prompt. Their seeds are the hash of the prompt's name, that + 1, ..., on
     whichever rank they are sampled."""
@@ -239,9 +230,10 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     train_policy = step >= critic_warmup_steps
-    lr = learning_rate_at(step, learning_rate, critic_warmup_steps) if train_policy else 0.0
+    lr = losses.schedule(learning_rate, step - critic_warmup_steps, max_steps - critic_warmup_steps, lr_decay,
+                         warmup_steps) if train_policy else 0.0
     optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = lr
-    critic_lr = learning_rate_at(step, critic_learning_rate)
+    critic_lr = losses.schedule(critic_learning_rate, step, max_steps, lr_decay, warmup_steps)
     critic_optimizer.param_groups[0]["lr"] = log.metrics["critic/lr"] = critic_lr
     # Logged as 0 while the critic learns alone.
     log.add(means={name: [] for name in (

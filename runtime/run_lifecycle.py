@@ -56,11 +56,6 @@ class Run:
                   f"{self.resumed} has {'a' if has_critic else 'no'} critic, unlike runs of {kind}")
             with input_errors():
                 loaded = checkpoint.load_state(self.resumed)
-            # Older checkpoints of train_dapo.py hold what it counted for skip_after, a setting that is gone.
-            check(not loaded["settings"].get("skip_after"),
-                  f"{self.resumed}: its run had skip_after, a setting that is gone")
-            for key in ("alike", "rests"):
-                loaded.pop(key, None)
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: resume it with the script, in the version, that wrote it")

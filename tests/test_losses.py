@@ -794,3 +794,14 @@ def test_what_rounds_is_not_clipped():
     old, value, ret = torch.randn(10_000), torch.randn(10_000), torch.randn(10_000)
     _, clipped = losses.value_loss(value, old, ret, 100.0)
     assert not clipped.any() and (old + (value - old) != value).any()
+
+
+# ---------------------------------------------------------------- schedules
+
+@pytest.mark.parametrize("kind, expected", [
+    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])])
+def test_schedule(kind, expected):
+    values = [losses.schedule(2.0, step, 6, kind, 2) for step in range(7)]
+    assert values == pytest.approx([2 * x for x in expected + [float(kind == "constant")]], abs=1e-12)
+    assert losses.schedule(1.0, 0, 4, kind) == 1 and losses.schedule(1.0, 0, 2, kind, 5) == 0.2

@@ -18,19 +18,14 @@ import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import tell_launcher
+from runtime import refuse
 
 TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
 def fail(message):
-    message = f"{Path(sys.argv[0]).name}: {one_line(message)}"
-    tell_launcher(message)
-    # stderr may be closed; the exit code remains.
-    with contextlib.suppress(Exception):
-        print(message, file=sys.stderr)
-    sys.exit(2)
+    refuse(f"{Path(sys.argv[0]).name}: {one_line(message)}")
 
 
 def check(ok, message):

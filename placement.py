@@ -320,7 +320,7 @@ class Bridge:
         self._end(f"rank 0 (trainer) is gone: {error}")
 
     def _end(self, message):
-        distributed.tell_launcher(message)
+        distributed.tell_launcher(message, later=1)
         with contextlib.suppress(OSError, ValueError):
             print(f"{self.me} ends: {message}", file=sys.stderr)
         distributed.end(1)

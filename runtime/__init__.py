@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import sys
 import time
 
 # OpenMP's threads wait for one another by spinning. Where another process wants a core as well, they spin
@@ -11,10 +12,20 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
-def tell_launcher(message):
-    """Give torchrun, if it is there, why this process ends: its summary ends with what was said first."""
-    # A rank that has lost another one may be quick to say so, but that is not the cause.
-    later = 60 if "by peer" in message else 0
+def tell_launcher(message, later=0):
+    """Give torchrun, if it is there, why this process ends: its summary ends with what was said first.
+
+    later: seconds to be added to the time, for what another process's end has caused.
+    """
     with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
         about = {"timestamp": str(int(time.time()) + later)}
         json.dump({"message": {"message": message, "extraInfo": about}}, file)
+
+
+def refuse(message):
+    """End the process with a message that its user can act on, and with exit code 2."""
+    tell_launcher(message)
+    # stderr may be closed; the exit code remains.
+    with contextlib.suppress(Exception):
+        print(message, file=sys.stderr)
+    sys.exit(2)

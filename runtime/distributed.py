@@ -19,7 +19,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from runtime import tell_launcher
+from runtime import refuse, tell_launcher
 
 
 def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
@@ -55,15 +55,15 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
         # With a role, WORLD_SIZE is that of its group.
         here = min(int(os.environ.get(size, 1)) for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if here > gpus:
-            too_few = (f"{here} processes of this node form one group and need a GPU each, but it has {gpus}: "
-                       "torchrun's nproc_per_node is too large")
-            tell_launcher(too_few)
-            print(too_few, file=sys.stderr)
-            sys.exit(2)
+            refuse(f"{here} processes of this node form one group and need a GPU each, but it has {gpus}: "
+                   "torchrun's nproc_per_node is too large")
         torch.cuda.set_device(device)
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
+    except (ValueError, RuntimeError) as error:
+        refuse(f"the processes cannot join in the way that their environment says: {error}")
     world_size = dist.get_world_size()
     mesh, sequence_group = dist.init_device_mesh(device.type, (world_size,)), None
     # Not where it does not divide them: check_run refuses that next, and engines apart share no rows.
@@ -103,7 +103,9 @@ def escape_the_unknown():
 
 def failed(kind, error, trace):
     """What sys.excepthook does in a run: torchrun is told of the error as well."""
-    tell_launcher(f"{kind.__name__}: {error}")
+    # Mostly another process has failed and closed its connections.
+    lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
+    tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
     sys.__excepthook__(kind, error, trace)
 
 

@@ -207,7 +207,7 @@ class Run:
                 self.log.say(f"step {step}: no checkpoint, the older ones stand: {problem}")
         if step == self.max_steps:
             self.log.write()
-        check(not (problem and last), "the last model could not be saved")
+        check(not (problem and last), f"the last model could not be saved: {problem}")
         if self.stopped and step < self.max_steps:
             self.log.say(f"stopped by a signal after {step} steps" + (
                 f"; --out_dir={self.out_dir} --resume=auto resumes it" if step else ": nothing is saved"))

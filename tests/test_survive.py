@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime import checkpoint, tell_launcher
+from runtime import checkpoint, distributed, tell_launcher
 from runtime import run_folder
 from runtime.run_log import Lenient, RunLog
 from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
@@ -366,7 +366,8 @@ def test_torchrun_gets_what_was_said_first_and_not_what_came_of_it(tmp_path, mon
     tell_launcher("ValueError: the cause")
     tell_launcher("RuntimeError: another")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "second"))
-    tell_launcher("RuntimeError: Connection closed by peer")
+    monkeypatch.setattr(sys, "__excepthook__", lambda *_: None)
+    distributed.failed(RuntimeError, RuntimeError("[gloo/pair.cc:547] Connection closed by peer"), None)
     first, second = (json.loads((tmp_path / name).read_text())["message"] for name in ("first", "second"))
     assert first["message"] == "ValueError: the cause"
     assert int(second["extraInfo"]["timestamp"]) > int(first["extraInfo"]["timestamp"]) + 30

@@ -244,7 +244,7 @@ def test_a_run_of_train_grpo_goes_on_apart_but_not_back(train, folder, reward_fi
 
 @pytest.mark.parametrize("change, message", [
     (lambda ahead: ahead[0].pop(), ""),
-    (lambda ahead: ahead[0][1]["rollouts"][0]["ids"].append(70_000), "ids: .* not made of numbers from 0 to"),
+    (lambda ahead: ahead[0][1]["rollouts"][0]["ids"].append(70_000), "ids: .* from 0 to"),
     (lambda ahead: ahead[1][1]["rollouts"][3].update(score=math.inf), "score: inf is not made of numbers")])
 def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_path, change, message):
     path = shutil.copytree(whole / "checkpoint-3", tmp_path / "run" / "checkpoint-3")

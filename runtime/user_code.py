@@ -119,22 +119,19 @@ def event_loop():
 def awaited(awaitable, seconds):
     async def guarded():
         try:
-            return await awaitable, None
-        except asyncio.CancelledError:
-            raise
-        # sys.exit would end the loop, and the run would wait for it for ever.
-        except BaseException as error:
-            return None, error
+            return await awaitable
+        # It would end the loop, and the run would wait for it for ever.
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(repr(error)) from error
 
     future = asyncio.run_coroutine_threadsafe(guarded(), event_loop())
     try:
-        value, error = future.result(seconds or None)
+        return future.result(seconds or None)
     except TimeoutError:
-        future.cancel()
+        # The function may have raised one itself.
+        if not future.cancel():
+            raise
         raise TimeUp from None
-    if error:
-        raise error
-    return value
 
 
 class Threads:

@@ -35,8 +35,6 @@ def load_from(spec, key, kind, others=""):
     module = sys.modules[f"{key}_file"] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
         raise ValueError(f"{key}: {path} raised {escaped(shown(error))}") from error
     found = getattr(module, name, None)
@@ -53,9 +51,8 @@ def accepted(function, columns, name=""):
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
         if p.default is p.empty and p.name not in columns:
-            there = ", ".join(columns)
             raise ValueError(f"{name or 'reward ' + name_of(function)} needs a column {p.name}; "
-                             f"the columns are {there}")
+                             f"the columns are {', '.join(columns)}")
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return columns
     return {p.name: columns[p.name] for p in named if p.name in columns}

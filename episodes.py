@@ -20,7 +20,6 @@ import json
 import math
 import re
 import zlib
-from collections import Counter
 from copy import deepcopy
 
 import numpy as np
@@ -313,8 +312,8 @@ class Table:
         self.player, self.engine, self.settings = player, engine, player.settings
         self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
         self.numbers = itertools.count()
-        self.groups, self.playing = {}, {}      # {key: its Rollouts}; {number: (episode, counts, key, place)}
-        self.left = Counter()                   # {key: how many of its episodes have not ended}
+        # {key: its Rollouts, None for those that have not ended}; {number: (episode, counts, key, place)}
+        self.groups, self.playing = {}, {}
         self.asked = 0                          # Requests that wait for an Answer
 
     def __len__(self):
@@ -325,7 +324,7 @@ class Table:
 
         key: under which step returns their Rollouts, when all have ended.
         """
-        self.groups[key], self.left[key] = [None] * len(jobs), len(jobs)
+        self.groups[key] = [None] * len(jobs)
         for place, (prompt, seed, sampling) in enumerate(jobs):
             counts, number = {}, next(self.numbers)
             if self.player.make:
@@ -341,7 +340,6 @@ class Table:
                 wish = episode.throw(error) if error else episode.send(value)
             except StopIteration as end:
                 self.groups[key][place] = end.value
-                self.left[key] -= 1
                 del self.playing[number]
                 return
             if isinstance(wish, Request):
@@ -362,9 +360,7 @@ class Table:
         for number, value, error, seconds in self.threads.finished(wait=self.playing and not self.asked):
             self.playing[number][1]["seconds"] += seconds
             self._go_on(number, value, error)
-        complete = [key for key, left in self.left.items() if not left]
-        for key in complete:
-            del self.left[key]
+        complete = [key for key, group in self.groups.items() if None not in group]
         return {key: self.groups.pop(key) for key in complete}
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from runtime.safe_files import in_words, opened, remove, sync
@@ -49,12 +49,11 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
         # weights.
         whole = {name: tensor.cpu() for name, tensor in full_weights(model) if master}
         # Without this PyTorch would make a first step of its own to find out what the state is.
-        has_steps = bool(optimizer.state)
-        moments = get_optimizer_state_dict(model, optimizer) if has_steps else {}
+        moments = get_optimizer_state_dict(model, optimizer) if optimizer.state else {}
         if problem := first_problem(problem):
             break
         try:
-            if has_steps:
+            if moments:
                 dcp.save(moments, checkpoint_id=os.path.join(part, place, "trainer"))
             if master:
                 names = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
@@ -208,8 +207,6 @@ class CheckedReader(dcp.FileSystemReader):
                 raise ValueError(f"it names {info.relative_path}, which is not in its folder")
 
     def read_metadata(self, *_, **__):
-        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
-        self.metadata.storage_meta.load_id = self.load_id
         return self.metadata
 
 

@@ -131,11 +131,6 @@ def sample_for_trainers(_):
     own_eval = range(bridge.engine, len(eval_set), bridge.engines)
     table, work = Table(player, rollout_engine), {}             # {(kind, number): when it began, position}
 
-    def may_begin():
-        # The schedule: whether to begin step `number` with these weights. keep_ahead counts on it.
-        return (len(table) < B * G if stale == "drop"
-                else number <= version + max_staleness and number < max_steps)
-
     def begin(kind, number, prompts, n, names):
         # n completions per prompt, adjacent. A prompt's name makes its seed, for any number of engines.
         seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
@@ -164,7 +159,9 @@ def sample_for_trainers(_):
         if version == max_steps:
             bridge.wait_for_the_end()
         while not (in_flight and bridge.arrived(version + 1)):
-            while may_begin():
+            # The schedule: whether to begin step `number` with these weights. keep_ahead counts on it.
+            while (len(table) < B * G if stale == "drop"
+                   else number <= version + max_staleness and number < max_steps):
                 picked, position = train_set.draw(position, prompts_per_step, seed)
                 begin("step", number, [picked[i] for i in own], G, [f"{number} {i}" for i in own])
                 number += 1

@@ -102,8 +102,6 @@ def check_placement(s, world_size):
     trainers, engines = world_size - s.rollout_ranks, s.rollout_ranks // s.vllm_tensor_parallel_size
     check_divides(s, "vllm_tensor_parallel_size", s.rollout_ranks, f"rollout_ranks={s.rollout_ranks}")
     check_divides(s, "sequence_parallel_size", trainers, f"{trainers} trainers")
-    check(s.prompts_per_step % engines == 0,
-          f"prompts_per_step={s.prompts_per_step} does not divide by {engines} engines")
     # Prompts are split over engines, as over ranks elsewhere. Both sizes are checked above.
     whole = {"vllm_tensor_parallel_size": 1, "sequence_parallel_size": 1}
     check_run(SimpleNamespace(**vars(s) | whole), engines)

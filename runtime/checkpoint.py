@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from runtime.safe_files import in_words, opened, remove, sync
@@ -200,8 +199,6 @@ class CheckedReader(dcp.FileSystemReader):
         super().__init__(folder)
         with open(os.path.join(folder, ".metadata"), "rb") as file:
             self.metadata = KnownNames(file).load()
-        if not isinstance(self.metadata, Metadata):
-            raise ValueError("it has no description")
         for info in self.metadata.storage_data.values():
             if info.relative_path != os.path.basename(info.relative_path):
                 raise ValueError(f"it names {info.relative_path}, which is not in its folder")

@@ -173,8 +173,7 @@ class Bridge:
         task = "be ready" if kind == "ready" else f"send its rollouts of {kind} {number}"
         what = f"rank {self.trainers - 1 + place} (engine {e}) to {task}"
         while key not in box:
-            other, sampled = unpacked(lambda tensor: self._bounded(what, self.gloo.recv, [tensor], place, 0))
-            box[other] = sampled
+            box |= [unpacked(lambda tensor: self._bounded(what, self.gloo.recv, [tensor], place, 0))]
         return box.pop(key)
 
     def _bounded(self, what, begin, *arguments):

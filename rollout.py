@@ -82,9 +82,8 @@ class Answer(NamedTuple):
     versions: tuple = ((0, 0),)                 # as in Rollout
 
 
-def as_json(rollout):
+def as_json(r):
     """A Rollout as a dict that JSON can hold; of its row, only the prompt and the answer."""
-    r = rollout
     row = r.row and {key: r.row.get(key) for key in ("prompt", "answer")}
     rewards = None if r.rewards is None else r.rewards.tolist()
     return vars(r) | {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),

@@ -2,6 +2,7 @@
 Functions and classes of the user's: loaded from "file.py:name", and those of an environment called here.
 """
 import asyncio
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -163,7 +164,7 @@ class Threads:
         results = []
         while self.running:
             # First those that have ended, because a step of the engine may take longer than a call has time.
-            try:
+            with contextlib.suppress(queue.Empty):
                 while True:
                     left = max(0, min(self.running.values(), default=0) - time.monotonic())
                     name, value, error, seconds = self.ended.get(wait and not results, left)
@@ -171,8 +172,6 @@ class Threads:
                     if self.running.pop(name, None):
                         late = seconds > self.timeout
                         results.append((name, *((None, TimeUp()) if late else (value, error)), seconds))
-            except queue.Empty:
-                pass
             now = time.monotonic()
             for name in [name for name, end in self.running.items() if end <= now]:
                 del self.running[name]

@@ -844,7 +844,7 @@ FORGED = {
     ("grpo", "trainer/__0_0.distcp"): {"checkpoint-3": [CUT, b"", b"x" * 5000]},
     ("grpo", WEIGHTS): {"checkpoint-3": [CUT, b"", b"x" * 5000, SHORT_NORM]},
     ("grpo", "config.json"): {"checkpoint-3": [{"hidden_size": 64}]},
-    ("dapo", "trainer/state.json"): {runs("resumes "): [{"alike": [0] * 32, "rests": [0] * 32}]}}
+    ("dapo", "trainer/state.json"): {"checkpoint-3 holds alike": [{"alike": [0] * 32}]}}
 
 
 def resume_cases(add):

@@ -108,9 +108,8 @@ def pick(x, places):
     if x.dim() == 2:
         return Pick.apply(x, places)
     # A CPU takes a third of the time with all heads of a token at once.
-    heads = x.shape[1]
     tokens = Pick.apply(x.transpose(1, 2).flatten(2)[0], places)
-    return tokens[None].unflatten(2, (heads, -1)).transpose(1, 2)
+    return tokens[None].unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
 class Pick(torch.autograd.Function):

@@ -73,9 +73,9 @@ def hidden_states(network, batch):
 
     Of a row that is cut, those of this rank's part.
     """
-    (decoder,) = network.decoder
-    hidden = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments,
-                     cut=batch.cut, use_cache=False).last_hidden_state              # [1, T, H]
+    hidden = network.decoder[0](
+        input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments, cut=batch.cut,
+        use_cache=False).last_hidden_state                                          # [1, T, H]
     return pick(hidden.flatten(0, 1), batch.index)
 
 
@@ -226,9 +226,8 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
     (decoder,), body = network.decoder, hf.base_model
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
-    for parameter in hf.parameters():
-        if parameter not in text:
-            parameter.requires_grad_(False)
+    for parameter in {*hf.parameters()} - text:
+        parameter.requires_grad_(False)
     layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
     images = [part for part in body.children() if body is not decoder and not text & {*part.parameters()}]
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

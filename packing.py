@@ -267,9 +267,7 @@ class Segments:
         """A copy with its tensors on the device."""
         other = copy.copy(self)
         other.masks = {}
-        for name in ("places", "offsets", "key_offsets"):
-            tensor = getattr(self, name)
-            setattr(other, name, None if tensor is None else tensor.to(device))
+        vars(other).update({name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)})
         return other
 
     def mask(self, size, before, window, dtype):

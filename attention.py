@@ -35,11 +35,11 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
                      sliding_window=None, softcap=None, s_aux=None, position_ids=None, **others):
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
-    Several rows have the same segments; without segments each row is one sequence. sliding_window: how many
-    tokens a token sees, counting itself. softcap and s_aux ([heads], sinks): see explicit_attention. The work
-    grows with the pairs of tokens of which one sees the other, not with T^2, and no T x T mask exists. Of a
-    row that is cut over P ranks it takes [1, heads, T / P, d] and returns [1, T / P, heads, d]. Raises
-    ValueError where P does not divide the heads, and for any other tensor, which it would ignore.
+    Several rows have the same segments; without any each row is one sequence. sliding_window: how many
+    tokens a token sees, counting itself. softcap, s_aux ([heads], sinks): see explicit_attention. The work
+    grows with the pairs of tokens of which one sees the other: no T x T mask exists. Of a row cut over P
+    ranks it takes [1, heads, T / P, d] and returns [1, T / P, heads, d]. Raises ValueError where P does not
+    divide the heads, and for any other tensor.
     """
     for name, given in {"attention_mask": attention_mask, **others}.items():
         if isinstance(given, torch.Tensor):                     # which is the model's own, even if a mask

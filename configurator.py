@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 from runtime import refuse
 
-TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
@@ -183,7 +182,7 @@ def one_line(text):
 def printable(text):
     r"""Text with its control characters escaped, except tabs and line ends: \x1b[2J clears the screen.
 
-    So are half surrogate pairs, and the characters that turn the direction of writing.
+    So are half surrogate pairs, and characters that only shape the text, which may turn its direction.
     """
-    return "".join(c if c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cs") and c not in TURNS
-                   else ascii(c)[1:-1] for c in str(text))
+    return "".join(c if c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
+                   for c in str(text))

@@ -235,14 +235,12 @@ def sequence_weights(lengths, aggregation, *, num_tokens, num_sequences, max_len
 
     lengths [n]: the number of sampled tokens of each given sequence, for instance those of a micro-batch.
     num_tokens and num_sequences count the *global* batch of one optimizer step, so that the weights and the
-    gradient do not depend on how the batch was split. Raises ValueError for an unknown aggregation.
+    gradient do not depend on how the batch was split. Raises KeyError for an unknown aggregation.
     token_mean       1 / num_tokens: every token counts the same                   DAPO, Yu et al. 2025
     sequence_mean    1 / (length * num_sequences): every sequence counts the same  GRPO, Shao et al. 2024
     constant_length  1 / (max_length * num_sequences): no length bias              Dr. GRPO, Liu et al. 2025
     sequence_sum     1 / num_sequences: the plain policy gradient                  RLOO, Ahmadian et al. 2024
     """
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"loss_aggregation={aggregation!r}: choose {', '.join(AGGREGATIONS)}")
     divisors = {"token_mean": num_tokens, "sequence_mean": lengths * num_sequences,
                 "constant_length": max_length * num_sequences, "sequence_sum": num_sequences}
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
@@ -295,7 +293,7 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     k3+    the value of k3 with the gradient of k2; the name comes from verl
     k3_is  k3 * ratio, with ratio = exp(logp - old_logp), for tokens sampled by the policy of old_logp:
            DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556, eq. 7
-    Any other estimator raises ValueError. To avoid overflow, exp(d) and ratio * exp(d) are clamped to at most
+    Any other estimator raises KeyError. To avoid overflow, exp(d) and ratio * exp(d) are clamped to at most
     e^60 and ratio to at most e^20; a clamped factor has no gradient.
     In the loss the gradient matters. In expectation it is the gradient of KL(policy || reference) for k2, k3+
     and k3_is (for k3_is also off-policy), the gradient of KL(reference || policy) for k3, and 0 for k1.
@@ -306,18 +304,10 @@ def kl_penalty(logp, ref_logp, estimator, old_logp=None):
     d = ref_logp - logp
     k2 = d.square() / 2
     k3 = d.clamp(max=60).exp() - 1 - d
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return k2
-    if estimator == "k3":
-        return k3
-    if estimator == "k3+":
-        return k3.detach() + k2 - k2.detach()
     if estimator == "k3_is":
         # k3 * ratio is multiplied out, because a huge exp(d) times a tiny ratio may be a moderate number.
         return (ref_logp - old_logp).clamp(max=60).exp() - (1 + d) * (logp - old_logp).clamp(max=20).exp()
-    raise ValueError(f"kl_estimator={estimator!r}: choose {', '.join(KL_ESTIMATORS)}")
+    return {"k1": -d, "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach()}[estimator]
 
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+", "k3_is")
@@ -375,11 +365,9 @@ def value_loss(value, old_value, ret, value_clip):
     where the second square is larger: there v has moved from old towards ret by more than value_clip.
     With value_clip 0 nothing is clipped. PPO's reference implementation, ppo2 in openai/baselines, does this.
     """
-    loss = (value - ret).square() / 2
-    if value_clip == 0:
-        return loss, torch.zeros_like(loss, dtype=torch.bool)
-    # Not old_value + (value - old_value), which rounds: that would count as clipping.
-    near = value.clamp(old_value - value_clip, old_value + value_clip)
+    loss, most = (value - ret).square() / 2, value_clip or math.inf
+    # A value within the bounds stays the same bit for bit, so its rounding is not counted as clipping.
+    near = value.clamp(old_value - most, old_value + most)
     clipped_loss = (near - ret).square() / 2
     return torch.max(loss, clipped_loss), clipped_loss > loss
 

@@ -174,10 +174,9 @@ class Run:
         metrics.jsonl and samples.jsonl.
         """
         tokens, log = sum(len(r.ids) for r in rollouts), self.log
-        # Bytes: of tensors on this rank's GPU, or of the process, which Linux counts in KiB, macOS in bytes.
-        unit = 1 if sys.platform == "darwin" else 1024
+        # Bytes: of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
         peak = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         self.state["step"] += 1
         self.state["num_tokens"] += tokens
         log.metrics |= figures | {"num_tokens": self.state["num_tokens"],

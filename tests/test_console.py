@@ -37,7 +37,7 @@ def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
 @pytest.mark.parametrize("text, shown", [
     ("a\x1b[2Jb", r"a\x1b[2Jb"), ("two\nlines", "two\nlines"), ("café", "café"), ("\ud800", r"\ud800"),
     ("\u202eabc", r"\u202eabc"), ("a\rb\0", r"a\rb\x00"), (None, "None"),
-    ("a\tb\xa0\u3000\u200d", "a\tb\xa0\u3000\u200d")])
+    ("a\tb\xa0\u3000\u200d", "a\tb\xa0\u3000\\u200d")])
 def test_control_characters_are_escaped(text, shown):
     assert printable(text) == shown
     assert one_line(text) == shown.replace("\n", r"\n")

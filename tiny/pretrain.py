@@ -20,6 +20,7 @@ import random
 from runtime.user_code import load_from      # first: runtime sets what PyTorch reads when it is loaded
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -145,16 +146,11 @@ def conversation_batches(tokenizer, rng):
 
 def loss_of(model, batch, pad):
     """Mean cross-entropy of what is learned. Padding on the right needs no mask: nothing looks ahead."""
-    width = max(len(row) for row, _ in batch)
-    ids = torch.full((len(batch), width), pad)
-    targets = torch.full((len(batch), width), -100)                         # no loss on prompts, padding
-    for i, (row, learned) in enumerate(batch):
-        ids[i, :len(row)] = torch.tensor(row)
-        targets[i, :len(row)] = torch.where(torch.tensor(learned), ids[i, :len(row)], -100)
-    ids, targets = ids.to(model.device), targets[:, 1:].to(model.device)
+    rows, learned = zip(*batch)
+    padded = lambda lists, value: pad_sequence([torch.tensor(one) for one in lists], True, value)
+    ids, wanted = padded(rows, pad).to(model.device), padded(learned, False)[:, 1:].to(model.device)
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state           # [batch, width - 1, hidden]
-    wanted = targets >= 0
-    return F.cross_entropy(model.lm_head(hidden[wanted]).float(), targets[wanted])
+    return F.cross_entropy(model.lm_head(hidden[wanted]).float(), ids[:, 1:][wanted])
 
 
 def pretrain(model, tokenizer, batches):

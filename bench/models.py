@@ -84,7 +84,8 @@ FAMILIES = {
     "Models that read images, trained on text": {
         "gemma3": WINDOW, "gemma4": WINDOW | PER_LAYER, "qwen2_5_vl": MROPE, "qwen3_vl": {}, "qwen3_5": DELTA,
         "mistral3": {}, "internvl": {}, "smolvlm": {}, "glm4v": MROPE, "llama4": MOE,
-        "minimax_m3_vl": MOE | dict(layer_types=["minimax_m3_sparse"] * 2, index_n_heads=1, index_head_dim=32)},
+        "minimax_m3_vl": MOE | dict(
+            layer_types=["minimax_m3_sparse"] * 2, index_n_heads=1, index_head_dim=32)},
     "No decoders": {"t5": {}, "bert": {}}}
 # An empty torchvision.
 STAND_IN = '''

@@ -42,7 +42,7 @@ with open(os.path.join(ROOT, "docs/models.md")) as file:
 
 @pytest.mark.parametrize("name", [name for group in FAMILIES.values() for name in group])
 def test_a_family_is_loaded_as_its_page_says(family, mesh, name):
-    """Packed, a sequence per row, or refused in this sentence. Of a run without figures the page says less."""
+    """Packed, a sequence per row, or refused in this sentence. Without figures the page says less."""
     row = PAGE.partition(f"| `{name}` |")[2].partition("| |")[0]
     try:
         packed = load_policy(check_trainable(family(name)), mesh, torch.float32).packed

@@ -606,7 +606,8 @@ def test_completions_with_one_token_that_is_too_old_are_dropped(mesh):
     """Of step 4; the next of this engine are taken instead."""
     old, young = (Sampled([rollout_with(versions, 9)], [], 0, {}) for versions in (
         ((0, 1), (1, 4)), ((0, 3), (1, 4))))
-    bridge = Bridge(SimpleNamespace(sync_timeout=1, rollout_ranks=1, vllm_tensor_parallel_size=1, engine="hf"))
+    bridge = Bridge(SimpleNamespace(
+        sync_timeout=1, rollout_ranks=1, vllm_tensor_parallel_size=1, engine="hf"))
     bridge.speaks, bridge.trainers, bridge.dropped = True, 1, [0]
     bridge.boxes = [{("step", 4): old, ("step", 5): young}]
     taken = bridge.take("step", 4, max_staleness=1)

@@ -199,6 +199,9 @@ def problem_of(row):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)
                 and isinstance(message.get("content"), str)):
             return f"a message needs a role and a content, both strings: {str(message)[:100]}"
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            return f"tool_calls must be a list of objects, not {calls!r:.100}"
     if not any(message["content"].strip() for message in messages):
         return "empty prompt"
     text = unescaped(row)
@@ -343,9 +346,12 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
                          f"{tokenizer.decode(first[0].ids)!r:.200}")
     # Templates refuse roles, or their order. One prompt of each kind shows most of that now, not after hours.
     kinds = {}
-    for number, row in enumerate(prompts.rows):
-        prompt = row["prompt"]
-        kinds.setdefault(None if isinstance(prompt, str) else tuple(m["role"] for m in prompt), number)
+    for number, (name, row) in enumerate(prompts.named):
+        messages = [] if isinstance(row["prompt"], str) else row["prompt"]
+        if s.environment and (not messages or messages[-1]["role"] == "assistant"):
+            raise ValueError(f"{name}: environment={s.environment} needs prompts that are lists of messages, "
+                             "the last one not the assistant's")
+        kinds.setdefault(tuple((m["role"], bool(m.get("tool_calls"))) for m in messages), number)
     prompts.encoded(kinds.values())
     order = epoch_order(total, 0, seed) if split == "train" else range(total)
     looked, fitting, shortest = 0, [], math.inf

@@ -11,9 +11,11 @@ from configurator import check
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
     updates_per_epoch max_steps pass_k max_num_gen_batches kl_horizon eval_samples keep_checkpoints
     max_skipped_updates vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns
-    rollout_ranks sync_timeout sequence_parallel_size""".split()
+    rollout_ranks sync_timeout sequence_parallel_size layers hidden_size intermediate_size heads steps
+    batch_size""".split()
 ANY_NUMBER = ("seed", "difficulty", "reward_weight", "reward_model_weight")     # all others are not negative
-SHARES = ("gamma", "lam", "top_p", "vllm_gpu_memory_utilization")
+SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
+    decay""".split()
 DECAYS = ("constant", "linear", "cosine")
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS,
            "entropy_decay": DECAYS, "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward"),

@@ -48,6 +48,8 @@ class Run:
                 located = locate_run(settings.out_dir, settings.resume,
                                      f"out/{kind}-{settings.task}-{clock}")
         self.out_dir, self.resumed = distributed.from_master(located)
+        # From here on, beginning with the chat template, nothing may take for ever.
+        distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "settings": vars(settings), "world_size": self.world_size} | state
         if self.resumed:
@@ -87,8 +89,6 @@ class Run:
                              f"{self.resumed}, so this would not be the same run")
         self.changed = [key for key in ("reward", "environment") if not same.get(key, True)]
         self.state["checksums"] = checksums
-        # From here on, beginning with a trial of the reward, nothing may take for ever.
-        distributed.watchdog.limit(s.timeout)
 
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; returns the RunLog.

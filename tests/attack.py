@@ -279,7 +279,8 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         **{either(rf"\b{key}\b"): [f"{key}={value}"] for key, value in (
             ("temperature", "1e308"), ("timeout", "1e300"), ("reward_timeout", "1e-300"),
             ("epsilon_high", "1e300"), ("warmup_steps", 10 ** 4000), ("seed", 10 ** 4000))},
-        runs(): ["seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
+        runs(): ["eval_interval=0 save_interval=0 sample_interval=0",
+                 "seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
                  "chat=fAlSe", "grad_clip=0", "reward_timeout=0", "timeout=0", "keep_checkpoints=1_000",
                  "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n", "beta1=0"]})]
 
@@ -309,6 +310,8 @@ def settings_cases(add):
     add("two ranks, rows cut", runs(), "--sequence_parallel_size=2", ranks=2)
     add("two ranks, rows cut over 3", "sequence_parallel_size=3", "--sequence_parallel_size=3", ranks=2)
     add("two roles in one process", "a process each", script=ASYNC)
+    add("RANK alone", "WORLD_SIZE expected", env={"RANK": "0"})
+    add("a network that is not there", "address for: nonsense", env={"GLOO_SOCKET_IFNAME": "nonsense"})
 
 
 # ---- configs -----------------------------------------------------------------------------------------------
@@ -368,6 +371,10 @@ def answered(key, value, row=GOOD[0]):
     return {"prompt": row["prompt"], key: {"ground_truth": value} if key == "reward_model" else value}
 
 
+def called(calls):
+    return prompt([GOOD[0]["prompt"][0] | {"tool_calls": calls}])
+
+
 ROW = {  # the third row of a file
     r"rows\.jsonl:3\b": [
         b'{"prompt": "a', b"prompt", b"[1, ", [1], 5, "x", None, True, DEEP, b'{"a":' * 100_000, {},
@@ -375,6 +382,7 @@ ROW = {  # the third row of a file
         prompt(None), prompt(5), prompt({"role": "user"}), prompt(""), prompt(" \n"), prompt([]), prompt([5]),
         prompt(["x"]), prompt([{}]), prompt([{"role": "user"}]), prompt([{"content": "x"}]), message(5),
         message(None), message(""), message(["x"]), message(" \t"), message("x", 5), message("x", None),
+        called("x"), called([5]), called({"a": 1}),
         message("\ud800"), prompt("\udfff"), message("x", "\ud800"), '{"prompt": "x"}'.encode("utf-16"),
         b'{"prompt": "\xff", "answer": "1"}', b'{"prompt": "a\x01", "answer": "1"}',
         b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}"],
@@ -384,7 +392,7 @@ ROW = {  # the third row of a file
         answered("answer", 5), answered("answer", True), answered("answer", "9" * 100_000),
         answered("answer", ["1", 2]),
         prompt("x", self=1), prompt("x", more={"a": [1, None]}), prompt("x", **{"": 1, "a b": 2, "\n": 3}),
-        prompt("x", solution_str="5"), message("\U0001f600\u202e"),
+        prompt("x", solution_str="5"), called(None), message("\U0001f600\u202e"),
         b'{"prompt": "a", "prompt": "b", "answer": "1"}']}
 FILES = {r"rows\.jsonl": [b"", b"\n \n\t\n", GARBAGE, b"x" * 10_000_000, FOLDER, FIFO, ZERO, NULL, LOST]}
 ONE_SIDED = [jsonl(GOOD[0]), jsonl(*[GOOD[0]] * 20)]
@@ -669,6 +677,9 @@ def environment_cases(add):
     of_file("its tools alone with reward=none", "environment", TOOL, "--reward=none")
     of_file("prompts that are strings", "environment.*lists of messages", game_source(), "--task=file",
             "--train_file={dir}/rows.jsonl", "--train_prompts=0", files={"rows.jsonl": jsonl(*STRINGS)})
+    of_file("a prompt that ends with the assistant", r"rows\.jsonl:4: environment=", game_source(),
+            "--task=file", "--train_file={dir}/rows.jsonl", "--train_prompts=0", files={
+                "rows.jsonl": jsonl(*GOOD[:3], message("So", "assistant"), *GOOD[3:])})
     for name, words, template in (
             ("none", "chat template", REMOVED), ("without a place for tools", "no place for tools", b"""
                 {% for m in messages %}{{ m.role }}{{ m.content }}<|end|>{% endfor %}"""),
@@ -688,6 +699,7 @@ def game_source(statement="pass", opening="pass", after=0):
 
 # ---- models ------------------------------------------------------------------------------------------------
 TEMPLATE, WEIGHTS = "chat_template.jinja", "model.safetensors"
+ENDLESS = b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 NO_NORM, SHORT_NORM, NO_HEAD, SHORT_HEAD = (
     harm for name in ("model.norm.weight", "score.weight") for harm in (
         tensor(name, "gone", lambda t: None), tensor(name, "shorter", lambda t: t[..., :5].clone())))
@@ -701,6 +713,8 @@ MODELS = {  # what becomes of a file of a model
         r"broken.*layers\.2": [{"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}],
         "broken.*differs from what transformers": [{"final_logit_softcapping": 30.0}, {"logit_scale": 0.5}],
         "max_position_embeddings": [{"max_position_embeddings": 8}],
+        "broken.*(attn|FlashAttention|kernels)": [{"_attn_implementation": name} for name in (
+            "nonsense", "flash_attention_2", "kernels-community/flash-attn")],
         either("broken"): [{"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}},
                            {"dtype": "nonsense"}]},
     WEIGHTS: {
@@ -749,6 +763,8 @@ def model_cases(add):
     for file, table in MODELS.items():
         add_all(lambda name, expected, harm: add(
             name, expected, "--model={dir}/broken", files=broken(MODEL, {file: harm})), table, file)
+    add("a template that never ends", still(), "--model={dir}/broken", "--timeout=5",
+        "--reward_step_timeout=3", files=broken(MODEL, {TEMPLATE: ENDLESS}))
     for content in ("x", FIFO, LOOP):
         add(f"is {content}", "model=.*file", "--model={dir}/file", files={"file": content})
     for name in ("no-such/model", "nosuch", "../no", "a/../b", "no such", "a/b/c", "~/none", "-", "", " ",

@@ -420,6 +420,14 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
     text = text_of(data.load_rows("algebra", "train", 1)[0])
     with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template fails: System role not"):
         data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
+    # Nor has an environment anything to add to an answer.
+    write(other, *rows, {"prompt": [*prompts[0], {"role": "assistant", "content": "So"}]})
+    with pytest.raises(ValueError, match=f"^{other}:9001: environment=game.py:Game needs prompts that are "):
+        data.load_prompts(strict, SimpleNamespace(**settings | {
+            "train_file": str(other), "environment": "game.py:Game"}))
+    write(other, *rows, {"prompt": [prompts[0][0] | {"tool_calls": [5]}]})
+    with pytest.raises(ValueError, match=f"^{other}:9001: tool_calls must be a list of objects"):
+        data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
 
 
 def test_a_template_that_leaves_out_the_prompt_is_refused():
@@ -431,7 +439,7 @@ def test_a_template_that_leaves_out_the_prompt_is_refused():
 
 SETTINGS = {"task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
-            "system_prompt": "", "max_prompt_length": 24}
+            "environment": "", "system_prompt": "", "max_prompt_length": 24}
 
 
 class Counting:

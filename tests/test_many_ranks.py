@@ -2,6 +2,7 @@
 import math
 import os
 import pickle
+import shutil
 import signal
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from runtime import distributed
 import runs
 from rollout import Rollout
-from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
+from runs import ROOT, TORCHRUN, free_port, launch, lines, on_ranks
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3,
@@ -320,6 +321,22 @@ def test_a_rank_that_stands_still_stops_the_run(folder, tmp_path, late, places, 
     assert any(place in output for place in places)
     # It shows where its threads stood.
     assert (line in output or "late.py" in output) and time.monotonic() - started < 90
+
+
+def test_a_chat_template_that_never_ends_stops_the_run(folder, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    (path / "chat_template.jinja").write_text(2 * "{% for i in range(99999) %}" + 2 * "{% endfor %}")
+    _, output = train("train_grpo.py", path, tmp_path / "run", "--reward=none", code=1, timeout=2,
+                      reward_step_timeout=1)
+    assert "rank 0 has stood still for timeout=2 seconds, in the start: " in output
+
+
+@pytest.mark.parametrize("env, message", [
+    ({"RANK": "0"}, "environment variable WORLD_SIZE expected, but not set"),
+    ({"GLOO_SOCKET_IFNAME": "nonsense"}, "Unable to find address for: nonsense")])
+def test_an_environment_in_which_nobody_can_join_is_refused(env, message):
+    output = launch("train_grpo.py", code=2, env=env)
+    assert message in output.splitlines()[-1] and "Traceback" not in output
 
 
 @pytest.mark.parametrize("seconds", [0.5, 8])

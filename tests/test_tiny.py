@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import data
 import rewards
 import rollout
-from runs import ROOT
+from runs import ROOT, refused
 from runtime.check_model import SHIPPED
 from tasks import generate_problems
-from tiny import pretrain
+from tiny import pretrain, transcripts
 
 
 @pytest.mark.parametrize("text", [
@@ -95,7 +95,18 @@ def test_a_model_of_your_own(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     assert model.config.num_hidden_layers == 1 and model.dtype == torch.bfloat16
     again = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 1 and "mine exists: remove it" in again.stderr
+    assert again.returncode == 2 and "mine exists: remove it" in again.stderr
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("steps=0", "steps=0: must be above 0"), ("quick=2", "quick=2.0: must be from 0 to 1"),
+    ("heads=7", "heads=7 does not divide hidden_size=160"), ("heads=32", "an even number of dimensions"),
+    ("difficulty=0", "difficulty must be a whole number"),
+    ("task=arithmetic", "task=arithmetic: its problems have no worked solutions"),
+    ("transcripts=x", "transcripts must be file.py:function"), ("out=tiny", "tiny exists: remove it")])
+def test_settings_that_do_not_fit_are_refused(tmp_path, argument, message):
+    refused([f"--{argument}"] + [f"--out={tmp_path}/mine"] * ("out" not in argument), message, tmp_path,
+            script="tiny/pretrain.py")
 
 
 def test_styles(monkeypatch):
@@ -124,11 +135,9 @@ def test_styles(monkeypatch):
 
 
 def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):
-    monkeypatch.setattr(pretrain, "transcripts", "tiny/transcripts.py:draw")
     monkeypatch.setattr(pretrain, "steps", 8)
-    monkeypatch.chdir(ROOT)
     tokenizer, prompts, calls = pretrain.make_tokenizer(), set(), 0
-    for ids, learned in sum(pretrain.conversation_batches(tokenizer, random.Random(0)), []):
+    for ids, learned in sum(pretrain.conversation_batches(transcripts.draw, tokenizer, random.Random(0)), []):
         text = tokenizer.decode(ids)
         said = re.findall(r"<\|assistant\|>(.*?<\|end\|>)", text)
         assert tokenizer.decode([one for one, is_learned in zip(ids, learned) if is_learned]) == "".join(said)

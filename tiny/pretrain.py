@@ -26,7 +26,8 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import data
-from configurator import configure
+from configurator import check, configure, input_errors
+from runtime.check_settings import check_divides, check_values
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
@@ -121,10 +122,8 @@ def batches(rows, harder_rows, tokenizer, rng):
         yield batch
 
 
-def conversation_batches(tokenizer, rng):
+def conversation_batches(make, tokenizer, rng):
     """Yields batches like those above, made of conversations; only the assistant's messages are learned."""
-    make = load_from(transcripts, "transcripts", "function")
-
     @functools.cache
     def encode(text):
         messages, tools = json.loads(text)
@@ -186,15 +185,20 @@ def save(model, tokenizer, folder):
 
 
 if __name__ == "__main__":
-    configure(globals())
-    if os.path.exists(out):
-        raise SystemExit(f"pretrain.py: {out} exists: remove it, or name another --out")
+    settings = configure(globals())
+    check_values(settings)
+    check_divides(settings, "heads", hidden_size, f"hidden_size={hidden_size}")
+    check(hidden_size // heads % 2 == 0, f"heads={heads}: each must have an even number of dimensions")
+    check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer, rng = make_tokenizer(), random.Random(seed)
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
-    if transcripts:
-        pretrain(model, tokenizer, conversation_batches(tokenizer, rng))
-    else:
-        rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
-        harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
-        pretrain(model, tokenizer, batches(rows, harder_rows, tokenizer, rng))
+    with input_errors():
+        if transcripts:
+            made = conversation_batches(load_from(transcripts, "transcripts", "function"), tokenizer, rng)
+        else:
+            rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
+            harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
+            check("solution" in rows[0], f"task={task}: its problems have no worked solutions")
+            made = batches(rows, harder_rows, tokenizer, rng)
+    pretrain(model, tokenizer, made)
     save(model, tokenizer, out)

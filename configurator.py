@@ -139,13 +139,11 @@ def configure(namespace, argv=None):
     settings = {key: namespace[key] for key, _ in layout
                 if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
     if "--help" in argv or "-h" in argv:
-        try:
+        with contextlib.suppress(BrokenPipeError):
             show_help(namespace["__doc__"] or "", layout, settings)
             sys.stdout.flush()
-        # A pager has read enough. Python would say so once more as it ends.
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit()
+            sys.exit()
+        os._exit(0)                                             # a pager has read enough
     on_command_line = set()
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AutoConfig
-from transformers.utils import logging
 
 from attention import cut_over, join, packed_attention, pick
 from packing import idle, pack
@@ -182,15 +181,10 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
 
 def loaded(what, kind, path, config, may_lack=()):
     # A model of the class `kind` in float32. What it lacks and may lack is zero.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()                       # what is missing is reported here, if at all
-    try:
-        with reading(f"{what}: its weights"):
-            hf, info = kind.from_pretrained(
-                path, config=config, dtype=torch.float32, attn_implementation="eager",
-                output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
-    finally:
-        logging.set_verbosity(verbosity)
+    with reading(f"{what}: its weights"):
+        hf, info = kind.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False)
     check_loaded(what, info, may_lack)
     for name in info["missing_keys"]:
         nn.init.zeros_(hf.get_parameter(name))

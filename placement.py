@@ -289,7 +289,6 @@ class Bridge:
     # ------------------------------------------------------------ failures
 
     def _fail(self, kind, error, trace):
-        distributed.tell_launcher(f"{self.me}: {error}")
         # Python's own end would wait for PyTorch's threads, and these for a rank that hangs. PyTorch replaces
         # sys.stderr while it calls this.
         with contextlib.suppress(OSError, ValueError):
@@ -299,6 +298,7 @@ class Bridge:
         distributed.end(1)
 
     def _tell_failure(self, message):
+        distributed.tell_launcher(message)
         with contextlib.suppress(RuntimeError):
             self.store.set("failure", f"{self.number} {message}")
         # This process may be the one that keeps the store.

@@ -16,8 +16,10 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
                           AutoTokenizer, GenerationConfig)
 from transformers.utils import logging
 
-# transformers' bars for every load and save would break up the run's own progress bar.
+# transformers' bars for every load and save would break up the run's own progress bar, and what its warnings
+# say of missing weights is said here.
 logging.disable_progress_bar()
+logging.set_verbosity_error()
 # Where vLLM 0.32 has no implementation of a model, it wraps transformers' own class in compilation. The
 # trainer's model is of the same class, and then asks for this attribute. To be removed once that is mended.
 transformers.PreTrainedModel.do_not_compile = True

@@ -2,6 +2,7 @@
 
     python tests/attack.py                         # all of them, in two processes at a time
     python tests/attack.py --only=rewards --jobs=4 # those with this word in "group: name"
+    python tests/attack.py --every=8               # each eighth of them, as .ci/run does
 
 A refusal has the exit code 2, no traceback, and a last line with the words given here. Among the inputs stand
 unusual ones that are fine and have to run to their end. Nothing may hang, no code of a stranger may run, and
@@ -1091,14 +1092,14 @@ def report(cases, failures, seconds):
               f"last line {trial.last[:200]!r}")
 
 
-def main(only="", jobs=2):
+def main(only="", jobs=2, every=1):
     # No script can take all of the machine's memory, as reading /dev/zero would.
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
     os.makedirs(WORK)
     begun = time.monotonic()
     try:
         make_models()
-        cases = [case for case in all_cases() if only in f"{case.group}: {case.name}"]
+        cases = [case for case in all_cases() if only in f"{case.group}: {case.name}"][::int(every)]
         waiting, running, failures = list(enumerate(cases)), [], []
         while waiting or running:
             while waiting and len(running) < int(jobs):

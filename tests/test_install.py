@@ -12,7 +12,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Stands for python3, pip, torchrun and pytest: it makes what the next line wants, and says how it was called.
+# Stands for python3, pip, torchrun, pytest and python: it makes what the next line wants, and says how it was called.
 STUB = '#!/bin/sh\nmkdir -p .venv/bin && touch .venv/bin/activate && echo "${0##*/} $*"\n'
 # This machine is asked directly, whatever proxy the environment names.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -23,7 +23,7 @@ def test_ci_runs_the_lines_of_the_readme(tmp_path):
         os.makedirs((tmp_path / name).parent, exist_ok=True)
         shutil.copy(os.path.join(ROOT, name), tmp_path / name)
     (tmp_path / "bin").mkdir()
-    for name in ("python3", "pip", "torchrun", "pytest"):
+    for name in ("python3", "pip", "torchrun", "pytest", "python"):
         (tmp_path / "bin" / name).write_text(STUB)
         (tmp_path / "bin" / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
@@ -32,7 +32,8 @@ def test_ci_runs_the_lines_of_the_readme(tmp_path):
         "python3 -m venv .venv", "pip install --no-deps -r requirements-cpu.txt",
         "torchrun train_grpo.py --max_steps=3 --eval_prompts=16",
         "torchrun train_ppo.py --max_steps=3 --eval_prompts=16 --critic_warmup_steps=1",
-        "torchrun --nproc_per_node=2 train_async.py --max_steps=3 --eval_prompts=16", "pytest -n 2"]
+        "torchrun --nproc_per_node=2 train_async.py --max_steps=3 --eval_prompts=16", "pytest -n 2",
+        "python tests/attack.py --every=8"]
     readme = (tmp_path / "README.md").read_text()
     for line in ("\ntorchrun train_grpo.py\n```", "```sh\npytest -n 2"):
         (tmp_path / "README.md").write_text(readme.replace(line, "\n```"))

@@ -9,7 +9,7 @@ import time
 # away the time that the last of them needs, and a step takes twenty times as long. So they soon go to sleep
 # (bench/busy.py).
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "10000"
+    os.environ["GOMP_SPINCOUNT"] = "4000"
 
 
 def tell_launcher(message, later=0):

@@ -87,4 +87,4 @@ def test_openmp_is_set_before_pytorch_is_imported(script, given):
                f"sys.meta_path.insert(0, AtTorch); sys.path.insert(0, '.'); runpy.run_path('{script}')")
     env = {key: value for key, value in os.environ.items() if "OMP_" not in key} | given
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.stderr.strip() == given.get("GOMP_SPINCOUNT", "unset" if given else "10000")
+    assert run.stderr.strip() == given.get("GOMP_SPINCOUNT", "unset" if given else "4000")

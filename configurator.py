@@ -24,7 +24,7 @@ MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", boo
 
 
 def fail(message):
-    refuse(f"{Path(sys.argv[0]).name}: {one_line(message)}")
+    refuse(one_line(message))
 
 
 def check(ok, message):

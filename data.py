@@ -90,7 +90,7 @@ def gsm8k_rows(split):
         os.replace(part, path)
     rows = []
     for where, row in read_rows(path):
-        if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
+        if not isinstance(row.get("question"), str) or "####" not in str(row.get("answer")):
             raise ValueError(f"{where}: not a row of GSM8K; remove the file, and it is fetched again")
         text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")

@@ -128,7 +128,7 @@ class Raised(RuntimeError):
 
 def judge(reward, columns):
     # Returns (score, parts) for each completion, by these columns: a list of as many values for each.
-    arguments = accepted(reward, columns)
+    arguments, completions = accepted(reward, columns), [*columns["completions"]]
     try:
         returned = reward(**arguments)
     except KeyboardInterrupt:
@@ -136,7 +136,7 @@ def judge(reward, columns):
     # sys.exit in a reward, for example, must not end the run as if it had come to its end.
     except BaseException as error:
         raise Raised(f"raised {escaped(shown(error))}") from error
-    return checked(reward, returned, columns["completions"])
+    return checked(reward, returned, completions)
 
 
 def judge_there(spec, task):

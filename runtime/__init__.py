@@ -24,6 +24,7 @@ def tell_launcher(message, later=0):
 
 def refuse(message):
     """End the process with a message that its user can act on, and with exit code 2."""
+    message = f"{os.path.basename(sys.argv[0])}: {message}"
     tell_launcher(message)
     # stderr may be closed; the exit code remains.
     with contextlib.suppress(Exception):

@@ -7,7 +7,6 @@ What a model folder says of itself, and what is refused before its weights are l
     end_tokens       which tokens end a completion
 """
 import contextlib
-import json
 import math
 import os
 
@@ -66,8 +65,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
         raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json), which is not "
                          "supported: merge it into the model, or remove it")
     with reading(f"{key}={path}: config.json"):
-        with open(os.path.join(path, "config.json")) as file:
-            plain = json.load(file)
+        plain, _ = transformers.PreTrainedConfig.get_config_dict(path)
         if "auto_map" in plain and plain.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ValueError("it needs code of its own (trust_remote_code), which is never run")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

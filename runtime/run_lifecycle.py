@@ -89,6 +89,7 @@ class Run:
                              f"{self.resumed}, so this would not be the same run")
         self.changed = [key for key in ("reward", "environment") if not same.get(key, True)]
         self.state["checksums"] = checksums
+        distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; returns the RunLog.

@@ -36,9 +36,10 @@ def load_from(spec, key, kind, others=""):
     module = sys.modules[f"{key}_file"] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
+        found = getattr(module, name, None)
+        callable(found) and inspect.signature(found)            # which not all that is written in C has
     except BaseException as error:
         raise ValueError(f"{key}: {path} raised {escaped(shown(error))}") from error
-    found = getattr(module, name, None)
     if not callable(found):
         names = [other for other, value in vars(module).items() if callable(value)]
         near = ", ".join(difflib.get_close_matches(name, names) or names)

@@ -510,7 +510,7 @@ STATEMENTS = {
         asyncio.run(asyncio.sleep(0)); warnings.simplefilter('ignore')"""}
 SLOW = {"reward score|reward_timeout": "time.sleep(1000); while True: pass; linger()"}
 # What a reward that has passed its trial may do later.
-LATE_SLOW = {runs(): "time.sleep(1000); while True: pass; linger(); re.match('(a+)+$', 'a' * 60 + 'b')"}
+LATE_SLOW = {runs(): "time.sleep(1000); while True: pass; linger(); __import__('re').match('(a+)+$', 'a' * 60 + 'b')"}
 LATE_VALUES = {later("reward score"): "None; [1.0]; ['1'] * n; [float('nan')] * n; [10 ** 400] * n"}
 LATE_STATEMENTS = {later("reward score"): "raise ValueError; sys.exit(0); raise Unspeakable; 1 / 0",
                    later("reward score ended its process with status 3"): "os._exit(3)"}
@@ -524,7 +524,7 @@ REWARD_FILES = {  # what is in r.py
     "column more": ["def score(data_source, solution_str, ground_truth, more): pass"],
     "reward score": ["def score(prompts, completions, **c): yield 1.0"],
     r"reward.*(score|max)": ["score = max"], r"reward.*(score|dict)": ["score = dict"],
-    "score": ["def score(*_, **__): return [1.0] * 2\nscore.__signature__ = 5"],
+    "__signature__": ["def score(*_, **__): return [1.0] * 2\nscore.__signature__ = 5"],
     later("reward score"): ["def score(): return [1.0] * 2"],
     r"r\.py raised Value": ["import sys; sys.stderr.close(); raise ValueError"],
     runs(): [
@@ -555,7 +555,7 @@ def reward_cases(add):
     add_all(does, STATEMENTS)
     add_all(functools.partial(returns, after=2), LATE_VALUES, "later returns")
     add_all(functools.partial(does, after=2), LATE_STATEMENTS, "later")
-    slow = ["--reward_timeout=1", "--reward_step_timeout=3", "--timeout=5"]
+    slow = ["--reward_timeout=1", "--reward_step_timeout=3", "--timeout=15"]
     add_all(lambda *case: does(*case, *slow), SLOW)
     add_all(lambda *case: does(*case, *slow, after=2), LATE_SLOW, "later")
     add_all(of_file, REWARD_FILES, "file")

@@ -92,8 +92,7 @@ def serve(descriptor):
             if function:
                 reply = function(message), None
             else:
-                make, arguments = message
-                function, about = make(*arguments)
+                function, about = message[0](*message[1])
                 reply = about, None
         except BaseException as error:
             error.add_note(traceback.format_exc())

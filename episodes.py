@@ -96,7 +96,8 @@ class Player:
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         for prompt in prompts:
             counts = {"calls": 0, "failures": 0}
-            episode, value, error, turn = self.episode(prompt, 0, (), counts), None, None, 0
+            sampling, value, error, turn = (self.settings.max_completion_length,), None, None, 0
+            episode = self.episode(prompt, 0, sampling, counts)
             try:
                 while turn < 2:
                     wish = episode.throw(error) if error else episode.send(value)
@@ -112,8 +113,10 @@ class Player:
 
     # ------------------------------------------------------------ all episodes
 
-    def play(self, engine, prompts, n, seeds, temperature, top_p=1.0, top_k=0):
+    def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
         """Returns n adjacent Rollouts per data.Prompt; seeds has one per prompt, for seed, seed + 1, ...
+
+        max_tokens: an episode with more tokens after its prompt is cut off.
 
         finish_reason is stop or length, and with an environment also turns (there were max_turns), timeout,
         or error (the environment raised, and the episode gets no score). Raises RuntimeError if a reset
@@ -126,7 +129,7 @@ class Player:
                 ended = table.step()
             return ended["all"]
 
-        jobs = [(prompt, seed + j, (temperature, top_p, top_k))
+        jobs = [(prompt, seed + j, (max_tokens, temperature, top_p, top_k))
                 for prompt, seed in zip(prompts, seeds) for j in range(n)]
         rollouts = engine.serve(jobs, play)
         self.check_errors(rollouts)
@@ -159,8 +162,9 @@ class Player:
                 row, ids = self._opening(prompt, (yield functools.partial(environment.reset, **columns)))
             except (Failed, TimeUp) as error:
                 raise self._broken(f"reset {self._told(error)}", row) from error
-        messages, spans, logprobs, versions, rewards = [], [], [], {}, []
-        limit = len(ids) + s.max_completion_length
+        messages, spans, logprobs, versions, rewards = [], [], [], {}, {}
+        max_tokens, *sampling = sampling
+        limit = len(ids) + max_tokens
         while not ended:
             turn = len(spans) + 1
             turn_seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
@@ -171,7 +175,8 @@ class Player:
             text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
             said = {"role": "assistant", "content": text}
             messages.append(said)
-            rewards.append(0.0)
+            last = len(logprobs) - 1
+            rewards[last] = 0.0
             if environment is None:
                 ended = answer.finish_reason
                 continue
@@ -179,7 +184,7 @@ class Player:
             try:
                 if self.has_step:
                     returned = yield functools.partial(environment.step, text)
-                    observation, rewards[-1], done = self._checked(returned, turn, row)
+                    observation, rewards[last], done = self._checked(returned, turn, row)
                     reply = [{"role": "user", "content": observation}]
                 elif not cut and (calls := self._calls(before, answer.ids)):
                     reply, done = (yield from self._results(environment, calls, counts)), False
@@ -192,14 +197,14 @@ class Player:
                 if not ended:
                     ids, messages = ids + inserted, messages + reply
                 elif self.rewards_as and not self.has_step:
-                    rewards[-1] = self._number((yield environment.get_reward), turn, row)
+                    rewards[last] = self._number((yield environment.get_reward), turn, row)
             except (Failed, TimeUp) as error:
                 ended = "timeout" if isinstance(error, TimeUp) else "error"
                 counts["problem"] = str(self._broken(f"it {self._told(error)} in turn {turn}", row))
-        rewards = np.array(rewards, np.float32) * (math.nan if ended == "error" else 1)
+        rewards = {last: math.nan} if ended == "error" else rewards
         return Rollout(np.array(ids, np.int32), np.array(spans, np.int32), np.array(logprobs, np.float32),
                        ended, row, text if isinstance(row["prompt"], str) else messages, counts=counts,
-                       rewards=rewards if self.rewards_as else None, versions=tuple(versions.items()))
+                       rewards=rewards if self.rewards_as else {}, versions=tuple(versions.items()))
 
     def _messages(self, prompt, observation=""):
         # The messages before the first turn. An observation is added to the last one, as in TRL.
@@ -316,11 +321,8 @@ class Table:
         self.groups, self.playing = {}, {}
         self.asked = 0                          # Requests that wait for an Answer
 
-    def __len__(self):
-        return len(self.playing)
-
     def add(self, key, jobs):
-        """Begins an episode for each of the jobs: prompt, seed, and a triple of temperature, top_p and top_k.
+        """Begins an episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
 
         key: under which step returns their Rollouts, when all have ended.
         """

@@ -74,17 +74,16 @@ with input_errors():
     check_model(base, length=longest)
     compute_dtype, _ = distributed.precision(dtype, 0, device)
     settings.reward_model, settings.reward_step_timeout = "", 0.0       # which only a training run has
-    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as, tokenizer)
     print(f"loading {base} into the engine", flush=True)
     rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                  float32_head=float32_head)
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
-sampling = (temperature, top_p, top_k)
+sampling = (max_completion_length, temperature, top_p, top_k)
 rollouts = (player.play(rollout_engine, prompts, samples, seeds, *sampling) if environment else
-            rollout.single_answers(rollout_engine, tokenizer, prompts, samples, seeds, max_completion_length,
-                                   *sampling))
+            rollout.single_answers(rollout_engine, tokenizer, prompts, samples, seeds, *sampling))
 rollout_engine.close()
 
 if prompt:

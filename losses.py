@@ -9,6 +9,7 @@ hidden state one position before it. A per-sequence tensor has the shape [N]: it
 of P prompts, and the completions of a prompt are adjacent. Only `logp` and `value` carry gradients.
 """
 import math
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 # ---------------------------------------------------------------- advantages
-# Each function is called with (scores, num_generations, lengths=..., greedy=..., pass_k=...) and declares the
-# keywords that it uses. It returns the advantages [N], in the dtype of scores if that is a float one.
+# Each function is called with (scores, num_generations, lengths=..., rewards=...) and declares the keywords
+# that it uses. It returns the advantages [N], in the dtype of scores if that is a float one, or those of each
+# token, {s: [len]}.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
-#   greedy [P]: the score of each prompt's greedy completion. pass_k: the k of pass@k.
-# A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++,
-# reinforce++_baseline and remax.
+#   rewards: for each completion a dict {sampled token: what the score has from it}.
+# A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
+# reinforce++_baseline.
 
 def grouped(scores, num_generations):
     """Return three [P, G] tensors: scores, a mask of those that are not NaN, score - group mean (0 at NaN).
@@ -74,34 +76,6 @@ def rloo(scores, num_generations, **_):
     return flattened(centred * count / (count - 1).clamp(min=1), scores)
 
 
-def opo(scores, num_generations, *, lengths, **_):
-    """advantage = score - mean of the prompt's scores weighted by length. Under the paper's assumptions this
-    baseline minimises the variance of the gradient. Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
-    _, scored, centred = grouped(scores, num_generations)
-    tokens = lengths.view_as(centred) * scored                    # [P, G]
-    baseline = (tokens * centred).sum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
-    return flattened(centred - baseline, scores)
-
-
-def pass_at_k(scores, num_generations, *, pass_k=4, **_):
-    """Return the advantages when each draw of k out of a prompt's n scored completions gets a reward, 0 or 1.
-    A completion is right if its score is above 0. A draw fails (reward 0) if all k are wrong. A fraction
-    F = C(wrong, k) / C(n, k) of all draws fails, so the rewards have the mean 1 - F and the std
-    s = sqrt(F (1 - F)). A completion's advantage is (mean reward of its draws - (1 - F)) / s: F / s if it is
-    right, and (F - W) / s if it is wrong, because a fraction W = C(wrong - 1, k - 1) / C(n - 1, k - 1) of its
-    draws fails. If F is 0 or 1, all advantages are 0.
-    Chen et al. 2025, https://arxiv.org/abs/2508.10751."""
-    groups, scored, _ = grouped(scores, num_generations)
-    count, wrong = (x.sum(1, keepdim=True).double() for x in (scored, groups <= 0))     # [P, 1]
-    failing = failing_with = torch.ones_like(wrong)               # these become F and W, factor by factor
-    # F becomes 0 at i = wrong. If fewer than pass_k are scored, F becomes NaN and the advantages are 0.
-    for i in range(pass_k):
-        factor = (wrong - i) / (count - i)
-        failing, failing_with = failing * factor, failing_with * (factor if i else 1)
-    adv = torch.where(groups > 0, failing, failing - failing_with) / (failing * (1 - failing)).sqrt()
-    return flattened(torch.where((failing > 0) & (failing < 1), adv, 0.0), scores)
-
-
 def whitened_by_length(groups, tokens):
     """Return (value - mean) / (std + 1e-8), [P, G], with mean and std (divisor n) over the batch's tokens."""
     total = tokens.sum().clamp(min=1)
@@ -121,16 +95,31 @@ def reinforce_plus_plus_baseline(scores, num_generations, *, lengths, **_):
     return flattened(whitened_by_length(centred, lengths.view_as(centred) * scored), scores)
 
 
-def remax(scores, num_generations, *, greedy, **_):
-    """advantage = score - score of the prompt's greedy completion; it is 0 if that completion has no score.
-    Li et al. 2023, https://arxiv.org/abs/2310.10505."""
-    groups, _, _ = grouped(scores, num_generations)
-    return flattened((groups - greedy[:, None].double()).nan_to_num(), scores)
+def grpo_process(scores, num_generations, *, lengths, rewards, **_):
+    """Return {s: [len]}: a token's advantage is the sum of the normalised rewards at it and after it. Each is
+    (reward - mean) / (std + 1e-4) over all rewards of the prompt's completions, so that with one reward for
+    each this is grpo. Shao et al. 2024, section 4.1.3. The rewards are those of the steps of an answer, or of
+    the turns of an episode."""
+    adv = {s: (scores * 1.0).new_zeros(length) for s, length in enumerate(lengths.tolist())}
+    for first in range(0, len(scores), num_generations):
+        given = [(s, token, reward) for s in range(first, first + num_generations)
+                 for token, reward in rewards[s].items() if not math.isnan(reward)]
+        # Like scores in float32, so that equal ones minus their mean are exactly 0.
+        values = torch.tensor([reward for *_, reward in given]).double()
+        std = values.std().item() if len(given) > 1 else 0.0
+        for (s, token, _), value in zip(given, ((values - values.mean()) / (std + 1e-4)).tolist()):
+            adv[s][:token + 1] += value
+    return adv
 
 
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo, "opo": opo,
-              "pass_at_k": pass_at_k, "reinforce++": reinforce_plus_plus,
-              "reinforce++_baseline": reinforce_plus_plus_baseline, "remax": remax}
+def none(scores, num_generations, **_):
+    """advantage = 0, whatever the scores: for kl_in=advantage, which adds to it."""
+    return torch.zeros_like(scores * 1.0)
+
+
+ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo,
+              "reinforce++": reinforce_plus_plus, "reinforce++_baseline": reinforce_plus_plus_baseline,
+              "grpo_process": grpo_process, "none": none}
 
 
 def overlong_penalty(lengths, max_length, buffer):
@@ -315,17 +304,17 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k3+", "k3_is")
 
 # ---------------------------------------------------------------- PPO with a critic
 
-def token_rewards(scores, kl, kl_coef, lengths):
-    """Return the rewards [C] of the tokens: -kl_coef * kl, plus the score at the last token of each sequence.
+def token_rewards(rewards, kl, kl_coef, lengths):
+    """Return the rewards [C] of the tokens: -kl_coef * kl, plus what each sequence was given at its tokens.
 
-    scores [N], kl [C]; lengths: a list that sums to C. NaN scores stay NaN; empty sequences get no reward.
+    rewards: for each sequence a dict {token: reward}; kl [C]; lengths: a list that sums to C. NaN stays NaN.
     Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. 2, with the KL spread over the tokens.
-    Example: scores [1, 2], kl [.1, .2, .3], kl_coef 1, lengths [2, 1] -> [-.1, .8, 1.7].
+    Example: rewards [{1: 1}, {0: 2}], kl [.1, .2, .3], kl_coef 1, lengths [2, 1] -> [-.1, .8, 1.7].
     """
-    rewards = -kl_coef * kl
-    lens = torch.tensor(lengths, dtype=torch.long, device=kl.device)
-    rewards[lens.cumsum(0)[lens > 0] - 1] += scores[lens > 0]
-    return rewards
+    given = [(first + token, reward) for first, own in zip(accumulate([0, *lengths]), rewards)
+             for token, reward in own.items()]
+    place, value = torch.tensor(given, dtype=torch.float64, device=kl.device).view(-1, 2).unbind(1)
+    return (-kl_coef * kl).index_add(0, place.long(), value.to(kl.dtype))
 
 
 def gae(rewards, values, lengths, gamma, lam):
@@ -372,18 +361,11 @@ def value_loss(value, old_value, ret, value_clip):
     return torch.max(loss, clipped_loss), clipped_loss > loss
 
 
-def adapted_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_sequences):
-    """Return the next KL coefficient: higher if the measured KL is above kl_target, lower if it is below, by
-    at most 20% * num_sequences / kl_horizon. Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, 2.2."""
-    error = max(-0.2, min(0.2, kl / kl_target - 1))
-    return kl_coef * (1 + error * num_sequences / kl_horizon)
-
-
 # ---------------------------------------------------------------- schedules
 
 def schedule(peak, step, steps, kind, warmup=0):
-    """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup on,
-    and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine")."""
+    """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
+    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine")."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -4,7 +4,7 @@ Policy and critic: loaded from a model folder, sharded by FSDP2, and what they c
     load_policy      a Policy under FSDP2, whose forward returns logprobs and entropies
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
-    token_logprobs   a policy's logprobs of whole rollouts, without gradient
+    token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
 Before it is sharded, a network's logprobs of short sequences are compared with those of transformers, and a
 model that comes out differently is refused.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AutoConfig
 
 from attention import cut_over, join, packed_attention, pick
-from packing import idle, pack
+from packing import deal, idle, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
 from runtime.check_model import check_loaded, model_class, reading
@@ -121,6 +121,20 @@ def micro_batches(network, rollouts, chosen, token_budget):
 def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
     """A policy's logprobs of the sampled tokens of rollouts[s] for s in chosen: {s: [len]}. A collective."""
     return per_token(policy, lambda batch: policy(batch, temperature)[0], rollouts, chosen, token_budget)
+
+
+def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None):
+    """logp - ref_logp (k1) of all sampled tokens of all rollouts, {s: [len]}, on every rank. A collective.
+
+    logp is that of the policy that sampled, as the engine has it, or of `policy`.
+    """
+    share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
+    theirs = token_logprobs(reference, rollouts, share, token_budget, temperature)
+    ours = (token_logprobs(policy, rollouts, share, token_budget, temperature) if policy else
+            {s: torch.from_numpy(rollouts[s].logprobs) for s in share})
+    device = next(reference.parameters()).device
+    gathered = distributed.gathered([(s, (ours[s].to(device) - theirs[s]).cpu()) for s in share])
+    return {s: kl.to(device) for s, kl in gathered}
 
 
 def token_values(critic, rollouts, chosen, token_budget):

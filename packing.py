@@ -58,8 +58,8 @@ class MicroBatch:
         return torch.cat([tensors[s] for s in self.sequences] or [none])
 
     def spread(self, values):
-        """One value per sequence, for all sequences [N] -> that value at each sampled token here, [C]."""
-        return values[self.numbers][self.owner]
+        """A value per sequence, [N], or per token, {s: [len]} -> those of the sampled tokens here, [C]."""
+        return self.flat(values) if isinstance(values, dict) else values[self.numbers][self.owner]
 
     def mean(self, values):
         """Mean of per-token values over their sequence, at each of its tokens; [C] -> [C], with gradient."""
@@ -112,8 +112,7 @@ def deal(rollouts, chosen, num_ranks):
 
     The rollouts of one prompt stay together and go to the rank with the fewest tokens so far, the largest
     group first (Graham 1969, LPT). The same is tried with half groups, quarters and so on; each piece then
-    computes the prompt again. The deal whose heaviest rank has the fewest tokens is returned. Where each rank
-    has many rollouts the heaviest is within a few percent of the mean.
+    computes the prompt again. The deal whose heaviest rank has the fewest tokens is returned.
     Example: groups of 9, 5, 4, 3 tokens for 2 ranks -> 9 + 3 and 5 + 4.
     """
     if num_ranks == 1:
@@ -133,11 +132,8 @@ def deal(rollouts, chosen, num_ranks):
 
 
 def shared_tokens(rollouts, dealt):
-    """How much is saved by computing common prefixes once, as fractions of all tokens; a dict for the log.
-
-    dealt: what deal returned for each update. perf/shareable_tokens is what the fraction would be with all
-    rollouts on one rank and in one update. Neither knows of token_budget.
-    """
+    """The fraction of tokens saved by computing common prefixes once, and what it would be with all rollouts
+    on one rank and in one update; a dict for the log. dealt: what deal returned for each update."""
     order = prefix_order(rollouts, [s for shares in dealt for share in shares for s in share])
     separate = max(1, sum(size for _, size, _ in order))
     computed = sum(row_size(prefix_order(rollouts, share)) for shares in dealt for share in shares)

@@ -37,15 +37,14 @@ BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
 SOON = 3                        # seconds for a failed rank to say why, before a broken connection is reported
 # What was sampled for later steps does not fit a run that goes on with another value of these.
-SAMPLED_WITH = ("max_staleness", "advantage", "temperature", "max_completion_length", "max_turns",
-                "reward_weight", "reward_model_weight")
+SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "reward_weight",
+                "reward_model_weight")
 
 
 @dataclass
 class Sampled:
     """Rollouts of a step or of an evaluation, scored: an engine's share, or all."""
     rollouts: list
-    greedy: list             # ReMax's scores of one greedy completion per prompt, or empty
     position: int            # in the sequence of prompts, after these
     figures: dict            # of how they were made, for the log
 
@@ -57,7 +56,7 @@ class Sampled:
         """Of as_json's dict. vocabulary: how many tokens the model has."""
         figures = entry["figures"]
         return cls([rollout.from_json(one, vocabulary) for one in entry["rollouts"]],
-                   numbers(entry, "greedy").tolist(), numbers(entry, "position", int, 0, shape=()).item(),
+                   numbers(entry, "position", int, 0, shape=()).item(),
                    {name: numbers(figures, name, shape=()).item() for name in figures})
 
 
@@ -114,8 +113,8 @@ class Bridge:
         self.gloo = group("gloo", dist.ProcessGroupGloo)
         self.wire = group("nccl", dist.ProcessGroupNCCL) if cuda else self.gloo         # of the weights
         if self.trains:
-            # Of each engine: {("step" or "eval", number): Sampled}, and how many steps of it were dropped.
-            self.boxes, self.dropped = [{} for _ in range(self.engines)], [0] * self.engines
+            # Of each engine: {("step" or "eval", number): Sampled}.
+            self.boxes = [{} for _ in range(self.engines)]
         else:
             self.opening, self.staged, self.news = None, {}, threading.Condition()
             self.outgoing = queue.SimpleQueue()
@@ -145,27 +144,15 @@ class Bridge:
                               flat.to(self.device), 0)
         self.tell((version, None, None))                       # that was all of them
 
-    def take(self, kind, number, max_staleness=None):
-        """Returns what all engines sent under this kind and number, as one Sampled. A collective of trainers.
-
-        max_staleness: an engine's rollouts that are older are dropped, and later ones of it taken instead.
-        """
-        began, dropped, parts = time.monotonic(), 0, []
-        for e in range(self.engines if self.speaks else 0):
-            while True:
-                part = self._receive(e, (kind, number + self.dropped[e] * (kind == "step")))
-                if max_staleness is None or staleness(part.rollouts, number)[1] <= max_staleness:
-                    break
-                self.dropped[e] += 1
-                dropped += len(part.rollouts)
-            parts.append(part)
-        parts, dropped = distributed.from_master((parts, dropped))
+    def take(self, kind, number):
+        """Returns what all engines sent under this kind and number, as one Sampled. All trainers call it."""
+        began = time.monotonic()
+        parts = distributed.from_master(
+            [self._receive(e, (kind, number)) for e in range(self.engines)] if self.speaks else None)
         self.waited += time.monotonic() - began
-        figures = {name: sum(part.figures[name] for part in parts) / len(parts) for name in parts[0].figures}
-        return Sampled([r for part in parts for r in part.rollouts],
-                       [score for part in parts for score in part.greedy],
-                       max(part.position for part in parts),
-                       figures | {"async/dropped": dropped})
+        return Sampled([r for part in parts for r in part.rollouts], max(part.position for part in parts),
+                       {name: sum(part.figures[name] for part in parts) / len(parts)
+                        for name in parts[0].figures})
 
     def _receive(self, e, key):
         # What comes before it waits in the box.
@@ -356,17 +343,6 @@ def kept_ahead(state, settings, folder):
         raise ValueError(f"{folder}/trainer/state.json: ahead is not what engines sample: {error}") from error
     fits = all(state["settings"].get(key) == getattr(settings, key) for key in SAMPLED_WITH)
     return kept if fits else {}
-
-
-def note(settings, engines, state, ahead):
-    """Says how the run is placed. state, ahead: of the checkpoint that it resumes."""
-    lines = [f"Engines sample with weights that are at most {settings.max_staleness} steps older"
-             + ", and in flight: the run does not repeat bit for bit" * settings.in_flight]
-    if state["engines"] != engines:
-        lines.append(f"{state['engines']} engines sampled before, {engines} do now: sums round differently")
-    if state["ahead"] and not ahead:
-        lines.append("what was sampled for the next steps does not fit the settings, and is sampled again")
-    return "\n".join(lines)
 
 
 def staleness(rollouts, step):

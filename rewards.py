@@ -5,6 +5,7 @@
     Scorer        scores rollouts by the reward and the reward model that a run's settings name
     evaluation    mean@k, pass@k, maj@k of scored rollouts
 """
+import bisect
 import copy
 import functools
 import importlib
@@ -23,8 +24,9 @@ from runtime.user_code import accepted, escaped, load_from, name_of, shown
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
-# completion: a number, None (not scored), or a dict of named parts, whose score is the part "score", or their
-# sum if none has that name. As in TRL a completion is a string, or where the prompt is a list of messages the
+# completion: a number, None (not scored), a dict of named parts, whose score is the part "score", or their
+# sum if none has that name, or a list of pairs (character, score), a process reward: the token that holds the
+# character gets the score. As in TRL a completion is a string, or where the prompt is a list of messages the
 # list of the messages that follow it.
 
 
@@ -127,7 +129,7 @@ class Raised(RuntimeError):
 
 
 def judge(reward, columns):
-    # Returns (score, parts) for each completion, by these columns: a list of as many values for each.
+    # Returns (score, parts, steps) for each completion, by these columns: a list of as many values for each.
     arguments, completions = accepted(reward, columns), [*columns["completions"]]
     try:
         returned = reward(**arguments)
@@ -147,7 +149,7 @@ def judge_there(spec, task):
 
 
 def score(reward, rows, completions, timeout=0.0, budget=math.inf):
-    """Returns scores, {part: values} and who timed out, of completions, with NaN for what has no value.
+    """Returns scores, {part: values}, who timed out, and pairs, of completions; NaN is what has no value.
 
     completions: for each row a string, or where its prompt is a list of messages the list of those that
     follow. A reward without named parts is its own only part, under the function's name. The reward gets
@@ -155,7 +157,7 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf):
     or in verl's form for each. If it takes longer, the completions are scored one by one, and those that
     still take longer get 0.0, as do all that are left when `budget` seconds have passed. Raises RuntimeError
     if the reward raises (the message shows the completion), or if it returns anything but a finite number,
-    None or a dict of these for each completion; and ValueError for a column that is missing.
+    None, a dict of these or pairs for each completion; and ValueError for a column that is missing.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
     end = time.monotonic() + budget
@@ -182,7 +184,7 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf):
         try:
             values += call([i])
         except TimeoutError:
-            values.append((0.0, {}))
+            values.append((0.0, {}, []))
             timed_out[i] = True
         except (Raised, ChildProcessError) as error:
             problem, culprit = error, i
@@ -191,14 +193,14 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf):
     if problem:
         text = content(completions[culprit])[:500]
         raise RuntimeError(f"reward {name_of(reward)} {problem}; the completion is {text!r}") from problem
-    names = dict.fromkeys(key for _, parts in values for key in parts)
-    totals = [total for total, _ in values]
-    named = {key: [parts.get(key, math.nan) for _, parts in values] for key in names}
-    return totals, named or {name_of(reward): totals}, timed_out
+    totals, each, steps = map(list, zip(*values))
+    names = dict.fromkeys(key for parts in each for key in parts)
+    named = {key: [parts.get(key, math.nan) for parts in each] for key in names}
+    return totals, named or {name_of(reward): totals}, timed_out, steps
 
 
 def checked(reward, returned, completions):
-    # Returns (score, parts) for each value that a reward returned; they may be in an array or a tensor.
+    # Returns (score, parts, steps) for each value that a reward returned; these may be in an array or tensor.
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
@@ -212,22 +214,33 @@ def checked(reward, returned, completions):
         except Exception:
             as_float = math.nan
         if not abs(as_float) <= LARGEST:
-            raise RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: not a finite number in "
-                               f"float32; the completion is {content(completion)[:500]!r}")
+            raise wrong(value, "not a finite number in float32", completion)
         return as_float
 
-    def total_and_parts(value, completion):
+    def wrong(value, problem, completion):
+        return RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: {problem}; the completion is "
+                            f"{content(completion)[:500]!r}")
+
+    def triple(value, completion):
+        if isinstance(value, (list, tuple)):
+            length = len(content(completion))
+            if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in range(length)
+                       for pair in value):
+                raise wrong(value, f"not pairs (character, score) with characters from 0 to {length - 1}",
+                            completion)
+            steps = [(int(character), real(one, completion)) for character, one in value]
+            return real(sum(one for _, one in steps), completion), {}, steps
         if not isinstance(value, dict):
-            return math.nan if value is None else real(value, completion), {}
+            return math.nan if value is None else real(value, completion), {}, []
         # Besides the score, verl's functions may return entries that are not numbers.
         if "score" in value:
             value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
         parts = {str(key): real(part, completion) for key, part in value.items() if part is not None}
         if "score" in value or not parts:
-            return parts.get("score", math.nan), parts
-        return real(sum(parts.values()), completion), parts
+            return parts.get("score", math.nan), parts, []
+        return real(sum(parts.values()), completion), parts, []
 
-    return [total_and_parts(value, completion) for value, completion in zip(returned, completions)]
+    return [triple(value, completion) for value, completion in zip(returned, completions)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -242,15 +255,15 @@ class Scorer:
     episode and the reward are added up, and a task's own reward is left out where the environment gives
     rewards. With a reward model the score is reward_weight times that sum plus reward_model_weight times the
     model's score. Where several are added up an unscored reward counts as 0, and what the model cannot score
-    has no score, unless its weight is 0.
+    has no score, unless its weight is 0. In `rewards`, what belongs to no turn or step is the last token's.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
-    environment: the name of the environment, if it gives rewards. Raises ValueError if the reward or the
-    reward model cannot be loaded.
+    environment: the name of the environment, if it gives rewards. tokenizer: that of completions.
+    Raises ValueError if the reward or the reward model cannot be loaded.
     """
 
-    def __init__(self, settings, device, dtype, environment=""):
-        self.settings, self.environment = settings, environment
+    def __init__(self, settings, device, dtype, environment="", tokenizer=None):
+        self.settings, self.environment, self.tokenizer = settings, environment, tokenizer
         self.reward = self.model = None
         if settings.reward != "none" and not (environment and not settings.reward):
             if settings.reward and settings.reward_timeout:
@@ -278,7 +291,7 @@ class Scorer:
             timeout, two = self.settings.reward_timeout, (rows * 2)[:2]
             completions = [made_up(row["prompt"], text) for row, text in zip(two, ["Answer: 0", ""])]
             try:
-                _, _, timed_out = score(self.reward, two, completions, timeout)
+                _, _, timed_out, _ = score(self.reward, two, completions, timeout)
             except RuntimeError as error:
                 raise ValueError(error) from error
             if any(timed_out):
@@ -293,7 +306,7 @@ class Scorer:
             # Single answers with a number: no code of the user's runs that might hang or raise.
             scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
             for r, right in zip(rollouts, scores):
-                r.score, r.parts, r.rewards = right, {"accuracy": right}, np.array([right], np.float32)
+                r.score, r.parts, r.rewards = right, {"accuracy": right}, {len(r.logprobs) - 1: right}
         elif rollouts:
             self._score(rollouts)
 
@@ -301,15 +314,19 @@ class Scorer:
         # By any reward, with an environment or a reward model or without.
         s, rows = self.settings, [rollout.row for rollout in rollouts]
         completions = [rollout.completion for rollout in rollouts]
-        scores, parts, timed_out = [math.nan] * len(rollouts), {}, [False] * len(rollouts)
+        scores, parts, timed_out, steps = ([math.nan] * len(rollouts), {}, [False] * len(rollouts),
+                                           [[]] * len(rollouts))
         if self.reward:
-            scores, parts, timed_out = score(self.reward, rows, completions, s.reward_timeout,
-                                             s.reward_step_timeout or math.inf)
-        # What the environment gave at each turn.
-        given = [rollout.rewards.astype(float) if self.environment else np.zeros(len(rollout.spans))
-                 for rollout in rollouts]
+            scores, parts, timed_out, steps = score(self.reward, rows, completions, s.reward_timeout,
+                                                    s.reward_step_timeout or math.inf)
+        if s.environment and any(steps):
+            raise RuntimeError(f"reward {name_of(self.reward)} scores characters of a completion, but with "
+                               f"environment={s.environment} that has several messages")
+        # What the environment gave at each turn, or the reward for each step.
+        given = [self._at_tokens(rollout, own) if own else dict(rollout.rewards)
+                 for rollout, own in zip(rollouts, steps)]
         if self.environment:
-            sums = [float(turns.sum()) for turns in given]
+            sums = [sum(turns.values()) for turns in given]
             scores = [a + (0 if math.isnan(b) else b) for a, b in zip(sums, scores)]
             parts = parts | {self.environment: sums}
         if self.model:
@@ -317,14 +334,24 @@ class Scorer:
             scores = [(s.reward_model_weight and s.reward_model_weight * b)
                       + (0 if math.isnan(a) else s.reward_weight * a) for a, b in zip(scores, judged)]
             parts = parts | {"reward_model": judged}
-            given = [s.reward_weight * turns for turns in given]
-        for i, (rollout, turns) in enumerate(zip(rollouts, given)):
+            given = [{token: s.reward_weight * one for token, one in own.items()} for own in given]
+        for i, (rollout, own) in enumerate(zip(rollouts, given)):
             rollout.score = math.nan if rollout.finish_reason == "error" else scores[i]
             rollout.parts = {name: values[i] for name, values in parts.items()}
             rollout.timed_out = timed_out[i]
-            # What belongs to no turn stands at the last one.
-            turns[-1] += rollout.score - turns.sum()
-            rollout.rewards = turns.astype(np.float32)
+            rest, last = rollout.score - sum(own.values()), len(rollout.logprobs) - 1
+            if not own or not abs(rest) < 1e-9:                 # beyond rounding
+                own[last] = own.get(last, 0.0) + rest
+            rollout.rewards = own
+
+    def _at_tokens(self, rollout, steps):
+        # {sampled token: its reward} of pairs (character of the completion, reward).
+        ids, text, rewards = rollout.sampled_ids, content(rollout.completion), defaultdict(float)
+        for character, reward in steps:
+            begins = lambda t: self.tokenizer.decode(ids[:t + 1], skip_special_tokens=True).startswith(
+                text[:character + 1])
+            rewards[bisect.bisect_left(range(len(ids)), True, key=begins)] += reward
+        return rewards
 
 
 def part_means(rollouts, prefix):
@@ -336,7 +363,7 @@ def part_means(rollouts, prefix):
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 
-def evaluation(rollouts, k):
+def evaluation(rollouts, k, name="eval"):
     """Returns mean@k, pass@k and maj@k of scored rollouts, k of each prompt, which are adjacent.
 
     mean@k  mean score
@@ -344,8 +371,8 @@ def evaluation(rollouts, k):
     maj@k   mean over prompts of the score of the commonest answer, or of the first of those equally common;
             1/2 and 0.5 are one answer, a completion without an answer has no vote, and a prompt without
             votes scores as its first one
-    Over all prompts they are named eval/..., over those of each source eval/{source}/.... A completion that
-    was not scored (NaN) is ignored. The mean of each part is eval/rewards/{name}/mean.
+    Over all prompts they are called {name}/..., over those of each source {name}/{source}/.... A completion
+    that was not scored (NaN) is ignored. The mean of each part is {name}/rewards/{part}/mean.
     """
     values = defaultdict(list)
     for i in range(0, len(rollouts), k):
@@ -360,12 +387,12 @@ def evaluation(rollouts, k):
         votes = Counter(answer for answer in answers if answer is not None)
         winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
         source = rollouts[i].row.get("source")
-        for name in ["eval"] + ([f"eval/{source}"] if source else []):
-            values[f"{name}/mean@{k}"].append(sum(scores) / len(scores))
-            values[f"{name}/pass@{k}"].append(max(scores))
-            values[f"{name}/maj@{k}"].append(scores[winner])
-    means = {name: sum(each) / len(each) for name, each in values.items()}
-    return means | part_means(rollouts, "eval/rewards")
+        for prefix in [name] + ([f"{name}/{source}"] if source else []):
+            values[f"{prefix}/mean@{k}"].append(sum(scores) / len(scores))
+            values[f"{prefix}/pass@{k}"].append(max(scores))
+            values[f"{prefix}/maj@{k}"].append(scores[winner])
+    means = {key: sum(each) / len(each) for key, each in values.items()}
+    return means | part_means(rollouts, f"{name}/rewards")
 
 
 def rollout_metrics(rollouts, engines):

@@ -2,10 +2,10 @@
 Rollout: prompts in, sampled tokens and their logprobs out. Both engines have the same methods, and the
 attributes name, weight_names and allocated.
 
-    add(request)                    queues a Request
+    add(request)                    queues a Request; ValueError if its row may be longer than max_length
     step()                          samples for all that are queued; returns the Answers that are finished
     switch(version)                 takes other weights, also in the middle of requests
-    load_weights(named_tensors)     later steps use them
+    load_weights(tensors, version)  later steps use them
     close()
 
 generate() calls these in a loop; episodes.py adds requests while others are still being answered, and
@@ -48,16 +48,17 @@ class Rollout:
     score: float = math.nan  # what it is worth; NaN: it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
     timed_out: bool = False  # whether the reward took too long for it
-    rewards: np.ndarray = None                  # float32 [S]: the share of each span in the score
+    rewards: dict = field(default_factory=dict) # {sampled token: what the score has from it}
     counts: dict = field(default_factory=dict)  # of an episode: tool calls, failures, the environment's time
-    versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from it on)
+    versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled it and what
+                                 # follows); the version of weights is the number of their training steps
 
     @classmethod
-    def single(cls, prompt_ids, completion_ids, logprobs, finish_reason):
+    def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
         """The Rollout of one completion, from lists."""
         ids = np.array([*prompt_ids, *completion_ids], dtype=np.int32)
         return cls(ids, np.array([[len(prompt_ids), len(ids)]], dtype=np.int32),
-                   np.array(logprobs, dtype=np.float32), finish_reason)
+                   np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
 
     prompt_ids = property(lambda self: self.ids[:self.spans[0, 0]])
     sampled_ids = property(lambda self: np.concatenate([self.ids[start:end] for start, end in self.spans]))
@@ -85,9 +86,9 @@ class Answer(NamedTuple):
 def as_json(r):
     """A Rollout as a dict that JSON can hold; of its row, only the prompt and the answer."""
     row = r.row and {key: r.row.get(key) for key in ("prompt", "answer")}
-    rewards = None if r.rewards is None else r.rewards.tolist()
     return vars(r) | {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
-                      "row": row, "rewards": rewards}
+                      "row": row, "rewards": [*map(list, r.rewards.items())],
+                      "versions": [*map(list, r.versions)]}
 
 
 def from_json(entry, vocabulary=2 ** 31):
@@ -102,7 +103,7 @@ def from_json(entry, vocabulary=2 ** 31):
         "spans": numbers(entry, "spans", np.int32, shape=(-1, 2)),
         "logprobs": numbers(entry, "logprobs", np.float32),
         "score": numbers(entry, "score", shape=()).item(),
-        "rewards": entry["rewards"] and numbers(entry, "rewards", np.float32),
+        "rewards": {int(t): reward for t, reward in numbers(entry, "rewards", shape=(-1, 2)).tolist()},
         "versions": tuple(map(tuple, numbers(entry, "versions", int, shape=(-1, 2)).tolist()))})
     edges = [1, *r.spans.flatten(), len(r.ids)]
     if edges != sorted(edges) or np.diff(r.spans).sum() != len(r.logprobs):
@@ -147,12 +148,14 @@ def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature
 class Engine:
     """What both engines have in common.
 
-    version: the number of the weights, which is that of the last switch. incoming: the function that switch
-    gets the weights of a version from; train_async.py sets it.
+    version: that of the weights, as in Rollout. incoming: the function that switch gets the weights of a
+    version from; train_async.py sets it. max_length: tokens that a row may have.
     """
-    version, incoming = 0, None
+    version, incoming, max_length = 0, None, math.inf
 
     def add(self, request):
+        if (longest := len(request.ids) + request.max_tokens) > self.max_length:
+            raise ValueError(f"a row of {longest} tokens: the engine was made for {self.max_length}")
         self.added.append(request)
         self.versions[request.name] = {0: self.version}
 
@@ -161,8 +164,7 @@ class Engine:
         so_far = self.so_far()
         for name, versions in self.versions.items():
             versions[so_far.get(name, 0)] = version
-        self.version = version
-        self.load_weights(self.incoming(version))
+        self.load_weights(self.incoming(version), version)
 
     def so_far(self):
         """Returns {name of a request: how many tokens have been sampled for it}; one it lacks has none."""
@@ -183,7 +185,7 @@ class Engine:
             answers = {}
             while len(answers) < len(jobs):
                 answers |= {answer.name: answer for answer in self.step()}
-            return [Rollout.single(prompt, *answers[name][1:4]) for name, (prompt, _) in enumerate(jobs)]
+            return [Rollout.single(prompt, *answers[name][1:]) for name, (prompt, _) in enumerate(jobs)]
 
         jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
         return self.serve(jobs, play)
@@ -222,6 +224,7 @@ class VLLMEngine(Engine):
         self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
         from vllm.distributed import get_tp_group
         self.group = get_tp_group()                            # the ranks that share this engine
+        self.max_length = max_length
         self._sleep()
 
     def _make(self, model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size, float32_head):
@@ -323,7 +326,8 @@ class VLLMEngine(Engine):
                        sample.finish_reason, tuple(self.versions.pop(int(output.request_id), {}).items()))
                 for output in engine.step() if output.finished for sample in output.outputs]
 
-    def load_weights(self, named_tensors):
+    def load_weights(self, named_tensors, version):
+        self.version = version
         if not self.has_head:                                  # Gemma 2 there uses the embedding
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         if self.cuda:
@@ -387,6 +391,7 @@ class HFEngine(Engine):
         except Exception as error:
             raise ValueError(f"engine=hf cannot run {model}: {type(error).__name__}: "
                              f"{str(error)[:300]}") from error
+        self.max_length = max_length
 
     @torch.no_grad()
     def step(self):
@@ -441,7 +446,8 @@ class HFEngine(Engine):
                           use_cache=True, logits_to_keep=1).logits[:, -1]
 
     @torch.no_grad()
-    def load_weights(self, named_tensors):
+    def load_weights(self, named_tensors, version):
+        self.version = version
         for name, tensor in named_tensors:
             self.parameters[name].copy_(tensor)
 

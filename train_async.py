@@ -12,8 +12,7 @@ This is train_grpo.py, with these differences:
    are those of train_grpo.py; with 1 the engines sample for the next step while the trainers update. A run
    repeats bit for bit on a CPU, also after a resume: a checkpoint holds what was sampled ahead.
 3. With in_flight=True the engines begin a step's completions with the same version, but take newer ones as
-   soon as they come. Such a run does not repeat, and keeps nothing for a resume. With stale=drop the engines
-   never wait, and the trainers drop what is too old.
+   soon as they come. Such a run does not repeat, and keeps nothing for a resume.
 4. The loss's ratio is still to the trainer's own logprobs at the start of the step. The policy that sampled
    is further from these, and engine_correction weights by that distance (auto).
 5. With kl_in=reward the KL is that of the trained policy; k3_is weights by the ratio to the one that sampled.
@@ -36,10 +35,10 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player, Table
-from model import load_policy, micro_batches, offload, token_logprobs
-from placement import Bridge, Sampled, kept_ahead, note, staleness
+from model import kl_to_reference, load_policy, micro_batches, offload, token_logprobs
+from placement import Bridge, Sampled, kept_ahead, staleness
 from runtime.check_settings import check_grpo, check_placement
-from runtime.check_model import check_trainable, end_tokens, load_tokenizer
+from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -65,24 +64,25 @@ from config.shared import *     # what few people change: data, episodes, engine
 rollout_ranks = 1               # the last ranks, which are engines; the others are trainers
 max_staleness = 1               # steps that the trained policy is ahead of the one that sampled
 in_flight = False               # new weights enter in the middle of completions; such a run does not repeat
-stale = "wait"                  # engines wait before they sample what would be older than max_staleness; or,
-                                # with in_flight, drop: they never wait, and trainers drop what is older
 sync_timeout = 1800.0           # seconds; the run stops if one role waits longer for the other
 vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may take, where it runs alone
 # algorithm
 temperature = 1.0               # of sampling; the trainer divides its logits by it as well
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
-                                # reinforce++, reinforce++_baseline: losses.ADVANTAGES
-pass_k = 4                      # the k of advantage=pass_at_k
-kl_coef = 0.0                   # weight of the KL to the initial model; 0 needs no reference model
-kl_in = "loss"                  # loss, or reward: subtracted from the score of each completion
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, k1 with kl_in=reward
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo, reinforce++,
+                                # reinforce++_baseline, none: losses.ADVANTAGES
+kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
+kl_in = "loss"                  # loss; reward: subtracted from each completion's score; advantage: from the
+                                # advantage of each token, as in on-policy distillation
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwise k1
+reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg: losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, e.g. 3; 0 is none
+skip_zero_advantage = False     # do not compute rollouts whose advantage is 0: faster, and right as long as
+                                # nothing else in the loss moves the policy there
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
@@ -90,7 +90,6 @@ engine_correction = "auto"      # none, or weights by the ratio of trainer to en
 correction_low = 0.5            # a mask gives weight 0 where the ratio of trainer to engine is lower
 correction_high = 2.0           # a mask gives weight 0 where it is higher; truncation caps the weight here
 entropy_coef = 0.0              # weight of the entropy bonus
-entropy_decay = "constant"      # schedule of that weight: constant, or linear or cosine to 0 at max_steps
 # optimizer
 warmup_steps = 5                # of linear warm-up, from learning_rate / warmup_steps
 lr_decay = "linear"             # schedule after that: linear or cosine to 0 at max_steps, or constant
@@ -108,15 +107,17 @@ with input_errors():
 # Rank and world size are those of the role.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(timeout, sequence_parallel_size,
                                                                     bridge.join)
-G, N = num_generations, prompts_per_step * num_generations      # completions per prompt, and per step
+G = num_generations                                             # completions per prompt
+longest = max_prompt_length + max_completion_length             # tokens in a row
 eval_steps = {*range(0, max_steps, eval_interval or max_steps), max_steps}   # which begin with one
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
     # The initial model's folder or hub id.
-    base = check_trainable(model, length=max_prompt_length + max_completion_length)
+    base = check_trainable(model, length=longest)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
+    reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
@@ -134,21 +135,17 @@ def sample_for_trainers(_):
     def begin(kind, number, prompts, n, names):
         # n completions per prompt, adjacent. A prompt's name makes its seed, for any number of engines.
         seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-        jobs = [(p, first + j, (temperature, 1.0, 0)) for p, first in zip(prompts, seeds) for j in range(n)]
-        if kind == "step" and advantage == "remax":
-            jobs += [(p, first, (0, 1.0, 0)) for p, first in zip(prompts, seeds)]
+        sampling = max_completion_length, temperature, 1.0, 0
+        jobs = [(p, first + j, sampling) for p, first in zip(prompts, seeds) for j in range(n)]
         table.add((kind, number), jobs)
         work[kind, number] = time.perf_counter(), position
 
     def go_on():                                                # what is complete is scored and sent
         for (kind, number), rollouts in table.step().items():
             (began, after), ended = work.pop((kind, number)), time.perf_counter()
-            count = B * G if kind == "step" else len(rollouts)
-            rollouts, greedy = rollouts[:count], rollouts[count:]       # what is greedy comes last
             scorer(rollouts)
-            scorer(greedy)
             times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
-            bridge.send(kind, number, Sampled(rollouts, [r.score for r in greedy], after, times))
+            bridge.send(kind, number, Sampled(rollouts, after, times))
 
     while True:
         if version in eval_steps:
@@ -160,8 +157,7 @@ def sample_for_trainers(_):
             bridge.wait_for_the_end()
         while not (in_flight and bridge.arrived(version + 1)):
             # The schedule: whether to begin step `number` with these weights. keep_ahead counts on it.
-            while (len(table) < B * G if stale == "drop"
-                   else number <= version + max_staleness and number < max_steps):
+            while number <= version + max_staleness and number < max_steps:
                 picked, position = train_set.draw(position, prompts_per_step, seed)
                 begin("step", number, [picked[i] for i in own], G, [f"{number} {i}" for i in own])
                 number += 1
@@ -177,22 +173,20 @@ def sample_for_trainers(_):
 if not bridge.trains:
     opening = bridge.begin()
     with input_errors():
-        scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
+        scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as, tokenizer)
         trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]    # shows a broken environment or reward now
         player.check_with(trial)
         scorer.check_with([prompt.row for prompt in trial])
         rollout_engine = rollout.engine_class(engine)(
-            opening["model"], compute_dtype, max_prompt_length + max_completion_length, eos_ids,
-            vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head, apart=True)
+            opening["model"], compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
+            vllm_tensor_parallel_size, float32_head, apart=True)
     rollout_engine.version, rollout_engine.incoming = opening["version"], bridge.weights
-    bridge.send("ready", 0, Sampled([], [], 0, {}))
+    bridge.send("ready", 0, Sampled([], 0, {}))
     rollout_engine.serve([], sample_for_trainers)               # until the run ends
 
 # ---------------------------------------------------------------- the trainers
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# True if a term of the loss has a gradient even where the advantage is 0. If you add one, add it here.
-moves_without_advantage = kl_in_loss or entropy_coef > 0
-run = Run(settings, __file__, engines=bridge.engines, ahead=[])
+run = Run(settings, __file__, ahead=[])
 with input_errors():
     run.check_data(train_set, eval_set)
     start = run.resumed or base
@@ -200,22 +194,23 @@ with input_errors():
     bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
                  max([run.state["position"], *(one.position for one in ahead.values())])})
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
-    reference = (load_policy(base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False)
-                 if kl_coef > 0 else None)
+    reference = (load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group,
+                             trained=False) if kl_coef > 0 else None)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
     offload(optimizer, device)                                  # to host memory, except while it steps
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 log = run.begin(networks, bridge, data_note, f"{updates_per_step} optimizer step(s)")
-log.say(note(settings, bridge.engines, run.state, ahead))
-run.state |= {"engines": bridge.engines, "ahead": []}
+log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
+        + ", and in flight: the run does not repeat bit for bit" * in_flight)
+run.state["ahead"] = []
 bridge.take("ready", 0)                                         # engines that are being made take no weights
 
 
 def take(step):
     """The rollouts of this step, by all engines."""
-    return ahead.pop(step, None) or bridge.take("step", step, max_staleness if stale == "drop" else None)
+    return ahead.pop(step, None) or bridge.take("step", step)
 
 
 def keep_ahead(step):
@@ -235,17 +230,6 @@ def evaluate(step):
     compare_logprobs(rollouts, token_logprobs(policy, rollouts, few, token_budget, temperature),
                              gap_bound, tokenizer)
     return rewards.evaluation(rollouts, eval_samples)
-
-
-def kl_to_reference(rollouts):
-    """For kl_in=reward: KL of the policy to the initial model, summed over the tokens of a rollout, [N]."""
-    sums = torch.zeros(N, device=device)
-    share = packing.deal(rollouts, range(N), world_size)[rank]
-    logps = token_logprobs(policy, rollouts, share, token_budget, temperature) if max_staleness else {}
-    for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
-        logp = logps[s] if logps else torch.from_numpy(rollouts[s].logprobs).to(device)
-        sums[s] = losses.kl_penalty(logp, ref_logp, kl_estimator).sum()
-    return torch.tensor(distributed.total(sums), device=device)
 
 
 # ---------------------------------------------------------------- the loop
@@ -268,8 +252,8 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
     with log.timed("wait_for_rollouts"):
         sampled = take(step)
-    rollouts, run.state["position"] = sampled.rollouts, sampled.position                # N, on every rank
-    greedy = torch.tensor(sampled.greedy, device=device) if advantage == "remax" else None
+    rollouts, run.state["position"] = sampled.rollouts, sampled.position                # on every rank
+    N = len(rollouts)
     player.check_errors(rollouts[rank::world_size])
     log.metrics |= sampled.figures
     log.metrics["async/staleness/mean"], log.metrics["async/staleness/max"] = staleness(rollouts, step)
@@ -280,21 +264,25 @@ for step in range(run.first_step, max_steps + 1):
     stds = losses.group_std(scores, G)                                                  # [N / G]
     log.metrics |= {"reward_std": stds.mean().item(),
                     "frac_reward_zero_std": (stds == 0).double().mean().item()}
-    if kl_coef > 0 and kl_in == "reward":
-        total_kl = kl_to_reference(rollouts)                                            # [N]
+    if kl_coef > 0 and kl_in != "loss":
+        kls = kl_to_reference(reference, rollouts, token_budget, temperature,
+                              policy if max_staleness else None)                        # {s: [len]}
+        total_kl = torch.stack([kls[s].sum() for s in range(N)])                        # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
-        scores = scores - kl_coef * total_kl
+        scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # [N], 0 where there is no score.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)
+    # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
+    if kl_coef > 0 and kl_in == "advantage":
+        adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
     # ------------------------------------------------------------ 4 split; old and reference logprobs
     # The rollouts, in random order, are split into updates, and those of each update are dealt to the ranks.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout with advantage 0 has no gradient: it is not computed, but counts in the weights of section 5.
-    computed = set(range(N) if moves_without_advantage else adv.nonzero()[:, 0].tolist())
-    dealt = [packing.deal(rollouts, [s for s in update if s in computed], world_size) for update in updates]
+    # A rollout that is skipped has no gradient, but counts in the weights of section 5.
+    computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
+    dealt = [packing.deal(rollouts, chosen, world_size) for chosen in computed]
     log.metrics |= packing.shared_tokens(rollouts, dealt)
     shares = [by_rank[rank] for by_rank in dealt]               # what this rank computes of each update
     all_shares = sum(shares, [])
@@ -313,7 +301,6 @@ for step in range(run.first_step, max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = log.metrics["learning_rate"] = losses.schedule(
                 learning_rate, step, max_steps, lr_decay, warmup_steps)
-        entropy_weight = losses.schedule(entropy_coef, step, max_steps, entropy_decay)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
             # Normalised by the whole update, on all ranks, so that the gradient does not depend on the number
@@ -339,7 +326,7 @@ for step in range(run.first_step, max_steps + 1):
                       if kl_in_loss else torch.zeros_like(logp))                        # [C]
                 token_loss = correction * token_loss + kl_coef * kl     # the KL is not corrected, as in TRL
                 if entropy_coef > 0:
-                    token_loss = token_loss - entropy_weight * entropy
+                    token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
                 # Means over the sampled tokens of computed rollouts. A kl in log.metrics replaces this one.

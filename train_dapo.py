@@ -30,9 +30,9 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import load_policy, micro_batches, offload, token_logprobs
+from model import kl_to_reference, load_policy, micro_batches, offload, token_logprobs
 from runtime.check_settings import check_dapo, check_grpo, check_run
-from runtime.check_model import check_trainable, end_tokens, load_tokenizer
+from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -62,25 +62,27 @@ overlong_penalty = 1.0          # by how much the score has fallen at the end of
 mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 # algorithm
 temperature = 1.0               # of sampling; the trainer divides its logits by it as well
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, rloo, opo, remax, pass_at_k,
-                                # reinforce++, reinforce++_baseline: losses.ADVANTAGES
-pass_k = 4                      # the k of advantage=pass_at_k
-kl_coef = 0.0                   # weight of the KL to the initial model; 0 needs no reference model
-kl_in = "loss"                  # loss, or reward: subtracted from the score of each completion
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, k1 with kl_in=reward
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo, reinforce++,
+                                # reinforce++_baseline, none: losses.ADVANTAGES
+kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
+kl_in = "loss"                  # loss; reward: subtracted from each completion's score; advantage: from the
+                                # advantage of each token, as in on-policy distillation
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwise k1
+reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg: losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.28             # DAPO: the upper clip bound is 1 + epsilon_high
 dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, e.g. 3; 0 is none
+skip_zero_advantage = False     # do not compute rollouts whose advantage is 0: faster, and right as long as
+                                # nothing else in the loss moves the policy there
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 engine_correction = "none"      # importance weights for the gap between trainer and engine: token_truncate
                                 # (TIS), token_mask, sequence_truncate, sequence_mask, geometric_mask; or none
 correction_low = 0.5            # a mask gives weight 0 where the ratio of trainer to engine is lower
 correction_high = 2.0           # a mask gives weight 0 where it is higher; truncation caps the weight here
 entropy_coef = 0.0              # weight of the entropy bonus
-entropy_decay = "constant"      # schedule of that weight: constant, or linear or cosine to 0 at max_steps
 # optimizer
 warmup_steps = 5                # of linear warm-up, from learning_rate / warmup_steps
 lr_decay = "linear"             # schedule after that: linear or cosine to 0 at max_steps, or constant
@@ -96,25 +98,24 @@ check_run(settings, world_size)
 check_grpo(settings)
 check_dapo(settings)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
-N = prompts_per_step * G                                        # completions per step, on all ranks
+longest = max_prompt_length + max_completion_length             # tokens in a row; an evaluation may need more
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# True if a term of the loss has a gradient even where the advantage is 0; otherwise section 4 skips such
-# rollouts. If you add such a term in section 5, add its condition here.
-moves_without_advantage = kl_in_loss or entropy_coef > 0
+may_be_stale = old_logprobs == "engine" or engine_correction != "none"      # by weights of an earlier step
 # run.resumed is a checkpoint or None, run.state what a checkpoint saves.
 run = Run(settings, __file__)
 with input_errors():                                            # a ValueError becomes a one-line message
     # The initial model's folder or hub id.
-    base = check_trainable(model, length=max_prompt_length + max_completion_length)
+    base = check_trainable(model, length=longest)
     engine_class = rollout.engine_class(engine)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
+    reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
     player = Player(settings, tokenizer, eos_ids)               # of episodes; idle without an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
-    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as, tokenizer)
     run.check_data(train_set, eval_set)                         # that they are those of the resumed run
     trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]        # shows a broken environment or reward now
     player.check_with(trial)
@@ -122,10 +123,10 @@ with input_errors():                                            # a ValueError b
 
     start = run.resumed or base
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
-    reference = (load_policy(base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False)
-                 if kl_coef > 0 else None)
-    rollout_engine = engine_class(start, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
-                                  vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
+    reference = (load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group,
+                             trained=False) if kl_coef > 0 else None)
+    rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
+                                  vllm_tensor_parallel_size, float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
@@ -135,44 +136,26 @@ networks = {"": (policy, optimizer)}                            # by subfolder o
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
 
 
-def sample(prompts, n, names, temperature=temperature):
+def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
     """n adjacent rollouts per prompt. Their seeds are the hash of the prompt's name, that + 1, ..., on
     whichever rank they are sampled."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if environment:
-        return player.play(rollout_engine, prompts, n, seeds, temperature)
-    return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, max_completion_length,
-                                  temperature)
+        return player.play(rollout_engine, prompts, n, seeds, length, temperature)
+    return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, length, temperature)
 
 
-def evaluate():
-    """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    own = range(rank, len(eval_set), world_size)
-    rollouts = sample([eval_set[i] for i in own], eval_samples, [f"eval {i}" for i in own])
-    # Stops the run if the logprobs of engine and policy differ: few rollouts show that the weights arrived.
-    logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
-    compare_logprobs(rollouts, logps, gap_bound, tokenizer)
+def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
+             length=max_completion_length):
+    """mean@k, pass@k, maj@k on prompts, from the same seeds every time. Their names begin with `name`."""
+    own = range(rank, len(prompts), world_size)
+    rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
+    if temperature > 0:
+        # Stops the run if engine and policy differ: few rollouts show that the weights arrived.
+        logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
+        compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
     scorer(rollouts)
-    return rewards.evaluation(distributed.gathered(rollouts), eval_samples)
-
-
-# ---------------------------------------------------------------- two variants: skip them at first
-def greedy_scores(prompts, names):
-    """ReMax's baseline: the score of one greedy completion per prompt, gathered from all ranks, [N / G]."""
-    rollouts = sample(prompts, 1, names, temperature=0)
-    scorer(rollouts)
-    return torch.tensor(distributed.gathered([r.score for r in rollouts]), device=device)
-
-
-def kl_to_reference(rollouts):
-    """For kl_in=reward: the KL to the initial model, summed over the tokens of each rollout, [N]."""
-    sums = torch.zeros(N, device=device)
-    share = packing.deal(rollouts, range(N), world_size)[rank]
-    for s, ref_logp in token_logprobs(reference, rollouts, share, token_budget, temperature).items():
-        # The engine's logprobs, because the trainer's are not computed yet.
-        engine_logp = torch.from_numpy(rollouts[s].logprobs).to(device)
-        sums[s] = losses.kl_penalty(engine_logp, ref_logp, kl_estimator).sum()
-    return torch.tensor(distributed.total(sums), device=device)
+    return rewards.evaluation(distributed.gathered(rollouts), samples, name)
 
 
 # ---------------------------------------------------------------- the loop
@@ -192,7 +175,7 @@ for step in range(run.first_step, max_steps + 1):
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
     if step == max_steps or (step % (eval_interval or max_steps) == 0 and not stopping):
         with log.timed("eval"):
-            log.evaluation(evaluate())
+            log.evaluation(evaluate(eval_set))
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
         run.save(networks, tokenizer)                           # and after the last step, the log's last line
     if step == max_steps or stopping:
@@ -206,11 +189,9 @@ for step in range(run.first_step, max_steps + 1):
             picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
             own = range(rank * B, (rank + 1) * B)               # each rank samples for prompts of its own
             first = gen_batch * prompts_per_step
-            prompts, names = [picked[i] for i in own], [f"{step} {first + i}" for i in own]
-            own_rollouts = sample(prompts, G, names)            # B * G
+            own_rollouts = sample([picked[i] for i in own], G, [f"{step} {first + i}" for i in own])
         with log.timed("reward"):
             scorer(own_rollouts)                                # sets the score of each
-            greedy = greedy_scores(prompts, names) if advantage == "remax" else None
         sampled += distributed.gathered(own_rollouts)           # from here on every rank has all of them
         stds = losses.group_std(torch.tensor([r.score for r in sampled]), G)            # [prompts so far]
         different = stds.nonzero()[:, 0].tolist()
@@ -218,7 +199,8 @@ for step in range(run.first_step, max_steps + 1):
             break
     # The step has the first prompts that differ, and others where there are not enough of them.
     kept = sorted((different + (stds == 0).nonzero()[:, 0].tolist())[:prompts_per_step])
-    rollouts = [sampled[p * G + g] for p in kept for g in range(G)]                     # N
+    rollouts = [sampled[p * G + g] for p in kept for g in range(G)]
+    N = len(rollouts)
 
     # ------------------------------------------------------------ 3 advantage
     scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
@@ -230,14 +212,17 @@ for step in range(run.first_step, max_steps + 1):
                                                                      overlong_buffer)
     log.metrics |= {"reward_std": stds.mean().item(),
                     "frac_reward_zero_std": (stds == 0).double().mean().item()}
-    if kl_coef > 0 and kl_in == "reward":
-        total_kl = kl_to_reference(rollouts)                                            # [N]
+    if kl_coef > 0 and kl_in != "loss":
+        kls = kl_to_reference(reference, rollouts, token_budget, temperature)           # {s: [len]}
+        total_kl = torch.stack([kls[s].sum() for s in range(N)])                        # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
-        scores = scores - kl_coef * total_kl
+        scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # [N], 0 where there is no score.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, greedy=greedy, pass_k=pass_k)
+    # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
+    if kl_coef > 0 and kl_in == "advantage":
+        adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
     cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)          # DAPO
     counted = (~left_out & ~(cut_off & mask_truncated)).nonzero()[:, 0].tolist()        # DAPO: in the loss
     log.metrics |= {"train/num_gen_batches": gen_batch + 1, "train/frac_counted": len(counted) / N}
@@ -246,9 +231,9 @@ for step in range(run.first_step, max_steps + 1):
     # The rollouts, in random order, are split into updates, and those of each update are dealt to the ranks.
     order = random.Random(f"{seed} {step}").sample(counted, len(counted))       # DAPO: only these
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout with advantage 0 has no gradient: it is not computed, but counts in the weights of section 5.
-    computed = set(order if moves_without_advantage else adv.nonzero()[:, 0].tolist())
-    dealt = [packing.deal(rollouts, [s for s in update if s in computed], world_size) for update in updates]
+    # A rollout that is skipped has no gradient, but counts in the weights of section 5.
+    computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
+    dealt = [packing.deal(rollouts, chosen, world_size) for chosen in computed]
     log.metrics |= packing.shared_tokens(rollouts, dealt)
     shares = [by_rank[rank] for by_rank in dealt]               # what this rank computes of each update
     all_shares = sum(shares, [])
@@ -267,11 +252,9 @@ for step in range(run.first_step, max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = log.metrics["learning_rate"] = losses.schedule(
                 learning_rate, step, max_steps, lr_decay, warmup_steps)
-        entropy_weight = losses.schedule(entropy_coef, step, max_steps, entropy_decay)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # Normalised by the whole update, on all ranks, so that the gradient does not depend on the number
-            # of ranks, the micro-batch size or the packing.
+            # Of the whole update, on all ranks: so the gradient depends on neither ranks nor micro-batches.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
@@ -292,7 +275,7 @@ for step in range(run.first_step, max_steps + 1):
                       else torch.zeros_like(logp))                                      # [C]
                 token_loss = correction * token_loss + kl_coef * kl     # the KL is not corrected, as in TRL
                 if entropy_coef > 0:
-                    token_loss = token_loss - entropy_weight * entropy
+                    token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
                 # Means over the sampled tokens of computed rollouts. A kl in log.metrics replaces this one.
@@ -301,20 +284,20 @@ for step in range(run.first_step, max_steps + 1):
                                "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
                                "clip_ratio/region_mean": low | high})
             if u == 0:
-                # Before the first update engine and trainer have the same weights. This stops the run if the
-                # mean difference of their logprobs exceeds gap_bound; the log has it as sampling/...
-                # Those of the trainer are old_logps if it has computed any, and else come from this forward.
+                # Before the first update engine and trainer have the same weights: this stops the run if they
+                # differ. The trainer's logprobs are old_logps if it has computed any, else from this forward.
                 trainer_logps = new_logps if old_logprobs == "engine" else old_logps or new_logps
-                log.metrics |= compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer)
+                log.metrics |= compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer, step,
+                                                may_be_stale)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted
                 optimizer.step()
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):
-        # One whole tensor at a time, in the dtype and under the names that the engine wants.
-        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
+    with log.timed("sync"):                                     # one whole tensor at a time
+        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_names)
+        rollout_engine.load_weights(tensors, version=step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(sampled, rewards.rollout_metrics(sampled, world_size), rewards.sample_lines(sampled, G))

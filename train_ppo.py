@@ -11,11 +11,11 @@ It reads like train_grpo.py; read that one first. What differs, as in Ziegler et
 1. A critic, a second transformer with a scalar head and an optimizer of its own, learns the value of each
    state: the prompt and the completion so far. One completion per prompt is enough, as none are compared.
 2. The score is the reward of the last token. The KL to the initial model (k1), times kl_coef, is subtracted
-   from the reward of each token, and the loss has no KL term. With kl_target, kl_coef adapts.
+   from the reward of each token, and the loss has no KL term.
 3. Advantages come from GAE over the sampled tokens and are whitened over the global batch. A completion that
    was cut off ends like any other: no value is assumed for what would have followed.
 4. Each step makes one or more passes of several updates over its rollouts, with clipped ratios and values.
-5. Every completion is computed. There is no engine_correction, and no variant of the loss.
+5. There is no engine_correction, and no variant of the loss.
 """
 import math
 import random
@@ -34,7 +34,7 @@ from episodes import Player
 from model import (load_critic, load_policy, micro_batches, offload, token_logprobs,
                    token_values)
 from runtime.check_settings import check_ppo, check_run
-from runtime.check_model import check_critic, check_trainable, end_tokens, load_tokenizer
+from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -61,9 +61,8 @@ from config.shared import *     # what few people change: data, episodes, engine
 temperature = 1.0               # of sampling; the trainer divides its logits by it as well
 critic_model = ""               # a folder or hub id that the critic starts from; if empty, the model
 critic_warmup_steps = 5         # steps that train the critic alone, at the beginning
-kl_coef = 0.0                   # weight of the KL to the initial model; 0 needs no reference model
-kl_target = 0.0                 # nats per sequence, where kl_coef adapts to keep the KL; 0 never adapts it
-kl_horizon = 10000              # sequences within which kl_coef changes by at most 20%
+kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
+reference_model = ""            # a folder or hub id; if empty, the initial model
 gamma = 1.0                     # discount of GAE, from 0 to 1
 lam = 1.0                       # lambda of GAE, from 0 (one step) to 1 (Monte Carlo)
 num_epochs = 1                  # passes over a step's rollouts
@@ -74,7 +73,6 @@ dual_clip = 0.0                 # upper bound of the ratio where the advantage i
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 entropy_coef = 0.0              # weight of the entropy bonus
-max_kl = 0.0                    # nats per token to the old policy that end a step's updates; 0 is no bound
 # optimizer
 warmup_steps = 5                # of linear warm-up, from learning_rate / warmup_steps
 lr_decay = "linear"             # schedule after that: linear or cosine to 0 at max_steps, or constant
@@ -89,24 +87,23 @@ rank, world_size, device, mesh, sequence_group = distributed.set_up(timeout, seq
 check_run(settings, world_size)
 check_ppo(settings)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
-N = prompts_per_step * G                                        # completions per step, on all ranks
+longest = max_prompt_length + max_completion_length             # tokens in a row; an evaluation may need more
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 # run.resumed is a checkpoint or None, run.state what a checkpoint saves.
-run = Run(settings, __file__, critic=True, kl_coef=kl_coef)
-if not kl_target or kl_coef != run.state["settings"]["kl_coef"]:
-    run.state["kl_coef"] = kl_coef                              # a changed setting replaces the adapted value
+run = Run(settings, __file__, critic=True)
 with input_errors():                                            # a ValueError becomes a one-line message
     # The initial model's folder or hub id.
-    base = check_trainable(model, length=max_prompt_length + max_completion_length)
-    critic_base = check_critic(critic_model or base, base, length=max_prompt_length + max_completion_length)
+    base = check_trainable(model, length=longest)
     engine_class = rollout.engine_class(engine)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
+    critic_base = check_reader("critic_model", critic_model, base, tokenizer, longest)
+    reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
     player = Player(settings, tokenizer, eos_ids)               # of episodes; idle without an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
-    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as, tokenizer)
     run.check_data(train_set, eval_set)                         # that they are those of the resumed run
     trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]        # shows a broken environment or reward now
     player.check_with(trial)
@@ -116,10 +113,10 @@ with input_errors():                                            # a ValueError b
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
     critic_start = f"{run.resumed}/critic" if run.resumed else critic_base
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
-    reference = (load_policy(base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False)
-                 if kl_coef > 0 else None)
-    rollout_engine = engine_class(start, compute_dtype, max_prompt_length + max_completion_length, eos_ids,
-                                  vllm_gpu_memory_utilization, vllm_tensor_parallel_size, float32_head)
+    reference = (load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group,
+                             trained=False) if kl_coef > 0 else None)
+    rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
+                                  vllm_tensor_parallel_size, float32_head)
 adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, **adamw)
 critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, **adamw)
@@ -130,25 +127,26 @@ networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 
 
-def sample(prompts, n, names):
+def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
     """n adjacent rollouts per prompt. Their seeds are the hash of the prompt's name, that + 1, ..., on
     whichever rank they are sampled."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if environment:
-        return player.play(rollout_engine, prompts, n, seeds, temperature)
-    return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, max_completion_length,
-                                  temperature)
+        return player.play(rollout_engine, prompts, n, seeds, length, temperature)
+    return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, length, temperature)
 
 
-def evaluate():
-    """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    own = range(rank, len(eval_set), world_size)
-    rollouts = sample([eval_set[i] for i in own], eval_samples, [f"eval {i}" for i in own])
-    # Stops the run if the logprobs of engine and policy differ: few rollouts show that the weights arrived.
-    logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
-    compare_logprobs(rollouts, logps, gap_bound, tokenizer)
+def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
+             length=max_completion_length):
+    """mean@k, pass@k, maj@k on prompts, from the same seeds every time. Their names begin with `name`."""
+    own = range(rank, len(prompts), world_size)
+    rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
+    if temperature > 0:
+        # Stops the run if engine and policy differ: few rollouts show that the weights arrived.
+        logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
+        compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
     scorer(rollouts)
-    return rewards.evaluation(distributed.gathered(rollouts), eval_samples)
+    return rewards.evaluation(distributed.gathered(rollouts), samples, name)
 
 
 def critic_metrics(value, ret, raw_adv, adv):
@@ -173,7 +171,7 @@ for step in range(run.first_step, max_steps + 1):
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
     if step == max_steps or (step % (eval_interval or max_steps) == 0 and not stopping):
         with log.timed("eval"):
-            log.evaluation(evaluate())
+            log.evaluation(evaluate(eval_set))
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
         run.save(networks, tokenizer)                           # and after the last step, the log's last line
     if step == max_steps or stopping:
@@ -188,7 +186,8 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
         scorer(own_rollouts)                                    # sets the score of each
-    rollouts = distributed.gathered(own_rollouts)               # N, in the order of prompts, on every rank
+    rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
+    N = len(rollouts)
     scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
     lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
 
@@ -202,7 +201,7 @@ for step in range(run.first_step, max_steps + 1):
     all_shares = sum(shares, [])
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}
-    log.metrics |= compare_logprobs(rollouts, old_logps, gap_bound, tokenizer)
+    log.metrics |= compare_logprobs(rollouts, old_logps, gap_bound, tokenizer, step)
     with log.timed("values"):
         old_values = token_values(critic, rollouts, all_shares, token_budget)           # {s: [len]}
     with log.timed("ref"):
@@ -215,16 +214,13 @@ for step in range(run.first_step, max_steps + 1):
         old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
         lens = lengths[all_shares].tolist()
         kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
-        # A turn's reward is given at its last token. A single answer is one turn, its score the reward.
-        turns = [end - start for s in all_shares for start, end in rollouts[s].spans.tolist()]
-        turn_reward = flat({s: torch.from_numpy(rollouts[s].rewards).to(device) for s in all_shares})
-        token_reward = losses.token_rewards(turn_reward, kl, run.state["kl_coef"], turns)           # [C]
+        # The score of a single answer is the reward of its last token. Turns and steps have their own.
+        token_reward = losses.token_rewards([rollouts[s].rewards for s in all_shares], kl, kl_coef, lens)
         raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
         adv = losses.whiten(raw_adv, distributed.mean)                                        # [C]
         # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
         advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
-        total_kl = distributed.total([kl.sum()])[0]
-        log.metrics |= {"kl": total_kl / lengths.sum().item(), "kl_coef": run.state["kl_coef"],
+        log.metrics |= {"kl": distributed.mean(kl),
                         "critic/rewards/mean": distributed.mean([x.sum() for x in token_reward.split(lens)])}
         log.metrics |= critic_metrics(value, ret, raw_adv, adv)
 
@@ -233,19 +229,13 @@ for step in range(run.first_step, max_steps + 1):
     lr = losses.schedule(learning_rate, step - critic_warmup_steps, max_steps - critic_warmup_steps, lr_decay,
                          warmup_steps) if train_policy else 0.0
     optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = lr
-    critic_lr = losses.schedule(critic_learning_rate, step, max_steps, lr_decay, warmup_steps)
-    critic_optimizer.param_groups[0]["lr"] = log.metrics["critic/lr"] = critic_lr
-    # Logged as 0 while the critic learns alone.
-    log.add(means={name: [] for name in (
-        "grad_norm", "actor/skipped_updates", "entropy", "actor/ppo_kl", "clip_ratio/low_mean",
-        "clip_ratio/high_mean", "clip_ratio/region_mean")})
-    loss_sum, tried, made, too_far = torch.zeros((), device=device), 0, 0, False
+    critic_optimizer.param_groups[0]["lr"] = log.metrics["critic/lr"] = losses.schedule(
+        critic_learning_rate, step, max_steps, lr_decay, warmup_steps)
     for update, share in num_epochs * list(zip(updates, shares)):
         # The denominators count the whole update, on all ranks, so that the gradient is the same for any
         # number of ranks, any micro-batch size and any packing.
-        update_tokens = lengths[update].sum()
         weight = scores.isfinite() * losses.sequence_weights(
-            lengths, loss_aggregation, num_tokens=update_tokens, num_sequences=len(update),
+            lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
             max_length=max_completion_length)                                           # [N]
         with log.timed("update_critic"):
             for batch in micro_batches(critic, rollouts, share, token_budget):
@@ -261,9 +251,8 @@ for step in range(run.first_step, max_steps + 1):
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
         with log.timed("update_actor"):
-            if not train_policy or too_far:
+            if not train_policy:
                 continue
-            update_kl = torch.zeros((), device=device)
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 token_loss, low, high = losses.LOSSES["clip"](
@@ -273,29 +262,19 @@ for step in range(run.first_step, max_steps + 1):
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                loss_sum += loss.detach()
-                token_kl = losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3")    # [C]
-                update_kl += token_kl.sum()
-                log.add(means={"actor/ppo_kl": token_kl, "entropy": entropy, "clip_ratio/low_mean": low,
-                               "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high})
-            tried += 1
-            # Then this update is not made either.
-            too_far = max_kl > 0 and distributed.total([update_kl])[0] / update_tokens > max_kl
+                log.add(sums={"loss": loss / (num_epochs * updates_per_epoch)},
+                        means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
+                               "entropy": entropy, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
+                               "clip_ratio/region_mean": low | high})
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if not too_far and run.may_step("actor", norm.item()):
+            if run.may_step("actor", norm.item()):
                 optimizer.step()
-                made += 1
             optimizer.zero_grad()
-    log.add(sums={"loss": loss_sum / max(tried, 1)})
-    log.metrics["actor/updates"] = made
-    if kl_target and train_policy:
-        run.state["kl_coef"] = losses.adapted_kl_coef(run.state["kl_coef"], total_kl / N, kl_target,
-                                                      kl_horizon, N)
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):
-        # One whole tensor at a time, in the dtype and under the names that the engine wants.
-        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.weight_names))
+    with log.timed("sync"):                                     # one whole tensor at a time
+        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_names)
+        rollout_engine.load_weights(tensors, version=step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, world_size), rewards.sample_lines(rollouts, G))

@@ -33,41 +33,44 @@ def full_weights(policy, dtype=None, names=None):
             yield name, tensor
 
 
-def compare_logprobs(rollouts, logps, bound, tokenizer):
+def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_stale=False):
     """Metrics of the trainer's logprobs, {s: [len]}, against the engine's for the same tokens of rollouts[s].
 
     Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken weight sync, a
-    wrong temperature, or a model that one side computes wrongly: training would be off-policy, and nobody
-    would know. Raises RuntimeError with the worst tokens. An infinite bound is for weights that are known to
-    differ; then only a gap that is not finite raises. A collective: every rank calls it, with or without any
-    logprobs.
-    sampling_logp_difference   |trainer - engine|; its p99 is that of the rank where it is largest
-    importance_sampling_ratio  w = exp(trainer - engine); nothing is truncated here
-    effective_sample_size      (sum w)^2 / (n sum w^2), as a fraction of the tokens
-    kl                         KL(engine || trainer), by k3
+    wrong temperature, or a model that one side computes wrongly: RuntimeError, with the worst tokens. An
+    infinite bound is for weights that are known to differ. A collective, with or without any logprobs.
+    version: the policy's. Rollouts of an older one are left out, and raise RuntimeError unless they may be
+    stale, because the policy's logprobs are not those of their pi_old. None compares all. docs/metrics.md has
+    the metrics; importance_sampling_ratio is exp(trainer - engine), and kl KL(engine || trainer) by k3.
     """
+    if stale := [s for s in logps if version not in (None, min(v for _, v in rollouts[s].versions))]:
+        if not may_be_stale:
+            raise RuntimeError(
+                f"step {version} trains on rollouts of step {rollouts[stale[0]].versions[0][1]}'s policy: "
+                "take the engine's as old logprobs (train_grpo.py --old_logprobs=engine), or a correction")
+        logps = {s: logps[s] for s in logps if s not in stale}
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)]).to(device)
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    k3 = ratio - 1 - (ours - theirs)
-    sums = torch.stack([torch.tensor(float(len(gap)), device=device),
-                        *(x.sum() for x in (gap, ratio, ratio.square(), k3))])
+    sums = torch.stack([torch.tensor(float(len(x)), device=device) for x in (stale, gap)]
+                       + [x.sum() for x in (gap, ratio, ratio.square(), ratio - 1 - (ours - theirs))])
     peaks = torch.full((4,), -math.inf, device=device)
     if len(gap):
         p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
         peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    if sums[0] == 0:                                    # where no token was trained on, nothing can be wrong
-        sums, peaks = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, -1])
-    gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
+    if sums[1] == 0:                                    # where no token is compared, nothing can be wrong
+        sums[1:], peaks = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, -1])
+    gap_mean, ratio_mean, square_mean, kl = (sums[2:] / sums[1]).tolist()
     gap_p99, gap_max, ratio_max, minus_ratio_min = peaks.tolist()
     if not (gap_mean <= bound and math.isfinite(gap_mean)):
         raise RuntimeError(
             f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
             f"The worst tokens here:\n{worst_tokens(rollouts, logps, gap, tokenizer)}")
     return {f"sampling/{name}": value for name, value in {
+        "stale_rollouts": int(sums[0]),
         "sampling_logp_difference/mean": gap_mean, "sampling_logp_difference/p99": gap_p99,
         "sampling_logp_difference/max": gap_max, "importance_sampling_ratio/min": -minus_ratio_min,
         "importance_sampling_ratio/mean": ratio_mean, "importance_sampling_ratio/max": ratio_max,

@@ -8,7 +8,7 @@ The update is bench/step.py's. TRL gets its model and rollouts (by rollout_func)
 tokens; it is timed from the moment they are scored until the optimizer has stepped. "Unshared" is the update
 here with the prompt computed for each of its eight completions, as TRL does. The whole step is
 train_grpo.py's with --engine=hf, generation and reward included. Model, problems, batch and optimizer are the
-same; TRL generates with its own code, and train_grpo.py does not compute completions without advantage.
+same; TRL generates with its own code, and train_grpo.py skips completions whose advantage is 0.
 Figures are medians over the pairs. TRL is used as it comes: on a CPU without its Triton kernel for the
 logprobs, which CUDA machines have. On a GPU both compute in bfloat16 from float32 weights, and Qwen3-0.6B's
 shape is one more line.
@@ -155,7 +155,8 @@ if only in "whole step, launch":
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
             seconds, _ = run("| reward", sys.executable, "-u", "train_grpo.py", f"--out_dir={folder}/run",
-                             "--engine=hf", "--max_steps=10", "--eval_prompts=1", "--eval_samples=1")
+                             "--engine=hf", "--max_steps=10", "--eval_prompts=1", "--eval_samples=1",
+                             "--skip_zero_advantage=true")
             launch_here.append(seconds)
             with open(f"{folder}/run/metrics.jsonl") as file:
                 ours.append(statistics.median(json.loads(line)["timing_s/step"] for line in list(file)[1:10]))

@@ -83,7 +83,7 @@ def seconds(sampler, name, rows, threads=0):
     player = Player(SimpleNamespace(**settings), tokenizer, eos_ids)
     prompts = encode_rows(tokenizer, list(enumerate(rows)))
     started = time.perf_counter()
-    rollouts = player.play(sampler, prompts, 1, [1000 * i for i in range(len(prompts))], 1.0)
+    rollouts = player.play(sampler, prompts, 1, [1000 * i for i in range(len(prompts))], 900, 1.0)
     return time.perf_counter() - started, sum(len(r.logprobs) for r in rollouts)
 
 

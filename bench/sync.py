@@ -87,7 +87,7 @@ def make_engine(folder, apart):
 def colocated(folder):
     *_, mesh, _ = distributed.set_up()
     policy, one = load_policy(folder, mesh, torch.float32), make_engine(folder, apart=False)
-    measured("colocated", lambda _: one.load_weights(full_weights(policy, torch.float32, one.weight_names)))
+    measured("colocated", lambda _: one.load_weights(full_weights(policy, torch.float32, one.weight_names), 1))
 
 
 def apart(folder):

@@ -57,11 +57,10 @@ def check_model(path, key="model", tokenizer=True, length=0):
                              f"{str(error).splitlines()[0]}") from None
         check_length(key, path, config, length)
         return path
-    files = os.listdir(path)
     # transformers would make an empty tokenizer.
-    if tokenizer and not any(file.startswith(("tokenizer", "vocab", "spiece")) for file in files):
+    if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{key}={path}: no tokenizer in this folder")
-    if "adapter_config.json" in files:
+    if "adapter_config.json" in os.listdir(path):
         raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json), which is not "
                          "supported: merge it into the model, or remove it")
     with reading(f"{key}={path}: config.json"):
@@ -71,6 +70,12 @@ def check_model(path, key="model", tokenizer=True, length=0):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     check_length(key, path, config, length)
     return path
+
+
+def has_tokenizer(path):
+    # Whether a folder has one; a hub id is taken to.
+    return not os.path.isdir(path) or any(
+        file.startswith(("tokenizer", "vocab", "spiece")) for file in os.listdir(path))
 
 
 def check_length(key, path, config, length):
@@ -106,14 +111,26 @@ def check_trainable(path, key="model", tokenizer=True, length=0):
     return path
 
 
-def check_critic(path, policy_path, length=0):
-    """check_trainable for a critic_model, and ValueError if it cannot read the policy's tokens."""
-    path = check_trainable(path, "critic_model", tokenizer=False, length=length)
+def check_reader(key, path, policy_path, tokenizer, length=0):
+    """check_trainable for a critic_model or reference_model, and ValueError if it reads other tokens.
+
+    path: "" stands for the policy's. tokenizer: the policy's. Where the path has one of its own, a token of
+    both has to have the same number.
+    """
+    if not path:
+        return policy_path
+    path = check_trainable(path, key, tokenizer=False, length=length)
     size, policy_size = (AutoConfig.from_pretrained(one).get_text_config().vocab_size
                          for one in (path, policy_path))
-    if size != policy_size:
-        raise ValueError(f"critic_model={path} has a vocabulary of {size} tokens, the model one of "
-                         f"{policy_size}: the critic has to read the policy's tokens")
+    # Some families add rows to the table of their larger models. No token needs them.
+    if size < policy_size:
+        raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: "
+                         "it has to read the policy's tokens")
+    own = load_tokenizer(path, key).get_vocab() if has_tokenizer(path) else {}
+    for token, number in tokenizer.get_vocab().items():
+        if own.get(token, number) != number:
+            raise ValueError(f"{key}={path}: {token!r} is {own[token]} there and {number} in the model: it "
+                             "has to read the policy's tokens")
     return path
 
 

@@ -9,19 +9,17 @@ import losses
 from configurator import check
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    updates_per_epoch max_steps pass_k max_num_gen_batches kl_horizon eval_samples keep_checkpoints
-    max_skipped_updates vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns
-    rollout_ranks sync_timeout sequence_parallel_size layers hidden_size intermediate_size heads steps
-    batch_size""".split()
+    updates_per_epoch max_steps max_num_gen_batches eval_samples keep_checkpoints max_skipped_updates
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout
+    sequence_parallel_size layers hidden_size intermediate_size heads steps batch_size""".split()
 ANY_NUMBER = ("seed", "difficulty", "reward_weight", "reward_model_weight")     # all others are not negative
 SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
     decay""".split()
-DECAYS = ("constant", "linear", "cosine")
-CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"), "lr_decay": DECAYS,
-           "entropy_decay": DECAYS, "old_logprobs": ("trainer", "engine"), "kl_in": ("loss", "reward"),
-           "advantage": losses.ADVANTAGES, "loss_type": losses.LOSSES, "stale": ("wait", "drop"),
-           "loss_aggregation": losses.AGGREGATIONS, "engine_correction": losses.CORRECTIONS,
-           "kl_estimator": losses.KL_ESTIMATORS}
+CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
+           "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
+           "kl_in": ("loss", "reward", "advantage"), "kl_estimator": losses.KL_ESTIMATORS,
+           "advantage": losses.ADVANTAGES, "loss_type": losses.LOSSES,
+           "loss_aggregation": losses.AGGREGATIONS, "engine_correction": losses.CORRECTIONS}
 
 
 def check_values(settings):
@@ -52,10 +50,8 @@ def check_run(s, world_size):
     check_values(s)
     for key in ("temperature", "max_prompt_length"):            # which may be 0 in evaluate_model.py
         check(getattr(s, key) > 0, f"{key}={getattr(s, key)}: must be above 0")
-    # ReMax scores twice a step.
-    budget = s.reward_step_timeout * (2 if getattr(s, "advantage", "") == "remax" else 1)
-    check(not 0 < s.timeout <= budget,
-          f"timeout={s.timeout}: not above the {budget} seconds that reward_step_timeout allows in a step")
+    check(not 0 < s.timeout <= s.reward_step_timeout,
+          f"timeout={s.timeout}: not above reward_step_timeout={s.reward_step_timeout}")
     check(not (s.environment and 0 < s.timeout <= s.environment_timeout),
           f"timeout={s.timeout}: not above environment_timeout={s.environment_timeout}")
     check(s.prompts_per_step % world_size == 0,
@@ -66,6 +62,8 @@ def check_run(s, world_size):
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
     check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
           f"reward_weight={s.reward_weight}, reward_model_weight={s.reward_model_weight} need a reward_model")
+    check(s.kl_coef > 0 or not s.reference_model,
+          f"reference_model={s.reference_model} needs a kl_coef above 0")
     check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
           f"dual_clip={s.dual_clip}: not over 1 + epsilon_high")
 
@@ -75,17 +73,19 @@ def check_grpo(s):
     completions = s.prompts_per_step * s.num_generations
     check(s.epsilon < 1, f"epsilon={s.epsilon}: must be below 1")
     check_divides(s, "updates_per_step", completions, f"the {completions} completions of a step")
-    check(s.num_generations > 1 or s.advantage in ("remax", "reinforce++"),
+    check(s.num_generations > 1 or s.advantage in ("reinforce++", "none"),
           f"num_generations={s.num_generations}: advantage={s.advantage} compares a prompt's completions")
-    check(s.advantage != "pass_at_k" or s.pass_k <= s.num_generations,
-          f"pass_k={s.pass_k}: more than num_generations={s.num_generations}")
-    check(s.advantage != "pass_at_k" or not (s.reward_model or s.kl_coef and s.kl_in == "reward"),
-          "advantage=pass_at_k is for scores of 0 and 1: without a reward_model and without kl_in=reward")
     check(s.dual_clip == 0 or s.loss_type in ("clip", "gspo"),
           f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}")
-    check(s.kl_coef == 0 or (s.kl_in == "reward") == (s.kl_estimator == "k1"),
+    check(s.kl_coef == 0 or (s.kl_in == "loss") != (s.kl_estimator == "k1"),
           f"kl_estimator={s.kl_estimator} with kl_in={s.kl_in}: in the loss the gradient of k1 is 0 in "
-          "expectation, in the reward only k1 has the gradient of the KL")
+          "expectation, elsewhere only k1 has the gradient of the KL")
+    check(s.advantage != "none" or s.kl_coef > 0 and s.kl_in == "advantage",
+          "advantage=none teaches nothing without kl_in=advantage and a kl_coef above 0")
+    check(s.advantage != "grpo_process" or s.kl_coef == 0 or s.kl_in != "reward",
+          "advantage=grpo_process takes the rewards of steps, which kl_in=reward does not change")
+    check(not s.skip_zero_advantage or s.entropy_coef == 0 and (s.kl_coef == 0 or s.kl_in != "loss"),
+          "skip_zero_advantage=True, but entropy_coef or a KL in the loss moves the policy there as well")
     check(s.old_logprobs == "trainer" or s.loss_type != "gpg",
           "old_logprobs=engine would do nothing: gpg has no ratio")
     check(s.old_logprobs == "trainer" or s.engine_correction == "none",
@@ -111,19 +111,17 @@ def check_placement(s, world_size):
           "in_flight=True with max_staleness=0: engines that wait for the trainers have nothing in flight")
     check(not 0 < s.timeout <= s.sync_timeout,
           f"timeout={s.timeout}: not above sync_timeout={s.sync_timeout}, which names what did not come")
-    check(s.in_flight or s.stale == "wait",
-          "stale=drop needs --in_flight=true: otherwise nothing becomes older than max_staleness")
 
 
 def check_dapo(s):
     """What train_dapo.py adds to GRPO."""
-    check(s.advantage not in ("remax", "reinforce++") or not s.filter_groups,
+    check(s.advantage not in ("reinforce++", "none") or not s.filter_groups,
           f"filter_groups=True leaves out prompts that teach something with advantage={s.advantage}")
     check(s.filter_groups or s.max_num_gen_batches == 1,
           f"max_num_gen_batches={s.max_num_gen_batches}: above 1 it needs --filter_groups=true")
     check(s.overlong_buffer <= s.max_completion_length,
           f"overlong_buffer={s.overlong_buffer}: more than max_completion_length={s.max_completion_length}")
-    check(s.advantage not in ("remax", "pass_at_k") or not s.overlong_buffer,
+    check(s.advantage != "grpo_process" or not s.overlong_buffer,
           f"overlong_buffer={s.overlong_buffer}: advantage={s.advantage} cannot take such a penalty")
 
 
@@ -132,6 +130,4 @@ def check_ppo(s):
     completions = s.prompts_per_step * s.num_generations
     check(s.critic_warmup_steps < s.max_steps,
           f"critic_warmup_steps={s.critic_warmup_steps} leaves the policy no step")
-    check(s.kl_horizon >= completions, f"kl_horizon={s.kl_horizon}: less than a step")
-    check(s.kl_coef > 0 or s.kl_target == 0, f"kl_target={s.kl_target} needs a kl_coef above 0 to start from")
     check_divides(s, "updates_per_epoch", completions, f"the {completions} completions of a step")

@@ -5,6 +5,7 @@ None of it is part of an algorithm. run_folder.py finds the folder, checkpoint.p
 run_log.py the metrics, the samples and the console output.
 """
 import datetime
+import json
 import math
 import os
 import resource
@@ -22,18 +23,18 @@ from runtime.run_log import RunLog, make_lenient
 from runtime.user_code import source_file
 
 # A resumed run must have the same values for these; all other settings may change.
-SAME = ("model", "critic_model", "task", "difficulty", "train_prompts", "train_file", "eval_file", "reward",
-        "reward_model", "environment", "max_prompt_length", "chat", "system_prompt", "prompts_per_step",
-        "num_generations", "seed")
+SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
+        "eval_file", "reward", "reward_model", "environment", "max_prompt_length", "chat", "system_prompt",
+        "prompts_per_step", "num_generations", "seed")
 
 
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
     settings: what configure returned. script: the training script's __file__. critic: whether it trains one.
-    state: what a new run's state holds apart from the step; it is saved with each checkpoint, and a resumed
-    run gets it back. Stops the script with a message if the settings do not fit the folder or the checkpoint.
-    A collective.
+    state: what a new run's state holds apart from the step; it is saved with each checkpoint, as JSON, and a
+    resumed run gets it back. Stops the script with a message if the settings do not fit the folder or the
+    checkpoint. A collective.
     """
 
     def __init__(self, settings, script, critic=False, **state):
@@ -52,6 +53,7 @@ class Run:
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "settings": vars(settings), "world_size": self.world_size} | state
+        self.declared = set(self.state)
         if self.resumed:
             has_critic = os.path.isdir(f"{self.resumed}/critic")
             check(has_critic == critic,
@@ -64,7 +66,7 @@ class Run:
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
-            now, then = getattr(settings, key, None), before.get(key, "" if key == "environment" else None)
+            now, then = getattr(settings, key, ""), before.get(key, "")
             check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings.max_steps
         check(self.first_step <= self.max_steps,
@@ -97,6 +99,7 @@ class Run:
         networks: {place in a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
         updates: the updates of a step, in words.
         """
+        self._check_state()
         with input_errors():
             for place, (network, optimizer) in networks.items() if self.resumed else ():
                 checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
@@ -106,6 +109,7 @@ class Run:
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
         s, policy, self.engine = self.settings, networks[""][0], engine
+        engine.version = self.first_step
         N = s.prompts_per_step * s.num_generations
         million = sum(p.numel() for p in policy.parameters()) / 1e6
         self.log.say(
@@ -133,6 +137,16 @@ class Run:
             signal.signal(name, self._signalled)
         return self.log
 
+    def _check_state(self):
+        # What a resumed run would not get back is refused at once, not when it is missed.
+        for key, value in self.state.items():
+            check(key in self.declared, f"run.state[{key!r}] would be lost when the run is resumed: declare "
+                                        f"it, Run(settings, __file__, {key}=...)")
+            comes_back = json.loads(json.dumps(value, default=repr, skipkeys=True))
+            check(repr(comes_back) == repr(value),
+                  f"run.state[{key!r}] would not come back from a checkpoint as it is: it may hold strings, "
+                  "Python's numbers, None, lists, and dicts with strings as keys")
+
     def _signalled(self, number, frame):
         # A launcher may pass on a signal that the process has had already. Only a Ctrl-C that comes more than
         # a second after the first signal ends the run, as soon as Python runs again.
@@ -153,10 +167,8 @@ class Run:
         return self.stopped
 
     def may_step(self, name, norm):
-        """Whether a gradient's norm is finite. Logs the norm, or else counts a skipped update.
-
-        Raises RuntimeError after max_skipped_updates skipped ones in a row.
-        """
+        """Whether a gradient's norm is finite, and so logged; otherwise the update is skipped and counted.
+        Raises RuntimeError after max_skipped_updates in a row."""
         finite, prefix = math.isfinite(norm), "" if name == "actor" else f"{name}/"
         self.log.add(means={f"{prefix}grad_norm": [norm] if finite else []},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
@@ -193,6 +205,7 @@ class Run:
         Before its first step a run writes none, unless it stops there and had resumed from another folder. If
         the save fails, older checkpoints are kept; the script stops only if no later save will follow.
         """
+        self._check_state()
         step, problem = self.state["step"], None
         last = step == self.max_steps or self.stopped
         # A run that resumes in another folder has no checkpoint of its own yet.

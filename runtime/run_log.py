@@ -56,7 +56,8 @@ class RunLog:
     Only rank 0 writes. A run that continues from first_step drops the lines of that step and of later ones,
     because it writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree
     on, and by `add`, whose figures are taken over all ranks when the step ends. eval_scores, {step:
-    eval/mean@k}, has all steps that were evaluated. Raises ValueError if the folder cannot be written.
+    eval/mean@k}, has all steps that were evaluated; by it the best checkpoint is chosen. Raises ValueError if
+    the folder cannot be written.
     """
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
@@ -124,8 +125,9 @@ class RunLog:
         """Note the results of an evaluation and show those over all prompts."""
         self.metrics |= results
         self._note_score(self.metrics)
+        least = min((name.count("/") for name in results), default=0)
         self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
-            f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == 1))
+            f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == least))
 
     def end(self, tokens, samples):
         """Write the step: a line to metrics.jsonl and TensorBoard, a few samples, a line on the console.

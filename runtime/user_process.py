@@ -80,8 +80,8 @@ def serve(descriptor):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
     for name, number in (("stdout", 1), ("stderr", 2)):
         if stream := getattr(sys, name):                        # None: it is closed
-            console = Console(number, "w", closefd=False)
-            setattr(sys, name, io.TextIOWrapper(console, stream.encoding, "backslashreplace", write_through=True))
+            raw = Console(number, "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True))
     pipe, function = Connection(descriptor), None
     while True:
         try:

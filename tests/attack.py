@@ -207,26 +207,26 @@ BAD_VALUES = {
 BOUND = r"\.py: {}(=| must be)"
 BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must not have it
     ("0", BOUND, {
-        GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length pass_k "
+        GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length "
               "token_budget updates_per_step max_steps eval_samples "
               "difficulty keep_checkpoints max_skipped_updates vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks sync_timeout max_steps updates_per_step",
         DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
-        PPO: "num_epochs updates_per_epoch kl_horizon max_steps"}),
+        PPO: "num_epochs updates_per_epoch max_steps"}),
     ("-1", BOUND, {
         GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
               "entropy_coef correction_low correction_high logprob_gap reward_timeout timeout train_prompts "
               "reward_step_timeout eval_prompts vllm_gpu_memory_utilization",
         ASYNC: "max_staleness learning_rate kl_coef",
         DAPO: "overlong_buffer overlong_penalty",
-        PPO: "critic_learning_rate critic_warmup_steps value_clip kl_target max_kl",
+        PPO: "critic_learning_rate critic_warmup_steps value_clip",
         SAMPLE: "temperature top_p top_k eval_prompts reward_timeout show vllm_gpu_memory_utilization"}),
     ("1.5", BOUND, {GRPO: "beta1 beta2 vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
                     SAMPLE: "top_p"}),
     ("1", BOUND, {GRPO: "beta1 beta2"}),
     ("nonsense", r"\b{}\b.*nonsense", {
         GRPO: "task engine dtype advantage kl_in kl_estimator old_logprobs loss_type loss_aggregation "
-              "engine_correction entropy_decay lr_decay", ASYNC: "stale in_flight engine engine_correction",
+              "engine_correction lr_decay", ASYNC: "in_flight engine engine_correction",
         PPO: "loss_aggregation lr_decay dtype task engine", DAPO: "loss_type advantage",
         SAMPLE: "task engine dtype"}),
     (f"{10 ** 30}", r"\b{}\b", {
@@ -251,24 +251,22 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
         ITSELF: "max_num_gen_batches=17; overlong_buffer=13",
-        "filter_groups": "advantage=remax", "max_num": "max_num_gen_batches=2 filter_groups=false",
-        "pass_k": "advantage=pass_at_k pass_k=5 overlong_buffer=0",
-        "pass_at_k": "advantage=pass_at_k reward_model=x overlong_buffer=0",
-        "overlong_buffer": "advantage=pass_at_k overlong_buffer=5; advantage=remax filter_groups=false "
-                           "max_num_gen_batches=1", runs(): ["seed=0"]}),
-    ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; kl_target=1; kl_horizon=7; updates_per_epoch=3",
+        "filter_groups": "advantage=reinforce++", "max_num": "max_num_gen_batches=2 filter_groups=false",
+        "overlong_buffer": "advantage=grpo_process overlong_buffer=5", runs(): ["seed=0"]}),
+    ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; updates_per_epoch=3; reference_model=tiny",
              runs(): ["seed=0"]}),
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
                 "updates_per_step=7; timeout=50 sync_timeout=50; eval_file=x.jsonl",
-        "in_flight": "in_flight=true max_staleness=0; stale=drop", "max_steps": "max_steps=0 stale=drop",
+        "in_flight": "in_flight=true max_staleness=0", "max_steps": "max_steps=0",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
         runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; sync_timeout=20; "
-                "in_flight=true stale=drop; advantage=remax max_staleness=1; timeout=0 sync_timeout=600"}),
+                "advantage=grpo_process max_staleness=1; timeout=0 sync_timeout=600"}),
     ([GRPO], {
-        "pass_k": "advantage=pass_at_k pass_k=5",
-        "pass_at_k": "advantage=pass_at_k kl_coef=0.1 kl_in=reward kl_estimator=k1; advantage=pass_at_k "
-                     "reward_model=x",
+        "grpo_process": "advantage=grpo_process kl_coef=0.1 kl_in=reward kl_estimator=k1",
+        "advantage=none": "advantage=none; advantage=none kl_coef=1 kl_in=reward kl_estimator=k1",
+        "skip_zero_advantage": "skip_zero_advantage=true entropy_coef=0.1; skip_zero_advantage=true kl_coef=0.1",
+        "reference_model": "reference_model=tiny; reference_model=none_here kl_coef=0.1",
         "unknown setting": [f"{key}=5" for key in (
             "max_step", "learnig_rate", "sync_timeout", "MAX_STEPS", "max-steps", "", "model\n", "__name__",
             "__file__", "settings", "math", "critic_model", "skip_after", "help", "\udcff", "x" * 100_000)],

@@ -52,14 +52,11 @@ def keep_rollouts():
         script = frame.f_globals
         # Functions of the script deal out others. Before Python 3.12 a list is made in a frame of its own.
         if frame.f_code.co_name in ("<module>", "<listcomp>") and dist.get_rank() == 0:
-            greedy, as_json = script.get("greedy"), sys.modules["rollout"].as_json
-            group = len(rollouts) // len(greedy) if greedy is not None else 0
             folder = f"{script['run'].out_dir}.rollouts"
             os.makedirs(folder, exist_ok=True)
             with open(f"{folder}/{script['step']}.jsonl", "w") as file:
-                for s, r in enumerate(rollouts):
-                    more = {"greedy": float(greedy[s // group])} if group and s % group == 0 else {}
-                    file.write(json.dumps(as_json(r) | more) + "\n")
+                for r in rollouts:
+                    file.write(json.dumps(sys.modules["rollout"].as_json(r)) + "\n")
             if isinstance(script.get("sampled"), list):
                 with open(f"{folder}/scores-{script['step']}.json", "w") as file:
                     json.dump([r.score for r in script["sampled"]], file)
@@ -73,13 +70,13 @@ def kept_rollouts(out_dir, step):
     return [row | {"length": sum(end - start for start, end in row["spans"])} for row in rows]
 
 
-def run_in_child(script, arguments, log, env, forbidden, errors, keep=False):
+def run_in_child(script, arguments, log, env, forbidden, errors, keep=False, root=ROOT):
     for number, path in ((1, log), (2, errors or log)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     faulthandler.enable(2)                                      # the log then says where a process has crashed
     os.environ.update(env)
-    os.chdir(ROOT)
-    sys.path.insert(0, ROOT)
+    os.chdir(root)
+    sys.path.insert(0, str(root))
     if keep:
         keep_rollouts()
     if "models" in forbidden:
@@ -139,15 +136,15 @@ def on_ranks(count, folder, function, *arguments):
     return results
 
 
-def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None, keep=False):
+def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None, keep=False, root=ROOT):
     """Start a script in forked processes, one per rank, which write to the file `log`; returns the processes.
 
     forbidden: what must not be there, "models" to load or "vllm". errors: a file of its own for stderr.
-    keep: see keep_rollouts.
+    keep: see keep_rollouts. root: the folder with the project's files.
     """
     port = free_port()
     processes = [forkserver.Process(target=run_in_child, args=(
-        script, arguments, log, environment(rank, ranks, port), forbidden, errors, keep))
+        script, arguments, log, environment(rank, ranks, port), forbidden, errors, keep, root))
                  for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -168,14 +165,15 @@ def finish(processes, log, code=0, seconds=240):
     return output
 
 
-def forked(log, script, *arguments, ranks=1, code=0, forbidden=(), keep=False):
+def forked(log, script, *arguments, ranks=1, code=0, forbidden=(), keep=False, root=ROOT):
     """Run a script to its end in forked processes and return what it printed, which the file `log` keeps.
 
-    keep: see keep_rollouts.
+    keep, root: as for begin.
     """
     if os.path.exists(log):
         os.remove(log)
-    return finish(begin(log, script, *arguments, ranks=ranks, forbidden=forbidden, keep=keep), log, code)
+    return finish(begin(log, script, *arguments, ranks=ranks, forbidden=forbidden, keep=keep,
+                        root=root), log, code)
 
 
 def refused(arguments, message, tmp_path, script="train_grpo.py", ranks=1, loads=False):

@@ -315,7 +315,7 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     completions = [r"\boxed{1+x}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{1+x}"]
     start = time.monotonic()
     reward = UserProcess(rewards.judge_there, "math_verify", "file")
-    scores, parts, timeouts = rewards.score(reward, rows, completions, 2.0)
+    scores, parts, timeouts, _ = rewards.score(reward, rows, completions, 2.0)
     assert (scores, timeouts) == ([1.0, 0.0, 1.0], [False, True, False]) and time.monotonic() - start < 10
     assert parts == {"math_verify": [1.0, 0.0, 1.0]}
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import runs
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", *(f"docs/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "docs"))))]
 TEXTS = {}
@@ -45,8 +47,8 @@ def test_a_gymnasium_environment_plays(copy):
     rows = [{"prompt": [{"role": "user", "content": f"Lake {i}: 0 to 3?"}], "seed": i} for i in range(32)]
     (copy / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tiny = [one for one in TINY if not one.startswith("--max_completion")] + ["--max_completion_length=96"]
-    run(copy, sys.executable, "train_grpo.py", *tiny, "--environment=lake.py:FrozenLake", "--task=file",
-        "--train_file=rows.jsonl", "--out_dir=run")
+    runs.forked(copy / "log", "train_grpo.py", *tiny, "--environment=lake.py:FrozenLake", "--task=file",
+                "--train_file=rows.jsonl", "--out_dir=run", root=copy)
     with open(copy / "run" / "samples.jsonl") as file:
         talk = json.loads(file.readline())["completion"]
     with open(copy / "run" / "metrics.jsonl") as file:
@@ -55,9 +57,12 @@ def test_a_gymnasium_environment_plays(copy):
     assert metrics["episodes/turns"] > 1 and metrics["episodes/ended/error"] == 0
 
 
-def added_name(diff):
-    """The name under which a diff's addition is asked for: the last new key of a dict in it."""
-    return re.findall(r'"(\w+)": \w+', "".join(re.findall(r"^\+.*$", diff, re.M)))[-1]
+def commands_for(page, diff):
+    """What the page runs with a diff: the lines of the next block of sh, as arguments."""
+    after = TEXTS[page].partition(diff)[2]
+    block = re.search(r"^```sh\n(.*?)^```$", after, re.M | re.S)[1]
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line.split()[1:] for line in lines if line.startswith("torchrun")]
 
 
 def test_the_diff_of_the_readme_is_that_of_a_page():
@@ -67,30 +72,33 @@ def test_the_diff_of_the_readme_is_that_of_a_page():
 
 @pytest.mark.parametrize("number", range(1, len(DIFFS)))
 def test_a_diff_applies_and_runs(copy, number):
-    """An advantage, a loss or a task is what its name in the diff is good for, and the file's tests pass."""
+    """By the last command below it, and the tests of the files that it changes pass."""
     page, diff = DIFFS[number]
     (copy / "tests").mkdir()
-    changed = os.path.basename(re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1])
-    for name in ("pytest.ini", f"tests/test_{changed}"):
-        shutil.copy(os.path.join(ROOT, name), copy / name)
+    for changed in re.findall(r"^\+\+\+ b/(\w+)\.py", diff, re.M):
+        if not changed.startswith("train_"):
+            shutil.copy(os.path.join(ROOT, "tests", f"test_{changed}.py"), copy / "tests")
+    shutil.copy(os.path.join(ROOT, "pytest.ini"), copy)
     (copy / "a.diff").write_text(diff)
     run(copy, "patch", "-p1", "--fuzz=0", "-i", "a.diff")
-    name = added_name(diff)
-    kinds = "{'advantage': losses.ADVANTAGES, 'loss_type': losses.LOSSES, 'task': problems.GENERATORS}"
-    kind = run(copy, sys.executable, "-c", "import losses, tasks.generate_problems as problems\n"
-               f"print(*[kind for kind, names in {kinds}.items() if {name!r} in names])").strip()
-    assert f"--{kind}={name}" in TEXTS[page]
-    run(copy, sys.executable, "train_grpo.py", *TINY, f"--{kind}={name}", "--out_dir=run")
-    with open(copy / "run" / "metrics.jsonl") as file:
-        assert json.loads(file.readline())["step"] == 0
-    # Those of clip_cov and kl_cov wait for their diff.
-    output = run(copy, sys.executable, "-m", "pytest", "-rs", "tests")
-    assert name != "kl_cov" or "SKIPPED" not in output
+    script, *arguments = commands_for(page, diff)[-1]
+    small = [one for one in TINY if "ppo" not in script or "updates_per_step" not in one]
+    arguments = [one for one in arguments if "prompts_per_step" not in one and "MODEL" not in one]
+    arguments = runs.with_defaults(arguments,
+                                   dict(one[2:].split("=") for one in small) | {"max_steps": 2})
+    warm = ["--critic_warmup_steps=0"] * ("ppo" in script)
+    runs.forked(copy / "log", script, *arguments, *warm, "--out_dir=run", root=copy)
+    assert [line["step"] for line in runs.lines(copy / "run")] == [0, 1, 2]
+    if any((copy / "tests").iterdir()):
+        # What waits for a diff is tested with it.
+        output = run(copy, sys.executable, "-m", "pytest", "-rs", "tests")
+        for word in ("kl_cov", "remax"):
+            assert f'"{word}": {word}' not in diff or f"adds {word}" not in output
 
 
-def test_there_are_diffs_for_an_advantage_a_loss_and_a_task():
+def test_there_are_diffs_for_an_advantage_a_loss_a_task_and_a_loop():
     assert {re.search(r"^\+\+\+ b/(\S+)", diff, re.M)[1] for _, diff in DIFFS} == {
-        "losses.py", "tasks/generate_problems.py"}
+        "losses.py", "tasks/generate_problems.py", "train_grpo.py"}
     assert len(DIFFS) >= 4 and DIFFS[0][0] == "README.md"
 
 
@@ -102,7 +110,8 @@ def test_a_reward_of_your_own(copy):
         path = copy / re.match(r"# (\w+\.py)", text)[1]
         path.write_text(text)
         name = re.search(r"^def (\w+)", text, re.M)[1]
-        run(copy, sys.executable, "train_grpo.py", *TINY, f"--reward={path}:{name}", f"--out_dir={number}")
+        runs.forked(copy / "log", "train_grpo.py", *TINY, f"--reward={path}:{name}", f"--out_dir={number}",
+                    root=copy)
 
 
 @pytest.mark.parametrize("page", PAGES)

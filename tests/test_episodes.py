@@ -222,7 +222,8 @@ def prompts_for(rows, tools=None, tokenizer=TOKENIZER, **settings):
 def played(games, name, rows, texts, **settings):
     """The rollouts of episodes in which the policy says these texts."""
     plays = player(games, name, **{"max_completion_length": 5000} | settings)
-    return plays.play(Says(*texts), prompts_for(rows, plays.tools), 1, [0] * len(rows), 1.0)
+    return plays.play(Says(*texts), prompts_for(rows, plays.tools), 1, [0] * len(rows),
+                      plays.settings.max_completion_length, 1.0)
 
 
 def parts_of(r):
@@ -243,7 +244,7 @@ def one_turn(way, engine, prompts, n, seeds, max_tokens, *sampling, **more):
     """Single answers: as they are sampled in most scripts, or as train_async.py plays them among episodes."""
     if way == "single":
         return rollout.single_answers(engine, TOKENIZER, prompts, n, seeds, max_tokens, *sampling, **more)
-    return player("", max_completion_length=max_tokens).play(engine, prompts, n, seeds, *sampling, **more)
+    return player("").play(engine, prompts, n, seeds, max_tokens, *sampling, **more)
 
 
 @pytest.mark.parametrize("way", ["single", "played"])
@@ -261,7 +262,7 @@ def test_a_rollout_gets_its_row_and_its_text(engine, prompt, way):
     for r in rollouts:
         text = TOKENIZER.decode(r.sampled_ids, skip_special_tokens=True)
         assert r.completion == (text if prompt == "2+3=" else [{"role": "assistant", "content": text}])
-        assert math.isnan(r.score) and r.parts == r.counts == {} and r.rewards is None
+        assert math.isnan(r.score) and r.parts == r.counts == {} and r.rewards == {}
 
 
 def test_a_single_answer_is_the_same_either_way(engine):
@@ -290,9 +291,9 @@ def test_top_p_and_top_k_reach_the_engine(hf, way):
 
 def test_an_episode_that_ends_at_once_is_what_the_engine_generates(engine, games):
     prompts = prompts_for([{}, {}])
-    rollouts = player(games, "Once", eos_ids=ENDS).play(engine, prompts, 4, [5, 9], 0.9)
+    rollouts = player(games, "Once", eos_ids=ENDS).play(engine, prompts, 4, [5, 9], 120, 0.9)
     bare = engine.generate([prompt.ids for prompt in prompts], 4, [5, 9], 120, 0.9)
-    assert identical(rollouts, bare) and [r.rewards.tolist() for r in rollouts] == [[1.0]] * 8
+    assert identical(rollouts, bare) and [[*r.rewards.values()] for r in rollouts] == [[1.0]] * 8
 
 
 # ---------------------------------------------------------------- several turns
@@ -300,7 +301,7 @@ def test_an_episode_that_ends_at_once_is_what_the_engine_generates(engine, games
 def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = prompts_for([{"answer": "."}, {"answer": " more, please"}])
-    rollouts = player(games, "Echo", eos_ids=ENDS).play(engine, prompts, 8, [5, 9], 0.8)
+    rollouts = player(games, "Echo", eos_ids=ENDS).play(engine, prompts, 8, [5, 9], 120, 0.8)
     assert sum(len(r.spans) == 3 for r in rollouts) > 3
     for r in rollouts:
         with torch.no_grad():
@@ -319,7 +320,7 @@ def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder
 def test_the_same_seeds_give_the_same_episodes_whatever_else_is_played(engine, games):
     """vLLM finds the beginning of each turn in its prefix cache, the second time the prompt as well."""
     plays = player(games, "Echo", eos_ids=ENDS)
-    play = lambda prompts, seeds: plays.play(engine, prompts, 4, seeds, 0.9)
+    play = lambda prompts, seeds: plays.play(engine, prompts, 4, seeds, 120, 0.9)
     prompts = prompts_for([{"answer": "."}, {"answer": "!"}, {"answer": "?"}])
     first = play(prompts, [5, 9, 200])
     assert len({len(r.spans) for r in first}) > 1
@@ -331,7 +332,7 @@ def test_the_same_seeds_give_the_same_episodes_whatever_else_is_played(engine, g
     # The turns of an episode have seeds of their own.
     assert len({r.sampled_ids[:3].tobytes() for r in first}) == 12
     seeds = Says(*[["a<|end|>"] * 3] * 4)
-    plays.play(seeds, prompts[:1], 4, [7], 1.0)
+    plays.play(seeds, prompts[:1], 4, [7], 120, 1.0)
     assert [r.seed for r in seeds.asked[:4]] == [7, 8, 9, 10] and len({r.seed for r in seeds.asked}) == 12
 
 
@@ -342,12 +343,13 @@ def test_a_row_is_the_conversation_with_what_was_sampled_as_it_was_sampled(games
     # TOKENIZER writes "on" as two tokens, which this one would join.
     plays, engine = player(games, "Script", tokenizer), Says(["on<|end|>", "y<|end|>"])
     row = {"replies": [["no", 0.5, False], ["ignored", 0.25, True]]}
-    (r,) = plays.play(engine, prompts_for([row], tokenizer=tokenizer), 1, [0], 1.0)
+    (r,) = plays.play(engine, prompts_for([row], tokenizer=tokenizer), 1, [0],
+                      plays.settings.max_completion_length, 1.0)
     prompt = TOKENIZER("<|user|>Go.<|end|><|assistant|>").input_ids
     assert tokenizer("on").input_ids == [261]
     assert r.ids.tolist() == prompt + TOKENIZER("on<|end|><|user|>no<|end|><|assistant|>y<|end|>").input_ids
     assert r.spans.tolist() == [[6, 9], [14, 16]] and r.logprobs.tolist() == [-0.5] * 5
-    assert r.rewards.tolist() == [0.5, 0.25] and r.rewards.dtype == np.float32
+    assert [*r.rewards.values()] == [0.5, 0.25]
     assert r.ids.dtype == r.spans.dtype == np.int32 and r.logprobs.dtype == np.float32
     assert r.completion == [{"role": "assistant", "content": "on"}, {"role": "user", "content": "no"},
                             {"role": "assistant", "content": "y"}]
@@ -366,7 +368,7 @@ def test_what_reset_returns_is_added_to_the_last_message(games):
             plays = player(games, "Script", system_prompt=system)
             prompts = prompts_for([kept | {"opening": opening}], system_prompt=system)
             engine = Says(*said)
-            (r,) = plays.play(engine, prompts, 1, [0], 1.0)
+            (r,) = plays.play(engine, prompts, 1, [0], plays.settings.max_completion_length, 1.0)
             assert parts_of(r)[0] == "<|system|>Play.<|end|>" * bool(system) + (
                 f"<|user|>A<|end|><|assistant|>B<|end|><|user|>{text}<|end|><|assistant|>")
             # max_completion_length counts what follows it.
@@ -393,14 +395,14 @@ ON, LAST, FAR = ["on", 0.5, False], ["", 2.0, True], ["x" * 100, 0.5, False]
     ([ON, ON], ["a<|end|>", "b" * 200], "length", 2, [0.5, 0.5]),
     ([LAST], ["cut"], "length", 1, [2.0]),
     ([ON, FAR], ["a<|end|>", "b<|end|>"], "length", 2, [0.5, 0.5]),
-    ([ON, "raise"], ["a<|end|>", "b<|end|>"], "error", 2, [math.nan] * 2),
+    ([ON, "raise"], ["a<|end|>", "b<|end|>"], "error", 2, [math.nan]),
     (["exit", ON], ["a<|end|>"], "error", 1, [math.nan])])
 def test_how_an_episode_ends(games, replies, texts, reason, turns, rewards):
     other = ([LAST], ["z<|end|>"])
     r, neighbour = played(games, "Script", [{"replies": replies}, {"replies": other[0]}], [texts, other[1]],
                        max_completion_length=60)
     assert (r.finish_reason, len(r.spans)) == (reason, turns) and neighbour.finish_reason == "stop"
-    assert np.array_equal(r.rewards, np.array(rewards, np.float32), equal_nan=True)
+    assert [*r.rewards.values()] == pytest.approx(rewards, nan_ok=True)
     # The row ends with the last turn, whose answer nobody reads.
     assert r.spans[-1, 1] == len(r.ids) and len(r.ids) - len(r.prompt_ids) <= 60
     assert len(r.completion) == 2 * turns - 1 and r.completion[-1]["role"] == "assistant"
@@ -427,7 +429,7 @@ def test_a_call_that_hangs_ends_its_episode_alone(games, name, workers):
                       environment_workers=workers)
     assert [r.finish_reason for r in rollouts] == ["stop", "timeout", "stop"]
     # What it had earned before counts.
-    assert [r.rewards.tolist() for r in rollouts] == [[0.5, 0.5, 2.0], [0.5, 0.0], [0.5, 2.0]]
+    assert [[*r.rewards.values()] for r in rollouts] == [[0.5, 0.5, 2.0], [0.5, 0.0], [0.5, 2.0]]
     assert ("Script: it took more than environment_timeout=1 seconds in turn 2; the row is {"
             in rollouts[1].counts["problem"])
     assert rollouts[1].counts["seconds"] >= 1.0
@@ -465,16 +467,17 @@ def test_scores_of_episodes(games, tmp_path):
     for reward in ("", "none"):
         first, second, third = scored(again(), "Script", reward=reward)
         assert (first.score, third.score) == (2.5, 2.0) and math.isnan(second.score)
-        assert first.parts == {"Script": 2.5} and first.rewards.tolist() == [0.5, 2.0]
-        assert np.isnan(second.rewards).all() and len(second.rewards) == 1
+        assert first.parts == {"Script": 2.5} and [*first.rewards.values()] == [0.5, 2.0]
+        assert [*map(math.isnan, second.rewards.values())] == [True]
     # A reward function adds to the last turn.
     first, second, third = scored(again(), "Script", reward=f"{path}:letters")
     assert (first.score, third.score) == (4.5, 5.0) and math.isnan(second.score)
     assert first.parts == {"letters": 2.0, "Script": 2.5} and third.parts == {"letters": 3.0, "Script": 2.0}
-    assert first.rewards.tolist() == [0.5, 4.0] and np.isnan(second.rewards).all()
+    assert [*first.rewards.values()] == [0.5, 4.0]
+    assert [*map(math.isnan, second.rewards.values())] == [True]
     # An environment that gives none leaves the score to the reward.
     rollouts = played(games, "Tools", [{}], [["ab<|end|>"]])
-    assert rollouts[0].rewards is None and player(games, "Tools").rewards_as == ""
+    assert rollouts[0].rewards == {} and player(games, "Tools").rewards_as == ""
     with pytest.raises(ValueError, match="reward=none needs a reward_model, or an environment that gives"):
         scored(rollouts, "", reward="none")
 
@@ -498,7 +501,7 @@ def test_tools_are_called_and_answer(games):
                 turns[0], "<|user|><tool_response>The total is 11.</tool_response><|end|><|assistant|>",
                 turns[1], "<|user|><tool_response>11</tool_response><|end|>"
                 "<|user|><tool_response>The total is 12.</tool_response><|end|><|assistant|>", turns[2]]
-            assert r.finish_reason == "stop" and r.rewards.tolist() == [0.0, 0.0, 12.0]
+            assert r.finish_reason == "stop" and [*r.rewards.values()] == [0.0, 0.0, 12.0]
             assert (r.counts["calls"], r.counts["failures"]) == (3, 0)
             first, answer, second, *results, last = r.completion
             function = {"name": "add", "arguments": {"amount": 3, "times": 2}}
@@ -535,7 +538,7 @@ def test_the_policy_reads_what_is_wrong_with_a_call(games, said, answer):
     (r,) = played(games, "Counter", [{}], [[said + "<|end|>", "Oh.<|end|>"]])
     assert r.finish_reason == "stop" and (r.counts["calls"], r.counts["failures"]) == (1, 1)
     assert parts_of(r)[2].startswith("<|user|><tool_response>{'error': ") and answer in parts_of(r)[2]
-    assert r.rewards.tolist() == [0.0, 0.0]
+    assert [*r.rewards.values()] == [0.0, 0.0]
 
 
 def test_a_good_call_beside_a_bad_one_is_made(games):
@@ -544,7 +547,7 @@ def test_a_good_call_beside_a_bad_one_is_made(games):
     assert re.fullmatch(r"<\|user\|><tool_response>The total is 4.</tool_response><\|end\|>"
                         r"<\|user\|><tool_response>{'error': .*}</tool_response><\|end\|>"
                         r"<\|user\|><tool_response>4</tool_response><\|end\|><\|assistant\|>", parts_of(r)[2])
-    assert r.rewards.tolist() == [0.0, 4.0] and (r.counts["calls"], r.counts["failures"]) == (3, 1)
+    assert [*r.rewards.values()] == [0.0, 4.0] and (r.counts["calls"], r.counts["failures"]) == (3, 1)
 
 
 @pytest.mark.parametrize("texts, settings, reason, reward", [
@@ -557,7 +560,7 @@ def test_a_good_call_beside_a_bad_one_is_made(games):
 def test_an_episode_with_tools_is_rewarded_however_it_ends(games, texts, settings, reason, reward):
     (r,) = played(games, "Counter", [{}], [texts], **settings)
     assert r.finish_reason == reason and len(r.spans) == len(texts)
-    assert r.rewards.tolist() == [0.0] * (len(texts) - 1) + [reward]
+    assert [*r.rewards.values()] == [0.0] * (len(texts) - 1) + [reward]
 
 
 # Such a description of what the model writes comes with a tokenizer.
@@ -575,13 +578,14 @@ def test_calls_in_the_form_that_the_tokenizer_describes(games):
     texts = ['I add. CALL add {"amount": 3}; CALL wait {};<|end|>', 'CALL add {"amount; <|end|>',
              call("add", '{"amount": 100}') + "<|end|>"]
     plays = player(games, "Counter", tokenizer, max_completion_length=1000)
-    (r,) = plays.play(Says(texts), prompts_for([{}], plays.tools), 1, [0], 1.0)
+    (r,) = plays.play(Says(texts), prompts_for([{}], plays.tools), 1, [0],
+                      plays.settings.max_completion_length, 1.0)
     parts = parts_of(r)
     assert parts[2] == ("<|user|><tool_response>The total is 3.</tool_response><|end|>"
                         "<|user|><tool_response>3</tool_response><|end|><|assistant|>")
     assert "'error': " in parts[4] and "no call of a tool: " in parts[4] and "JSON" in parts[4]
     # Another form is no call.
-    assert r.finish_reason == "stop" and r.rewards.tolist() == [0.0, 0.0, 3.0]
+    assert r.finish_reason == "stop" and [*r.rewards.values()] == [0.0, 0.0, 3.0]
     assert (r.counts["calls"], r.counts["failures"]) == (3, 1)
 
 
@@ -592,8 +596,8 @@ def test_a_call_in_a_thought_that_the_prompt_has_begun_is_none(games):
     plays = player(games, "Counter", tokenizer)
     texts = ['CALL add {"amount": 3}; is how.</think>CALL add {"amount": 4};<|end|>', "</think>Done.<|end|>"]
     prompts = prompts_for([{}], plays.tools, tokenizer)
-    (r,) = plays.play(Says(texts), prompts, 1, [0], 1.0)
-    assert r.rewards.tolist() == [0.0, 4.0] and parts_of(r)[2].endswith("<|assistant|><think>")
+    (r,) = plays.play(Says(texts), prompts, 1, [0], plays.settings.max_completion_length, 1.0)
+    assert [*r.rewards.values()] == [0.0, 4.0] and parts_of(r)[2].endswith("<|assistant|><think>")
 
 
 # ---------------------------------------------------------------- texts that look like control tokens
@@ -626,11 +630,11 @@ def test_neither_a_result_nor_a_tool_that_was_made_up_is_a_control_token(games):
 def test_threads_change_nothing_but_the_order(hf, games):
     prompts = prompts_for([{"answer": mark} for mark in ".!?,"])
     runs = [player(games, "Echo", eos_ids=ENDS, environment_workers=workers).play(
-        hf, prompts, 4, [5, 9, 1, 3], 0.9) for workers in (0, 4)]
+        hf, prompts, 4, [5, 9, 1, 3], 120, 0.9) for workers in (0, 4)]
     for alone, threaded in zip(*runs, strict=True):
         assert alone.ids.tolist() == threaded.ids.tolist() and alone.completion == threaded.completion
         assert np.allclose(alone.logprobs, threaded.logprobs, atol=1e-5)
-        assert (alone.rewards == threaded.rewards).all() and alone.finish_reason == threaded.finish_reason
+        assert alone.rewards == threaded.rewards and alone.finish_reason == threaded.finish_reason
 
 
 @pytest.mark.parametrize("workers", [0, 4])
@@ -638,7 +642,7 @@ def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
     """As many as there are threads, and never more."""
     plays, count = player(games, "Busy", environment_workers=workers), 16 if workers else 2
     rollouts = plays.play(Says(*[["a<|end|>"] * 3] * count), prompts_for([{"together": workers or 1}]), count,
-                          [5], 1.0)
+                          [5], 120, 1.0)
     busy = plays.make
     assert busy.most == (workers or 1) and busy.now == 0 and busy.calls == 4 * count
     assert {r.finish_reason for r in rollouts} == {"turns"}
@@ -648,8 +652,8 @@ def test_the_engine_goes_on_while_an_environment_works(games):
     engine = Says(["a<|end|>"], ["b<|end|>"])
     engine.at_once = 1
     rollouts = player(games, "Waits", environment_workers=2).play(
-        engine, prompts_for([{"first": True}, {"first": False}]), 1, [0, 0], 1.0)
-    assert [r.rewards.tolist() for r in rollouts] == [[1.0], [1.0]]
+        engine, prompts_for([{"first": True}, {"first": False}]), 1, [0, 0], 120, 1.0)
+    assert [[*r.rewards.values()] for r in rollouts] == [[1.0], [1.0]]
 
 
 def test_a_thread_that_hangs_leaves_the_others_theirs():
@@ -780,7 +784,7 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
     if "_timeout" in told and "in turn" in told:
         return
     with pytest.raises((RuntimeError, ValueError)) as later:
-        plays.play(Says(["a<|end|>"]), prompts, 1, [0], 1.0)
+        plays.play(Says(["a<|end|>"]), prompts, 1, [0], plays.settings.max_completion_length, 1.0)
     assert told in str(later.value)
 
 

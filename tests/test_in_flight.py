@@ -34,9 +34,10 @@ def model_of(folder):
     return make
 
 
-def made(name, folder, model_of):
+def made(name, folder, model_of, length=128):
     pytest.importorskip("vllm") if name == "vllm" else None
-    engine = rollout.engine_class(name)(folder, torch.float32, 128, [TOKENIZER.eos_token_id], 0.4, apart=True)
+    engine = rollout.engine_class(name)(folder, torch.float32, length, [TOKENIZER.eos_token_id], 0.4,
+                                       apart=True)
     engine.incoming = lambda version: [(name, p.detach().clone()) for name, p in
                                        model_of(version).named_parameters(remove_duplicate=False)]
     return engine
@@ -127,20 +128,18 @@ def prompts(count, rows="algebra"):
 
 def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of):
     """A group that came later may be complete earlier, and versions count over each rollout's tokens."""
-    long, short = (Player(SimpleNamespace(**SETTINGS | {"max_completion_length": length}), TOKENIZER,
-                          vllm.eos_ids) for length in (24, 3))
-    table, jobs = Table(long, vllm), [(prompt, 10 * n, PLAIN) for n, prompt in enumerate(prompts(3))]
+    table = Table(Player(SimpleNamespace(**SETTINGS), TOKENIZER, vllm.eos_ids), vllm)
+    jobs = [(prompt, 10 * n, (24, *PLAIN)) for n, prompt in enumerate(prompts(3))]
     table.add("long", jobs)
-    assert len(table) == 3 and table.step() == {}
-    table.player = short
-    table.add("short", jobs[:2])
-    assert len(table) == 5
+    assert len(table.playing) == 3 and table.step() == {}
+    table.add("short", [(prompt, seed, (3, *PLAIN)) for prompt, seed, _ in jobs[:2]])
+    assert len(table.playing) == 5
     found, steps = {}, 0
     while not found:
         found, steps = table.step(), steps + 1
-    assert found.keys() == {"short"} and len(table) == 3
+    assert found.keys() == {"short"} and len(table.playing) == 3
     vllm.switch(1)
-    while len(table):
+    while table.playing:
         assert "long" not in found
         found |= table.step()
     assert [len(r.logprobs) for r in found["long"]] == [24] * 3 and len(found["short"]) == 2
@@ -151,9 +150,8 @@ def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of)
             assert gap(r, model_of) < 1e-4
     # The same as alone, from the first tokens on.
     vllm.switch(0)
-    table.player = long
     table.add("again", jobs)
-    while len(table):
+    while table.playing:
         found |= table.step()
     for r, again in zip(found["long"], found["again"]):
         middle = r.versions[1][0]
@@ -163,12 +161,13 @@ def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of)
 
 def test_versions_of_an_episode_count_the_tokens_of_all_its_turns(folder, games, model_of, mesh):
     """The turns are of one version each, and between them there is what the environment inserts."""
-    engine = made("hf", folder, model_of)
+    engine = made("hf", folder, model_of, length=200)
     settings = SETTINGS | {"environment": f"{games}:Letters", "max_prompt_length": 80, "max_turns": 4}
     player = Player(SimpleNamespace(**settings), TOKENIZER, [*range(0, 256, 8), TOKENIZER.eos_token_id])
     engine.eos_ids = torch.tensor(player.eos_ids)
     table = Table(player, engine)
-    table.add("all", [(prompt, 10 * n, PLAIN) for n, prompt in enumerate(prompts(8))])
+    sampling = (settings["max_completion_length"], *PLAIN)
+    table.add("all", [(prompt, 10 * n, sampling) for n, prompt in enumerate(prompts(8))])
     found, version = {}, 0
     while not found:
         found, version = table.step(), version + 1

@@ -17,14 +17,29 @@ def seeded():
 
 # ---------------------------------------------------------------- advantages
 
-KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "opo", "pass_at_k", "reinforce++", "reinforce++_baseline",
-         "remax"]
-OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k"]      # nothing but the group's rewards matters
+KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce++", "reinforce++_baseline", "grpo_process",
+         "none"]
+# Those that docs/recipes.md adds, which this file tests where they have been added.
+ADDED = [kind for kind in ("opo", "pass_at_k", "remax") if kind in losses.ADVANTAGES]
+KINDS += ADDED
+OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "grpo_process", *ADDED[:2]]  # nothing but the group's rewards matters
+ONLY_ADDED = pytest.mark.skipif(not ADDED, reason="docs/recipes.md adds remax")
 
 
 def advantages(kind, rewards, G, lengths=None, greedy=None, pass_k=2):
-    """As the training scripts call them: found by name, and given every keyword."""
-    return losses.ADVANTAGES[kind](rewards, G, lengths=lengths, greedy=greedy, pass_k=pass_k)
+    """As the training scripts call them: found by name, and given every keyword.
+
+    Each score is a reward at the last token, so that all tokens of a completion have the same advantage.
+    """
+    lengths = torch.ones(len(rewards)).long() if lengths is None else lengths
+    at_tokens = [{n - 1: r} for r, n in zip(rewards.tolist(), lengths.long().tolist())]
+    more = {"lengths": lengths, "greedy": greedy, "pass_k": pass_k, "rewards": at_tokens}
+    adv = losses.ADVANTAGES[kind](rewards, G, **more)
+    if isinstance(adv, dict):
+        assert [len(adv[s]) for s in adv] == lengths.tolist()
+        assert all(len(set(own.tolist())) <= 1 for own in adv.values())
+        adv = torch.stack([own[0] if len(own) else own.sum() for own in adv.values()])
+    return adv
 
 
 def slow_advantages(rewards, G, kind, lengths=None, greedy=None, pass_k=2):
@@ -37,7 +52,9 @@ def slow_advantages(rewards, G, kind, lengths=None, greedy=None, pass_k=2):
         for i, r in enumerate(group):
             if math.isnan(r):
                 result.append(0.0)
-            elif kind == "grpo":
+            elif kind == "none":
+                result.append(0.0)
+            elif kind in ("grpo", "grpo_process"):
                 squares = sum((group[j] - mean) ** 2 for j in scored)
                 std = math.sqrt(squares / (len(scored) - 1)) if len(scored) > 1 else 0
                 result.append((r - mean) / (std + 1e-4))
@@ -94,6 +111,7 @@ def test_group_std(G):
     assert losses.group_std(some, 3).dtype == torch.float64
 
 
+@ONLY_ADDED
 @pytest.mark.parametrize("pass_k", [1, 2, 3, 6])
 def test_pass_at_k_advantages(pass_k):
     rewards = torch.tensor([float(i < right) for right in range(7) for i in range(6)], dtype=torch.float64)
@@ -107,6 +125,7 @@ def test_pass_at_k_advantages(pass_k):
                                    / groups.std(1, keepdim=True, correction=0))
 
 
+@ONLY_ADDED
 @pytest.mark.parametrize("pass_k", [1, 2, 3, 4])
 def test_pass_at_k_draws_from_scored_completions(pass_k):
     nan = math.nan
@@ -117,6 +136,7 @@ def test_pass_at_k_draws_from_scored_completions(pass_k):
     assert adv.any() == (pass_k < 3)                # three are scored at most, one of them right
 
 
+@ONLY_ADDED
 def test_pass_at_k_draws_four_where_nothing_is_said():
     rewards = torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0], dtype=torch.float64)
     expected = slow_advantages(rewards.tolist(), 6, "pass_at_k", pass_k=4)
@@ -147,8 +167,8 @@ def test_advantages_have_the_dtype_of_the_scores_if_it_is_a_float(kind, dtype):
     ("grpo", [1.5, -0.5, -0.5, -0.5]),
     ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
     ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),
-    ("opo", [0.9, -0.1, -0.1, -0.1]),               # the right one has a tenth of the tokens
-    ("pass_at_k", [1, -1 / 3, -1 / 3, -1 / 3])])    # with k = 2 half of the six draws succeed
+    *[("opo", [0.9, -0.1, -0.1, -0.1]),             # the right one has a tenth of the tokens
+      ("pass_at_k", [1, -1 / 3, -1 / 3, -1 / 3])][:len(ADDED)]])    # with k = 2 half of the six draws succeed
 def test_advantages_by_hand(kind, expected):
     lengths = torch.tensor([2, 6, 6, 6])
     adv = advantages(kind, torch.tensor([1.0, 0, 0, 0]), 4, lengths)
@@ -167,6 +187,26 @@ def test_advantages_without_spread_or_score(kind):
         assert adv[:3] == [0, 0, 0] and adv[8] == 0
 
 
+def test_rewards_of_steps():
+    """Each is normalised among all of its prompt, and counts for its token and those before it."""
+    lengths = [5, 3, 1, 4, 2, 6]
+    given = [{0: 0.5, 3: -1.0}, {2: 2.0}, {0: math.nan}, {1: 0.25, 2: 0.25, 3: 1.0}, {1: 7.0}, {5: math.nan}]
+    scores = torch.tensor([sum(own.values()) for own in given])
+    adv = losses.ADVANTAGES["grpo_process"](scores, 3, lengths=torch.tensor(lengths), rewards=given)
+    for first in (0, 3):
+        values = [r for own in given[first:first + 3] for r in own.values() if not math.isnan(r)]
+        mean, std = statistics.mean(values), statistics.stdev(values)
+        for s in range(first, first + 3):
+            expected = [sum((r - mean) / (std + 1e-4) for token, r in given[s].items()
+                            if token >= t and not math.isnan(r)) for t in range(lengths[s])]
+            assert adv[s].tolist() == pytest.approx(expected, abs=1e-6), s
+    # The last prompt's only reward but one has nothing to be compared with.
+    alone = losses.ADVANTAGES["grpo_process"](scores[4:], 2, lengths=torch.tensor(lengths[4:]),
+                                              rewards=given[4:])
+    assert not alone[0].any() and not alone[1].any()
+
+
+@ONLY_ADDED
 def test_a_greedy_completion_without_a_score_is_no_baseline():
     greedy = torch.tensor([math.nan, 1.0])
     adv = advantages("remax", torch.tensor([0.0, 2, 0, 2]), 2, torch.ones(4), greedy)
@@ -198,7 +238,7 @@ def test_an_epsilon_damps_a_small_spread(kind, epsilon, divisor):
 
 def test_a_single_token_in_the_batch():
     scores, lengths = torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([1, 0])
-    assert advantages("opo", scores, 2, lengths).tolist() == [0, -2]
+    assert not ADDED or advantages("opo", scores, 2, lengths).tolist() == [0, -2]
     for kind in ("reinforce++", "reinforce++_baseline"):
         assert advantages(kind, scores, 2, lengths)[0] == 0
 
@@ -468,7 +508,7 @@ def test_log_ratios_are_bounded_at_20(log_ratio, bounded):
         assert weight.item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.skipif(not MARKED, reason="docs/recipes.md adds them")
+@pytest.mark.skipif(not MARKED, reason="docs/recipes.md adds kl_cov")
 def test_covariance_marks():
     logps = [-3 * torch.rand(n, dtype=torch.float64) for n in 10 * LENGTHS]
     adv = 3 * torch.randn(50, dtype=torch.float64)
@@ -675,15 +715,18 @@ def slow_gae(rewards, values, gamma, lam):
 def test_token_rewards():
     scores, lengths = [1.0, 2.0, -3.0, 0.5, math.nan], [3, 1, 0, 2, 2]     # the third said nothing at all
     kl = torch.randn(8, dtype=torch.float64)
-    got = losses.token_rewards(torch.tensor(scores, dtype=torch.float64), kl, 0.3, lengths).tolist()
+    given = [{length - 1: score} if length else {} for score, length in zip(scores, lengths)]
+    got = losses.token_rewards(given, kl, 0.3, lengths).tolist()
     expected, c = [], 0
     for score, length in zip(scores, lengths):
         for t in range(length):
             expected.append(-0.3 * kl[c].item() + (score if t == length - 1 else 0.0))
             c += 1
     assert got == pytest.approx(expected, nan_ok=True) and math.isnan(got[-1]) and not math.isnan(got[-2])
-    example = losses.token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.2, 0.3]), 1.0, [2, 1])
+    example = losses.token_rewards([{1: 1.0}, {0: 2.0}], torch.tensor([0.1, 0.2, 0.3]), 1.0, [2, 1])
     assert example.tolist() == pytest.approx([-0.1, 0.8, 1.7])
+    several = losses.token_rewards([{0: 1.0, 2: 3.0}, {}, {1: 5.0}], torch.zeros(6), 1.0, [3, 1, 2])
+    assert several.tolist() == [1, 0, 3, 0, 0, 5] and several.dtype == torch.float32
 
 
 def test_whitening():
@@ -721,8 +764,9 @@ def test_turns_are_paid_at_their_last_token(gamma, lam):
     paid = [[0.5, -1.0, 2.0], [1.0], [math.nan, math.nan], [0.0, 3.0, -2.0]]
     lengths = [sum(lens) for lens in turns]
     kl, values = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
-    flat = torch.tensor(sum(paid, []), dtype=torch.float64)
-    rewards = losses.token_rewards(flat, kl, kl_coef, sum(turns, []))
+    given = [{end - 1: reward for end, reward in zip(itertools.accumulate(lens), own)}
+             for lens, own in zip(turns, paid)]
+    rewards = losses.token_rewards(given, kl, kl_coef, lengths)
     adv, ret = losses.gae(rewards, values, lengths, gamma, lam)
     c, expected = 0, []
     for lens, rewards_of_turns in zip(turns, paid):
@@ -756,9 +800,9 @@ def test_gae_with_lambda_one_is_return_minus_value_and_perfect_values_leave_noth
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_a_rank_without_tokens(lengths):
-    nothing, scores = torch.empty(0), torch.ones(len(lengths))
+    nothing = torch.empty(0)
     assert [len(x) for x in losses.gae(nothing, nothing, lengths, 1.0, 1.0)] == [0, 0]
-    assert len(losses.token_rewards(scores, nothing, 1.0, lengths)) == 0
+    assert len(losses.token_rewards([{}] * len(lengths), nothing, 1.0, lengths)) == 0
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.2])
@@ -784,6 +828,7 @@ def test_values_are_clipped_around_the_old_ones():
     assert loss.item() == pytest.approx((0.2 - 1.1) ** 2 / 2) and clipped.item() and value.grad.item() == 0
 
 
+@pytest.mark.skipif(not hasattr(losses, "adapted_kl_coef"), reason="docs/ppo.md adds it")
 @pytest.mark.parametrize("kl, expected", [(6.0, 0.1), (6.6, 0.105), (60.0, 0.11), (5.4, 0.095), (0.0, 0.09)])
 def test_adapted_kl_coef(kl, expected):
     assert losses.adapted_kl_coef(0.1, kl, 6.0, 512, 256) == pytest.approx(expected)

@@ -1,5 +1,6 @@
 """Logprobs, entropies and values of packed rows against plain forwards of one sequence at a time."""
 import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -401,10 +402,11 @@ def test_the_value_of_a_turn_is_read_behind_the_observation_before_it(folder, me
     values = token_values(critic, rollouts, range(6), 60)
     kl = [torch.randn(len(values[s])) for s in range(6)]
     paid = [[rng.gauss(0, 1) for _ in row[1::2]] for row in lists]
-    turns = [len(part) for row in lists for part in row[1::2]]
+    given = [dict(zip((end - 1 for end in accumulate(map(len, row[1::2]))), own))
+             for row, own in zip(lists, paid)]
     flat = lambda tensors: torch.cat([tensors[s] for s in range(6)])
-    rewards = losses.token_rewards(torch.tensor(sum(paid, [])), flat(kl), 0.1, turns)
     lengths = [len(values[s]) for s in range(6)]
+    rewards = losses.token_rewards(given, flat(kl), 0.1, lengths)
     adv, ret = (x.split(lengths) for x in losses.gae(rewards, flat(values), lengths, 0.9, 0.8))
     for s, row in enumerate(lists):
         ids, places = torch.tensor(sum(row, [])), sampled_places(row)

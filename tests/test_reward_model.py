@@ -153,15 +153,15 @@ def scorer_of(path):
 
 def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     scorer, rows = scorer_of(judge), ROWS[:3]
-    rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, spans=[(1, 2)],
-                                finish_reason="stop") for row in rows]
+    rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, rewards={},
+                                logprobs=[-1.0], finish_reason="stop") for row in rows]
     scorer.check_with(ROWS)
     scorer(rollouts)
     expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)
     for rollout, value in zip(rollouts, expected, strict=True):
         assert rollout.parts == {"reward_model": pytest.approx(value, abs=1e-5)}
         assert rollout.score == pytest.approx(2 * value, abs=1e-5)
-        assert rollout.rewards == pytest.approx([2 * value], abs=1e-5) and not rollout.timed_out
+        assert rollout.rewards == {0: pytest.approx(2 * value, abs=1e-5)} and not rollout.timed_out
 
 
 def test_a_critic_may_start_from_a_reward_model(judge, mesh):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import data
 import rewards
@@ -51,7 +52,7 @@ def test_each_task_has_a_reward(task, name):
 
 def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
-    assert rewards.score(rewards.exact_accuracy, ROWS, texts, 5) == (
+    assert rewards.score(rewards.exact_accuracy, ROWS, texts, 5)[:3] == (
         [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, [False] * 4)
 
 
@@ -193,7 +194,7 @@ def test_what_a_reward_may_return(returned, totals, parts):
     # A reward without parts is its own only part.
     parts = parts or {"plain": totals}
     parts = {name: pytest.approx(values, nan_ok=True) for name, values in parts.items()}
-    assert rewards.score(plain, ROWS, TEXTS, 5) == (
+    assert rewards.score(plain, ROWS, TEXTS, 5)[:3] == (
         pytest.approx(totals, nan_ok=True), parts, [False] * 4)
 
 
@@ -205,7 +206,12 @@ def test_what_a_reward_may_return(returned, totals, parts):
     ({"a": 1}, "reward my_reward returned dict, not a list of 4"),
     ("1234", "reward my_reward returned str, not a list of 4"),
     ([1.0, 1.0, 1.0, "1"], "reward my_reward returned '1': not a finite number"),
-    ([1.0, 1.0, 1.0, [1]], r"reward my_reward returned \[1\]: not a finite number"),
+    ([1.0, 1.0, 1.0, [1]], r"reward my_reward returned \[1\]: not pairs \(character, score\) with characters "
+     "from 0 to 8; "),
+    ([[(9, 1.0)], 1.0, 1.0, 1.0], r"\[\(9, 1.0\)\]: not pairs .* from 0 to 8; the completion is 'Answer: 0'"),
+    ([[(-1, 1.0)], 1.0, 1.0, 1.0], "not pairs"), ([[(0.5, 1.0)], 1.0, 1.0, 1.0], "not pairs"),
+    ([[(0, NAN)], 1.0, 1.0, 1.0], "returned nan: not a finite number"), ([[("0", 1)], 1, 1, 1], "not pairs"),
+    ([[(0, 3e38), (1, 3e38)], 1, 1, 1], r"returned 6e\+38: not a finite number"),
     ([1.0, math.inf, 1.0, 1.0], "reward my_reward returned inf: not a finite number"),
     ([1.0, 1.0, NAN, 1.0], "reward my_reward returned nan: not a finite number"),
     ([0, -1e39, 0, 0], r"returned -1e\+39: not a finite number in float32; the completion is 'Answer: 1'$"),
@@ -246,7 +252,7 @@ def test_verl_reward(tmp_path, row, right):
     start = time.perf_counter()
     completions = [right, "wrong", "hang", "plain"]
     completions = completions if isinstance(row["prompt"], str) else messages(*completions)
-    totals, parts, timed_out = rewards.score(reward, [row] * 4, completions, 0.3)
+    totals, parts, timed_out, _ = rewards.score(reward, [row] * 4, completions, 0.3)
     assert totals == [1.0, 0.0, 0.0, 0.25]
     assert timed_out == [False, False, True, False] and time.perf_counter() - start < 20
     assert parts == {"score": pytest.approx([1, 0, NAN, NAN], nan_ok=True),
@@ -279,16 +285,16 @@ def reward(completions, **columns):
 def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
     reward = reward_file(tmp_path, HANGING.format(swallows=swallows))
     start = time.perf_counter()
-    assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3) == (
+    assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3)[:3] == (
         [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, [False, True, False, False])
     # The limit ran out for all of them together and then for the one that hangs.
     assert 0.6 <= time.perf_counter() - start < 20
-    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1)[::2] == ([0.0], [True])
+    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1)[:3:2] == ([0.0], [True])
 
 
 def test_no_limit(tmp_path):
     reward = reward_file(tmp_path, "import time\ndef reward(completions): time.sleep(0.3); return [1.0] * 4")
-    assert rewards.score(reward, ROWS, TEXTS, 0)[::2] == ([1.0] * 4, [False] * 4)
+    assert rewards.score(reward, ROWS, TEXTS, 0)[:3:2] == ([1.0] * 4, [False] * 4)
 
 
 def test_a_reward_that_raises(tmp_path):
@@ -318,7 +324,8 @@ SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_step
 
 def rollout(row, completion, score=NAN, **parts):
     return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
-                           spans=[(1, 2)], rewards=None, timed_out=False)
+                           spans=[(1, 2)], rewards={}, logprobs=[-1.0],
+                           sampled_ids=[], timed_out=False)
 
 
 @pytest.fixture
@@ -356,11 +363,43 @@ def test_scorer_puts_scores_on_rollouts(scorer, tmp_path):
         assert scores(again) is None
         assert [r.score for r in again] == [1.0, 0.0, 1.0] and not any(r.timed_out for r in again)
         assert [r.parts for r in again] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
-        assert [r.rewards.tolist() for r in again] == [[1.0], [0.0], [1.0]]
-        assert {r.rewards.dtype for r in again} == {np.dtype("float32")}
+        assert [r.rewards for r in again] == [{0: 1.0}, {0: 0.0}, {0: 1.0}]
         assert again[2].row == ROWS[3] and again[2].completion == "Answer: 3"
     for scores in (scorer(), scorer(reward_model="some/model"), scorer(task="file")):
         scores([])
+
+
+def test_the_token_of_a_character_gets_its_score(scorer, folder):
+    """By a tokenizer of bytes, of a text whose characters have up to four, beside a count of them."""
+    tokenizer, text = AutoTokenizer.from_pretrained(folder), "2+2=4 \u20ac\n\U0001f600 = 4\nAnswer: 4"
+    ids = np.array(tokenizer(text).input_ids + [tokenizer.eos_token_id], np.int32)
+    assert len(ids) == len(text.encode()) + 1
+    pairs = [(text.index("\u20ac"), 0.5), (text.index("\U0001f600"), -1.0), (len(text) - 1, 2.0), (0, 0.25),
+             (0, 0.5)]
+    places = [len(text[:character + 1].encode()) - 1 for character, _ in pairs]
+    source = (f"def reward(completions): return [{pairs}, [], 3.0, None, [[1, 1.0], [2, -1.0]]]"
+              "[:len(completions)]")
+    rollouts = [rollout(ROWS[0], text) for _ in range(5)]
+    for r in rollouts:
+        r.sampled_ids, r.logprobs = ids, [-1.0] * len(ids)
+    scores = scorer(source)
+    scores.tokenizer = tokenizer
+    scores(rollouts)
+    last = len(ids) - 1
+    assert rollouts[0].rewards == {places[0]: 0.5, places[1]: -1.0, places[2]: 2.0, 0: 0.75}
+    assert [r.score for r in rollouts[:3]] == [2.25, 0.0, 3.0] and math.isnan(rollouts[3].score)
+    assert [r.rewards for r in rollouts[1:3]] == [{last: 0.0}, {last: 3.0}]
+    assert list(rollouts[3].rewards) == [last] and math.isnan(rollouts[3].rewards[last])
+    assert rollouts[4].rewards == {1: 1.0, 2: -1.0} and rollouts[4].score == 0
+    # With a reward model half of it is the steps', and the model's share is the last token's.
+    scores = scorer(source, reward_model="some/model", reward_weight=0.5)
+    scores.tokenizer = tokenizer
+    scores(rollouts)
+    digits = sum(c.isdigit() for c in text)
+    assert rollouts[0].rewards == {places[0]: 0.25, places[1]: -0.5, places[2]: 1.0, 0: 0.375, last: digits}
+    assert rollouts[0].score == 2.25 / 2 + digits
+    with pytest.raises(RuntimeError, match="scores characters of a completion, but with environment=some"):
+        scorer(source, environment="some")(rollouts)
 
 
 def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, monkeypatch):
@@ -516,7 +555,7 @@ def test_what_a_reward_does_stays_in_its_process(tmp_path, does, scores):
         with pytest.raises(RuntimeError, match=scores):
             rewards.score(reward, SUMS[:3], ["a", "x", "b"], 2.0)
     else:
-        found, _, timed_out = rewards.score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
+        found, _, timed_out, _ = rewards.score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
         assert found == scores and timed_out == [score == 0 for score in scores]
     assert os.getcwd() == here and time.monotonic() - started < 20
     # It goes on with the next call, and what it started ends with it.
@@ -539,7 +578,7 @@ def test_what_a_reward_has_started_ends_with_it(tmp_path):
 def test_a_step_has_a_budget(tmp_path):
     reward = reward_file(tmp_path, WILD.replace("DOES", "wait()"))
     started = time.monotonic()
-    scores, _, timed_out = rewards.score(reward, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
+    scores, _, timed_out, _ = rewards.score(reward, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
     assert scores == [0.0] * 200 and timed_out == [True] * 200 and time.monotonic() - started < 10
 
 

@@ -96,8 +96,8 @@ def test_shape_of_the_answer(engine):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, model, temperature):
-    engine.load_weights((name, p.detach().clone())
-                        for name, p in model.named_parameters(remove_duplicate=False))
+    engine.load_weights(((name, p.detach().clone())
+                         for name, p in model.named_parameters(remove_duplicate=False)), 1)
     before = generate(engine, temperature=temperature)
     assert largest_gap(before, model, temperature) < 1e-5
 
@@ -106,14 +106,14 @@ def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, mo
     with torch.no_grad():
         for p in moved.parameters():
             p += 0.05 * torch.randn_like(p)
-    engine.load_weights((name, p.detach().clone())
-                        for name, p in moved.named_parameters(remove_duplicate=False))
+    engine.load_weights(((name, p.detach().clone())
+                         for name, p in moved.named_parameters(remove_duplicate=False)), 1)
     after = generate(engine, temperature=temperature)
     assert largest_gap(after, moved, temperature) < 1e-5
     # The old weights are really gone.
     assert largest_gap(after, model, temperature) > 1e-2
-    engine.load_weights((name, p.detach().clone())
-                        for name, p in model.named_parameters(remove_duplicate=False))
+    engine.load_weights(((name, p.detach().clone())
+                         for name, p in model.named_parameters(remove_duplicate=False)), 1)
     again = generate(engine, temperature=temperature)
     assert completions_of(again) == completions_of(before)
 
@@ -233,11 +233,11 @@ def test_vllm_sleeps_except_to_sample_and_to_take_weights(folder, model, mesh):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.05 * torch.randn_like(p)
-        engine.load_weights(model.named_parameters(remove_duplicate=False))
+        engine.load_weights(model.named_parameters(remove_duplicate=False), 1)
         # Half awake it wakes up first.
         engine._sleep()
         assert not engine.llm.mapped
-        engine.load_weights(model.named_parameters(remove_duplicate=False))
+        engine.load_weights(model.named_parameters(remove_duplicate=False), 1)
     close(engine)
 
 
@@ -300,6 +300,7 @@ def test_compare_logprobs(mesh, folder):
     logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}
     metrics = weights.compare_logprobs(rollouts, logps, 0.2, tokenizer)
     assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
+        "sampling/stale_rollouts": 0,
         "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/p99": 0.2,
         "sampling/sampling_logp_difference/max": 0.2,
         "sampling/importance_sampling_ratio/min": math.exp(-0.2),
@@ -320,6 +321,38 @@ def test_compare_logprobs(mesh, folder):
         worst = str(error.value).splitlines()[1]
         before, token = tokenizer.decode(66), tokenizer.decode(67)
         assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"
+
+
+def test_only_what_the_policys_own_weights_have_sampled_is_compared(mesh, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    made = lambda logprob, versions: rollout.Rollout.single([65], [66, 67], [logprob] * 2, "stop", versions)
+    rollouts = [made(-1.0, ((0, 4),)), made(-9.0, ((0, 3),)), made(-9.0, ((0, 3), (1, 4)))]
+    logps = {s: torch.tensor([-1.0, -1.1]) for s in (2, 0, 1)}
+    metrics = weights.compare_logprobs(rollouts, logps, 0.2, tokenizer, version=4, may_be_stale=True)
+    assert metrics["sampling/stale_rollouts"] == 2
+    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
+    only_stale = weights.compare_logprobs(rollouts, {1: logps[1]}, 0.2, tokenizer, 4, may_be_stale=True)
+    assert only_stale["sampling/stale_rollouts"] == only_stale["sampling/effective_sample_size"] == 1
+    message = "step 4 trains on rollouts of step 3's policy: take the engine's as old"
+    for s in (1, 2):
+        with pytest.raises(RuntimeError, match=message):
+            weights.compare_logprobs(rollouts, {s: logps[s]}, 20.0, tokenizer, version=4)
+    weights.compare_logprobs(rollouts, logps, 20.0, tokenizer)
+
+
+def test_a_request_that_would_be_cut_is_refused(engine):
+    longest = engine.max_length
+    (r,) = engine.generate([[65, 66]], 1, [0], longest - 2, 1.0)
+    assert len(r.ids) <= longest
+    with pytest.raises(ValueError, match=f"a row of {longest + 1} tokens: the engine was made for {longest}"):
+        engine.generate([[65, 66]], 1, [0], longest - 1, 1.0)
+
+
+def test_rollouts_carry_the_version_of_the_weights_that_sampled_them(engine, model):
+    for version in (7, 8):
+        engine.load_weights(((name, p.detach().clone())
+                             for name, p in model.named_parameters(remove_duplicate=False)), version)
+        assert {r.versions for r in generate(engine)} == {((0, version),)}
 
 
 def test_compare_logprobs_of_several_spans_and_of_none(mesh, folder):

@@ -26,7 +26,7 @@ from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 12, "save_interval": 1, "warmup_steps": 0,
          "learning_rate": 1e-3, "eval_interval": 3, "engine": "hf", "keep_checkpoints": 2}
-PPO = {"critic_warmup_steps": 1, "kl_coef": 0.05, "kl_target": 0.1}
+PPO = {"critic_warmup_steps": 1, "kl_coef": 0.05}
 
 
 def command(script, folder, out_dir, reward_file, **settings):

@@ -32,16 +32,16 @@ def test_a_run_leaves_what_it_promises(plain_run):
     names = set(NAMES) - {"reward_std", "frac_reward_zero_std"} | {
         "critic/vf_loss", "critic/vf_explained_var", "critic/vf_clipfrac", "critic/values/mean",
         "critic/returns/mean", "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min",
-        "critic/rewards/mean", "critic/lr", "critic/grad_norm", "actor/ppo_kl", "kl_coef",
+        "critic/rewards/mean", "critic/lr", "critic/grad_norm", "actor/ppo_kl",
         "timing_s/values", "timing_s/adv", "timing_s/update_critic"}
     assert [line["step"] for line in metrics] == [0, 1, 2, 3] and "eval/mean@2" in metrics[3]
+    assert not names - set(metrics[1]) and not names - set(metrics[2])
     for line in metrics[:3]:
-        assert not names - set(line)
         # Without a KL the reward is just the score.
         assert line["critic/rewards/mean"] == pytest.approx(line["reward"])
     # A new critic, which learns alone first.
     assert metrics[0]["critic/values/mean"] == metrics[0]["critic/vf_explained_var"] == 0
-    assert metrics[0]["actor/updates"] == 0 and metrics[1]["actor/updates"] == 2
+    assert not {"grad_norm", "loss", "entropy"} & metrics[0].keys() and metrics[1]["grad_norm"] > 0
     policies = [AutoModelForCausalLM.from_pretrained(f"{out_dir}/checkpoint-{n}") for n in (1, 2)]
     assert any(not torch.equal(a, b) for a, b in zip(*(p.parameters() for p in policies)))
     critic = AutoModelForTokenClassification.from_pretrained(f"{out_dir}/checkpoint-3/critic")
@@ -77,7 +77,8 @@ def test_another_algorithms_checkpoint_is_refused(plain_run, folder, reward_file
 def test_micro_batches_change_nothing(plain_run, folder, reward_file, tmp_path):
     split = train(folder, tmp_path / "run", reward_file, token_budget=100)
     for key in ("critic/vf_loss", "critic/grad_norm", "loss", "grad_norm", "entropy"):
-        for ours, theirs in zip(split[:2], plain_run[1]):
+        # The policy's are those of the second step: in the first the critic learns alone.
+        for ours, theirs in [*zip(split[:2], plain_run[1])]["critic/" not in key:]:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
 
 
@@ -101,24 +102,18 @@ def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
 
 
 def test_kl_in_the_reward(folder, reward_file, tmp_path):
-    metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, kl_target=0.5, kl_horizon=64,
-                    max_steps=4, num_epochs=2, entropy_coef=0.01, lam=0.95, gamma=0.99)
+    metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, max_steps=4, num_epochs=2,
+                    entropy_coef=0.01, lam=0.95, gamma=0.99)
     # The policy is the reference.
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)
-    assert metrics[3]["kl"] > 1e-4 and metrics[1]["actor/updates"] == 4
-    # Over the target, by sequence though not by token, the coefficient grows by 20% * 16/64.
-    assert metrics[2]["kl"] < 0.4 and metrics[2]["kl"] * metrics[2]["completions/mean_length"] > 0.6
-    assert metrics[3]["kl_coef"] == pytest.approx(metrics[2]["kl_coef"] * 1.05)
     line = metrics[3]
-    expected = line["reward"] - line["kl_coef"] * line["kl"] * line["completions/mean_length"]
+    assert line["kl"] > 1e-4
+    expected = line["reward"] - 0.1 * line["kl"] * line["completions/mean_length"]
     assert line["critic/rewards/mean"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_early_stop_on_kl(folder, reward_file, tmp_path):
-    metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, max_kl=1e-7, value_clip=1e-3)
-    # The first is on policy, the second is not.
-    assert metrics[1]["actor/updates"] == 1
-    # The critic is trained on, from values that are soon further away than that.
+def test_values_that_move_far_are_clipped(folder, reward_file, tmp_path):
+    metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, value_clip=1e-3)
     assert all(0.05 < line["critic/vf_clipfrac"] < 0.95 for line in metrics[:3])
 
 
@@ -126,8 +121,8 @@ def test_early_stop_on_kl(folder, reward_file, tmp_path):
     (["--gamma=1.5"], "gamma=1.5: must be from 0 to 1"), (["--lam=-0.1"], "lam=-0.1: must not be negative"),
     (["--epsilon=-1"], "epsilon=-1.0: must not be negative"), (["--value_clip=-1"], "value_clip=-1.0"),
     (["--updates_per_epoch=3"], "updates_per_epoch=3 does not divide"), (["--num_epochs=0"], "num_epochs=0"),
-    (["--kl_target=6"], "kl_target=6.0 needs a kl_coef"), (["--critic_warmup_steps=50"], "no step"),
-    (["--dual_clip=1.1"], "dual_clip=1.1: not over"), (["--kl_horizon=10"], "kl_horizon=10: less"),
+    (["--critic_warmup_steps=50"], "no step"), (["--dual_clip=1.1"], "dual_clip=1.1: not over"),
+    (["--reference_model=tiny"], "reference_model=tiny needs a kl_coef above 0"),
     (["--critic_model=BAD"], "vocabulary of 77 tokens"), (["--critic_model=BAD/nothing"], "no such folder"),
     (["--advantage=grpo"], "unknown setting")])
 def test_bad_input(folder, tmp_path, arguments, message):

@@ -1,0 +1,281 @@
+"""The first changes that a researcher makes, each beside a slow computation, and what stops a wrong one."""
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import runs
+from runs import ROOT, forked, kept_rollouts, launch, lines, without_times
+from test_docs import DIFFS
+from test_train_grpo import SMALL, train
+
+# A step of its own for each word of an answer: a tenth for one that begins with an even letter.
+STEPS = '''
+def words(prompts, completions, **_):
+    texts = [completion[0]["content"] for completion in completions]
+    return [[(m.end() - 1, 0.1 * (ord(m[0][0]) % 2 == 0)) for m in re.finditer(r"[^a-p]+|[a-p]", text)] or 0.0
+            for text in texts]
+'''
+
+
+def changed(folder, *changes, script="train_grpo.py", diff=""):
+    """A copy of a script in the folder, with these (before, after) or with a diff of a page."""
+    with open(os.path.join(ROOT, script)) as file:
+        text = file.read()
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (folder / script).write_text(text)
+    if diff:
+        subprocess.run(["patch", "-p1", "--fuzz=0"], input=diff, cwd=folder, text=True, check=True,
+                       capture_output=True)
+    return str(folder / script)
+
+
+def small(folder, *arguments):
+    return runs.with_defaults([f"--model={folder}", *arguments], SMALL)
+
+
+def logprobs(model, row):
+    """Of the sampled tokens of a kept rollout, with gradient, by a plain forward."""
+    ids, ((start, end),) = torch.tensor([row["ids"]]), row["spans"]
+    table = model(ids).logits[0].log_softmax(-1)
+    return table[start - 1:end - 1].gather(1, ids[0, start:end, None])[:, 0]
+
+
+def slow_step(model, rows, advantages, epsilon=0.2):
+    """The loss and the norm of the gradient of PPO's loss over these tokens, one after the other."""
+    total = 0.0
+    for row, adv in zip(rows, advantages):
+        for new, old, a in zip(logprobs(model, row), row["logprobs"], adv):
+            ratio = (new - old).exp()
+            total = total - torch.min(ratio * a, ratio.clamp(1 - epsilon, 1 + epsilon) * a)
+    loss = total / sum(len(row["logprobs"]) for row in rows)
+    loss.backward()
+    return loss.item(), math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+
+
+def of_groups(rows, G=4):
+    """GRPO's advantages, for every token."""
+    found = []
+    for first in range(0, len(rows), G):
+        scores = torch.tensor([row["score"] for row in rows[first:first + G]], dtype=torch.float64)
+        found += [[a] * len(row["logprobs"]) for row, a in zip(
+            rows[first:first + G], ((scores - scores.mean()) / (scores.std() + 1e-4)).tolist())]
+    return found
+
+
+def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
+    (diff,) = [diff for _, diff in DIFFS if "previous" in diff]
+    script = changed(tmp_path, diff=diff)
+    arguments = small(folder, reward_file, "--old_logprobs=engine", "--max_steps=3", "--learning_rate=3e-3")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
+    metrics = lines(tmp_path / "run")
+    state = lambda step: json.loads((tmp_path / f"run/checkpoint-{step}/trainer/state.json").read_text())
+    # What step 2 has sampled, and step 1.
+    fresh, before = state(3)["previous"], state(2)["previous"]
+    rows = fresh + before
+    assert [{v for _, v in row["versions"]} for row in rows] == [{2}] * 16 + [{1}] * 16
+    model = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/run/checkpoint-2")
+    loss, norm = slow_step(model, rows, of_groups(rows))
+    assert metrics[2]["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+    assert metrics[2]["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    with torch.no_grad():
+        gaps = [(logprobs(model, row) - torch.tensor(row["logprobs"])).abs().max().item() for row in rows]
+    # The policy has left those of the step before, and only the others are compared with the engine.
+    assert max(gaps[:16]) < 1e-4 and min(gaps[16:]) > 1e-3
+    assert metrics[2]["sampling/stale_rollouts"] == 16 and metrics[0]["sampling/stale_rollouts"] == 0
+    assert metrics[2]["sampling/sampling_logp_difference/max"] < 1e-4
+    # A run that goes on is the unbroken one.
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-3"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto")
+    assert without_times(lines(tmp_path / "again")) == without_times(metrics)
+    for way in (["--old_logprobs=trainer"], ["--old_logprobs=trainer", "--updates_per_step=2"]):
+        others = [one for one in arguments if "old_logprobs" not in one]
+        output = forked(tmp_path / "log", script, *others, *way, f"--out_dir={tmp_path}/refused", code=1)
+        assert "step 1 trains on rollouts of step 0's policy: take the engine's as old" in output
+        shutil.rmtree(tmp_path / "refused")
+
+
+def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):
+    (tmp_path / "steps.py").write_text("import re\n" + STEPS)
+    reward = f"--reward={tmp_path}/steps.py:words"
+    metrics, _ = train(folder, tmp_path / "grpo", reward, "--advantage=grpo_process", "--max_steps=1")
+    rows = kept_rollouts(tmp_path / "grpo", 0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    advantages = []
+    for first in range(0, len(rows), 4):
+        given = [dict(row["rewards"]) for row in rows[first:first + 4]]
+        values = torch.tensor([r for own in given for r in own.values()], dtype=torch.float64)
+        assert len(values) >= 4
+        for row, own in zip(rows[first:first + 4], given):
+            assert row["score"] == pytest.approx(sum(own.values()))
+            normal = {t: (r - values.mean()) / (values.std() + 1e-4) for t, r in own.items()}
+            advantages.append([sum(r for t, r in normal.items() if t >= place)
+                               for place in range(len(row["logprobs"]))])
+            # The token of a word's last letter; this tokenizer knows bytes.
+            text = row["completion"][0]["content"]
+            ends = [m.end() - 1 for m in re.finditer(r"[^a-p]+|[a-p]", text)]
+            if "\ufffd" not in text:
+                assert sorted(own) == [len(text[:end + 1].encode()) - 1 for end in ends]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    loss, norm = slow_step(model, rows, advantages)
+    assert metrics[0]["loss"] == pytest.approx(loss, abs=1e-5)
+    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # PPO's returns: what is still to come, for the mean over all tokens.
+    metrics, _ = train(folder, tmp_path / "ppo", reward, "--max_steps=2", "--critic_warmup_steps=1",
+                       script="train_ppo.py")
+    rows = kept_rollouts(tmp_path / "ppo", 0)
+    to_go = [sum(r for t, r in row["rewards"] if t >= place)
+             for row in rows for place in range(len(row["logprobs"]))]
+    assert metrics[0]["critic/returns/mean"] == pytest.approx(sum(to_go) / len(to_go), rel=1e-4)
+    assert metrics[0]["critic/rewards/mean"] == pytest.approx(metrics[0]["reward"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def teacher(folder, tmp_path_factory):
+    """Another model that reads the tokens of `folder`, and has two rows more in its table."""
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("teacher") / "model")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_distillation(folder, teacher, reward_file, tmp_path, ranks):
+    metrics, _ = train(folder, tmp_path / "run", "config/distill.py", reward_file, "--max_steps=1",
+                       f"--reference_model={teacher}", "--prompts_per_step=16", ranks=ranks)
+    rows = kept_rollouts(tmp_path / "run", 0)
+    with torch.no_grad():
+        judge = AutoModelForCausalLM.from_pretrained(teacher)
+        advantages = [(logprobs(judge, row) - torch.tensor(row["logprobs"])).tolist() for row in rows]
+    loss, norm = slow_step(AutoModelForCausalLM.from_pretrained(folder), rows, advantages)
+    assert metrics[0]["loss"] == pytest.approx(loss, rel=1e-4) and loss > 0.1
+    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics[0]["kl"] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"vocab_size": 100}, "a vocabulary of 100 tokens, the model one of 261: it has to"),
+    ({"swap": True}, " in the model: it has to read the policy's tokens"),
+    ({"max_position_embeddings": 20}, "the model takes 20")])
+def test_a_reference_that_reads_other_tokens_is_refused(folder, teacher, tmp_path, change, message):
+    path = shutil.copytree(teacher, tmp_path / "other")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | change))
+    if "swap" in change:
+        tokens = json.loads((path / "tokenizer.json").read_text())
+        vocab = tokens["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        (path / "tokenizer.json").write_text(json.dumps(tokens))
+    for script in ("train_grpo.py", "train_ppo.py"):
+        arguments = [f"--model={folder}", f"--reference_model={path}", "--kl_coef=0.1", "--engine=hf"]
+        runs.refused(arguments, message, tmp_path, script=script)
+
+
+def test_a_second_evaluation(folder, reward_file, tmp_path):
+    """A greedy one of rows from a file, with longer completions, as evaluate_model.py finds it."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + {i}?"}], "answer": str(2 * i)} for i in range(5)]
+    (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = changed(
+        tmp_path,
+        ("    scorer = rewards.Scorer(",
+         "    hard_set = data.encode_rows(tokenizer, data.named_rows('file', 'eval', 0, 0, 1, '', "
+         f"'{tmp_path}/hard.jsonl'))\n    scorer = rewards.Scorer("),
+        ("            log.evaluation(evaluate(eval_set))\n",
+         "            log.evaluation(evaluate(eval_set))\n"
+         "            log.evaluation(evaluate(hard_set, 'eval/hard', 1, temperature=0, length=16))\n"),
+        ("longest = max_prompt_length + max_completion_length ", "longest = max_prompt_length + 16 "))
+    arguments = small(folder, reward_file, "--max_steps=1")
+    output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", ranks=2)
+    metrics = lines(tmp_path / "run")
+    assert {"eval/mean@2", "eval/hard/mean@1", "eval/hard/rewards/score/mean"} <= metrics[1].keys()
+    assert "| eval/hard/mean@1 " in output and "eval/hard/rewards" not in output
+    again = launch("evaluate_model.py", f"--model={tmp_path}/run/checkpoint-1", reward_file, "--task=file",
+                   f"--eval_file={tmp_path}/hard.jsonl", "--eval_prompts=0", "--samples=1", "--temperature=0",
+                   "--max_completion_length=16", "--engine=hf")
+    score = float(re.search(r"eval/mean@1 +(\S+)", again)[1])
+    assert score == pytest.approx(metrics[1]["eval/hard/mean@1"], abs=1e-4)
+    # The first evaluation is that of the script as it is.
+    plain, _ = train(folder, tmp_path / "plain", reward_file, "--max_steps=1", ranks=2)
+    assert plain[1]["eval/mean@2"] == metrics[1]["eval/mean@2"]
+    script = changed(tmp_path, ("evaluate(eval_set)", "evaluate(eval_set, length=99)"))
+    output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/cut", code=1)
+    assert re.search(r"a row of \d+ tokens: the engine was made for 76", output)
+
+
+# A network that learns the score from the prompt and what has been said, beside the policy.
+THIRD = [
+    ("from model import kl_to_reference,", "from model import load_critic, kl_to_reference,"),
+    ('networks = {"": (policy, optimizer)} ', '''
+baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else base, mesh, compute_dtype)
+baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)
+networks = {"": (policy, optimizer), "baseline": (baseline, baseline_optimizer)} '''),
+    ("    # ------------------------------------------------------------ 6 weight sync\n", '''
+    for batch in micro_batches(baseline, rollouts, all_shares, token_budget):
+        loss = ((baseline(batch) - batch.spread(scores)) ** 2).sum() / lengths.sum()
+        (loss * world_size).backward()
+        log.add(sums={"baseline/loss": loss})
+    norm = torch.nn.utils.clip_grad_norm_(baseline.parameters(), 1.0).full_tensor()
+    if run.may_step("baseline", norm.item()):
+        baseline_optimizer.step()
+    baseline_optimizer.zero_grad()
+
+    # ------------------------------------------------------------ 6 weight sync
+''')]
+
+
+def test_a_third_network_is_logged_saved_and_resumed(folder, reward_file, tmp_path):
+    script = changed(tmp_path, *THIRD)
+    arguments = small(folder, reward_file, "--max_steps=3", "--lr_decay=constant")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
+    metrics = lines(tmp_path / "run")
+    assert all(0 < line["baseline/grad_norm"] != line["grad_norm"] for line in metrics[:3])
+    assert metrics[2]["baseline/loss"] < metrics[0]["baseline/loss"]
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[23]"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto")
+    assert without_times(lines(tmp_path / "again")) == without_times(metrics)
+
+
+@pytest.mark.parametrize("begin, later, message", [
+    (", seen={1: 2})", "", "run.state['seen'] would not come back from a checkpoint as it is"),
+    (", seen=torch.ones(2))", "", "run.state['seen'] would not"),
+    (", seen=(1, 2))", "", "run.state['seen'] would not"),
+    (")\nrun.state['mine'] = 5", "",
+     "run.state['mine'] would be lost when the run is resumed: declare it, Run(settings, __file__, mine=...)"),
+    (", seen=0)", "run.state['seen'] = {step: 1}", "run.state['seen'] would not come back"),
+    (")", "run.state['late'] = 1", "run.state['late'] would be lost"),
+    (", seen=[math.nan, None, {'a': [1.5, True]}])", "", "")])
+def test_state_that_would_not_come_back_is_refused(folder, reward_file, tmp_path, begin, later, message):
+    """Before the first step, or at the first save."""
+    log = "    # ------------------------------------------------------------ 7 log"
+    script = changed(tmp_path, ("run = Run(settings, __file__)", f"run = Run(settings, __file__{begin}"),
+                     (log, f"    {later}"))
+    arguments, code = small(folder, reward_file, "--max_steps=1"), 2 if message else 0
+    output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", code=code)
+    assert message in output and "Traceback" not in output
+
+
+def test_skipped_rollouts_have_no_gradient_but_a_weight(tmp_path):
+    """The figures of a run that computes them all."""
+    real = ["--model=tiny", "--max_completion_length=24", "--num_generations=4", "--prompts_per_step=8",
+            "--learning_rate=1e-9", "--max_steps=2"]
+    all_of_them, _ = train(None, tmp_path / "all", *real)
+    some, _ = train(None, tmp_path / "some", *real, "--skip_zero_advantage=true")
+    for line, other in zip(all_of_them[:2], some[:2]):
+        assert 0 < line["frac_reward_zero_std"] < 1
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert line["entropy"] != pytest.approx(other["entropy"], rel=1e-6)

@@ -1,23 +1,21 @@
 """evaluate_model.py gives again what a run has evaluated, with either engine, and shows equal samples once."""
 import importlib.util
 import re
-import sys
 
 import pytest
 
-from runs import forked, launch, lines, refused
+from runs import forked, lines, refused
 from test_train_grpo import train
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_run_and_sample(folder, reward_file, tmp_path):
-    metrics, output = train(folder, tmp_path / "run", reward_file, "--engine=vllm",
-                            launcher=(sys.executable,))
+    metrics, output = train(folder, tmp_path / "run", reward_file, "--engine=vllm")
     assert "engine vllm" in output and len(metrics) == 3
     assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:2]) < 1e-4
-    output = launch("evaluate_model.py", f"--model={tmp_path}/run/checkpoint-2", "--eval_prompts=8",
-                    "--samples=2", reward_file, "--max_completion_length=12", "--engine=vllm",
-                    f"--output={tmp_path}/samples.jsonl")
+    output = forked(tmp_path / "log", "evaluate_model.py", f"--model={tmp_path}/run/checkpoint-2",
+                    "--eval_prompts=8", "--samples=2", reward_file, "--max_completion_length=12",
+                    "--engine=vllm", f"--output={tmp_path}/samples.jsonl")
     assert "eval/pass@2" in output and "eval/maj@2" in output
     assert len(lines(tmp_path, "samples.jsonl")) == 16
     # The final evaluation drew the same seeds from the same weights, so sampling the checkpoint repeats it.

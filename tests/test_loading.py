@@ -2,7 +2,6 @@
 import json
 import os
 import shutil
-import sys
 
 import pytest
 import torch
@@ -215,7 +214,7 @@ def test_vllm_and_the_trainer_agree_after_a_sync(family, reward_file, tmp_path, 
     settings = {"model": family(name), "engine": "vllm", "max_steps": 2, "warmup_steps": 0,
                 "max_prompt_length": 48, "max_completion_length": 16, "prompts_per_step": 4,
                 "num_generations": 4, "train_prompts": 64, "eval_prompts": 4, "learning_rate": 1e-3}
-    metrics, output = train("train_grpo.py", tmp_path / "run", [reward_file], settings, (sys.executable,))
+    metrics, output = train("train_grpo.py", tmp_path / "run", [reward_file], settings)
     assert 0 < metrics[1]["sampling/sampling_logp_difference/mean"] < 1e-4
     assert packed == ("a row of its own" not in output)
 

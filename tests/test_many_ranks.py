@@ -192,10 +192,9 @@ def test_an_engine_over_two_ranks(talker, games, reward_file, tmp_path):
                 "max_completion_length": 48, "max_steps": 2}
     # The name that vLLM would give it belongs to another run.
     (foreign := Path("/dev/shm/-tp:0-[0-1]-cpushm_0")).touch()
-    one, _ = train("train_grpo.py", talker, tmp_path / "one", reward_file, launcher=(sys.executable,),
+    one, _ = train("train_grpo.py", talker, tmp_path / "one", reward_file, **settings)
+    two, _ = train("train_grpo.py", talker, tmp_path / "two", reward_file, 2, vllm_tensor_parallel_size=2,
                    **settings)
-    two, _ = train("train_grpo.py", talker, tmp_path / "two", reward_file, launcher=torchrun(2),
-                   vllm_tensor_parallel_size=2, **settings)
     for line in (*one[:2], *two[:2]):
         assert 0 < line["sampling/sampling_logp_difference/max"] < 1e-4 and line["episodes/turns"] > 1.2
         assert line["reward"] == pytest.approx(line["rewards/Letters/mean"] + line["rewards/score/mean"])
@@ -224,8 +223,7 @@ def test_what_does_not_suit_the_ranks_is_refused(folder, tmp_path, setting, coun
 def test_a_bfloat16_engine_under_float32_masters(folder, reward_file, tmp_path, engine):
     pytest.importorskip("vllm") if engine == "vllm" else None
     metrics, _ = train("train_grpo.py", folder, tmp_path / "run", reward_file, engine=engine,
-                       dtype="bfloat16", max_steps=3,
-                       launcher=(sys.executable,) if engine == "vllm" else None)
+                       dtype="bfloat16", max_steps=3)
     assert 1e-6 < metrics[2]["sampling/sampling_logp_difference/mean"] < 0.05
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
@@ -250,7 +248,7 @@ def test_mixtures_of_experts_train_with_either_engine(experts, reward_file, tmp_
     if engine == "vllm":
         pytest.importorskip("vllm")
     metrics, _ = train("train_grpo.py", experts, tmp_path / "run", reward_file, 2 - (engine == "vllm"),
-                       engine=engine, max_steps=3, launcher=(sys.executable,) if engine == "vllm" else None)
+                       engine=engine, max_steps=3)
     assert max(line["sampling/sampling_logp_difference/max"] for line in metrics[:3]) < 1e-4
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict()
                      for path in (experts, tmp_path / "run" / "checkpoint-3"))

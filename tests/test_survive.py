@@ -51,10 +51,15 @@ def start(arguments, log):
         return subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
 
 
+def code_of(process):
+    """The exit code of a process, forked or not; None while it runs."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+
 def wait_for(condition, process, seconds=120):
     """Wait until it holds, or the process has ended."""
-    deadline, ended = time.monotonic() + seconds, getattr(process, "poll", None) or (lambda: process.exitcode)
-    while not condition() and ended() is None:
+    deadline = time.monotonic() + seconds
+    while not condition() and code_of(process) is None:
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.002)
 
@@ -62,7 +67,7 @@ def wait_for(condition, process, seconds=120):
 # ---------------------------------------------------------------- kill -9 at any moment
 
 @pytest.mark.parametrize("script, engine, launcher", [
-    ("train_grpo.py", "vllm", (sys.executable,)), ("train_ppo.py", "hf", (*TORCHRUN, "--nproc_per_node=2"))])
+    ("train_grpo.py", "vllm", None), ("train_ppo.py", "hf", (*TORCHRUN, "--nproc_per_node=2"))])
 def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file, tmp_path, request, script,
                                               engine, launcher):
     """Half of the kills fall into a save; in the end every figure is that of a run that was never killed.
@@ -75,11 +80,15 @@ def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file
     if engine == "vllm":
         folder = talker
         steps |= {"environment": f"{games}:Letters", "task": "arithmetic", "max_completion_length": 48}
-    launch(*command(script, folder, tmp_path / "whole", reward_file, **steps), launcher=launcher)
     out_dir, log, killed, in_a_save = tmp_path / "run", tmp_path / "log", 0, 0
+
+    def to_the_end(arguments):
+        launch(*arguments, launcher=launcher) if launcher else forked(tmp_path / "other log", *arguments)
+
+    to_the_end(command(script, folder, tmp_path / "whole", reward_file, **steps))
     again = command(script, folder, out_dir, reward_file, resume="auto", **steps)
     while killed < kills:
-        process = start([*launcher, *again], log)
+        process = start([*launcher, *again], log) if launcher else begin(log, *again)[0]
         before = count_lines(out_dir)
         # Until it has made a step of its own.
         wait_for(lambda: count_lines(out_dir) > before, process)
@@ -89,17 +98,17 @@ def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file
         else:
             time.sleep(rng.random() * 0.5)
         # It may have come to its end before.
-        if process.poll() is not None:
+        if code_of(process) is not None:
             break
         in_a_save += (out_dir / "checkpoint.part").exists()
         pgrep = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
         # Every third time torchrun alone is killed: its workers notice, and the next run waits for them.
         for pid in [process.pid, *map(int, pgrep.stdout.split() if killed % 3 else [])]:
             os.kill(pid, signal.SIGKILL)
-        process.wait()
+        wait_for(lambda: False, process)
         killed += 1
     print(f"{killed} kills, {in_a_save} in a save")
-    launch(*again, launcher=launcher)
+    to_the_end(again)
     assert killed == kills, log.read_text()[-3000:]
     assert without_times(lines(out_dir)) == without_times(lines(tmp_path / "whole"))
     assert lines(out_dir, "samples.jsonl") == lines(tmp_path / "whole", "samples.jsonl")

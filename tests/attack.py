@@ -258,7 +258,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
                 "updates_per_step=7; timeout=50 sync_timeout=50; eval_file=x.jsonl",
-        "in_flight": "in_flight=true max_staleness=0", "max_steps": "max_steps=0",
+        "in_flight": "in_flight=true max_staleness=0",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
         runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; sync_timeout=20; "
                 "advantage=grpo_process max_staleness=1; timeout=0 sync_timeout=600"}),

@@ -15,7 +15,8 @@ This is train_grpo.py, with these differences:
    soon as they come. Such a run does not repeat, and keeps nothing for a resume.
 4. The loss's ratio is still to the trainer's own logprobs at the start of the step. The policy that sampled
    is further from these, and engine_correction weights by that distance (auto).
-5. With kl_in=reward the KL is that of the trained policy; k3_is weights by the ratio to the one that sampled.
+5. With kl_in=reward or advantage the KL is that of the trained policy. k3_is weights by the ratio to the one
+   that sampled.
 6. Engine and trainer are compared where both have the same weights: at evaluations, and in steps that are
    sampled with the newest version. vLLM does not sleep, and takes 0.9 of its GPU's memory.
 """

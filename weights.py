@@ -43,12 +43,13 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_sta
     stale, because the policy's logprobs are not those of their pi_old. None compares all. docs/metrics.md has
     the metrics; importance_sampling_ratio is exp(trainer - engine), and kl KL(engine || trainer) by k3.
     """
-    if stale := [s for s in logps if version not in (None, min(v for _, v in rollouts[s].versions))]:
-        if not may_be_stale:
-            raise RuntimeError(
-                f"step {version} trains on rollouts of step {rollouts[stale[0]].versions[0][1]}'s policy: "
-                "take the engine's as old logprobs (train_grpo.py --old_logprobs=engine), or a correction")
-        logps = {s: logps[s] for s in logps if s not in stale}
+    oldest = {s: min(sampled_by for _, sampled_by in rollouts[s].versions) for s in logps}
+    stale = {s for s in logps if version not in (None, oldest[s])}
+    if stale and not may_be_stale:
+        raise RuntimeError(
+            f"step {version} trains on rollouts of step {oldest[min(stale)]}'s policy: "
+            "take the engine's as old logprobs (train_grpo.py --old_logprobs=engine), or a correction")
+    logps = {s: logp for s, logp in logps.items() if s not in stale}
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)]).to(device)

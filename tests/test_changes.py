@@ -1,4 +1,4 @@
-"""The first changes that a researcher makes, each beside a slow computation, and what stops a wrong one."""
+"""The first changes a researcher makes, each compared with a slow computation, and what stops a wrong one."""
 import json
 import math
 import os
@@ -216,7 +216,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     assert re.search(r"a row of \d+ tokens: the engine was made for 76", output)
 
 
-# A network that learns the score from the prompt and what has been said, beside the policy.
+# A third network, which learns the score from the prompt and what has been said.
 THIRD = [
     ("from model import kl_to_reference,", "from model import load_critic, kl_to_reference,"),
     ('networks = {"": (policy, optimizer)} ', '''

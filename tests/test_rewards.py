@@ -370,7 +370,7 @@ def test_scorer_puts_scores_on_rollouts(scorer, tmp_path):
 
 
 def test_the_token_of_a_character_gets_its_score(scorer, folder):
-    """By a tokenizer of bytes, of a text whose characters have up to four, beside a count of them."""
+    """By a tokenizer of bytes, of a text whose characters have up to four, compared with a count of them."""
     tokenizer, text = AutoTokenizer.from_pretrained(folder), "2+2=4 \u20ac\n\U0001f600 = 4\nAnswer: 4"
     ids = np.array(tokenizer(text).input_ids + [tokenizer.eos_token_id], np.int32)
     assert len(ids) == len(text.encode()) + 1

@@ -20,6 +20,8 @@ from types import SimpleNamespace
 
 from runtime import refuse
 
+# The settings that config files and the command line gave, once configure has run.
+given = set()
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
@@ -161,6 +163,7 @@ def configure(namespace, argv=None):
             if key in seen:
                 fail(f"{place}{dashes}{key} given twice")
             seen.add(key)
+            given.add(key)
             kind = type(settings[key])
             # A word of the shell needs neither quotes nor a capital.
             bare = {str: repr, bool: str.capitalize}.get(kind, str)

@@ -295,16 +295,15 @@ class Prompts:
     def draw(self, position, count, seed):
         """Returns the next `count` prompts that fit, the same on every rank, and the new position.
 
-        position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch is its own
-        permutation of the rows, so resuming needs no more. Raises ValueError for more prompts than rows.
+        position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
+        order (epoch_order), so resuming needs no more. Raises ValueError for more prompts than rows.
         """
-        if count > len(self.named):
-            raise ValueError(f"prompts_per_step={count} is more than the {len(self.named)} training rows")
-        drawn = []
+        size, drawn = len(self.named), []
+        if count > size:
+            raise ValueError(f"prompts_per_step={count} is more than the {size} training rows")
         while len(drawn) < count:
             places = range(position, position := position + count - len(drawn))
-            epochs = [divmod(place, len(self.named)) for place in places]
-            rows = [epoch_order(len(self.named), epoch, seed)[place] for epoch, place in epochs]
+            rows = [epoch_order(size, place // size, seed, self.s.shuffle)[place % size] for place in places]
             drawn += [prompt for prompt in self.encoded(rows) if len(prompt.ids) <= self.s.max_prompt_length]
         return drawn, position
 
@@ -313,8 +312,9 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
     """Returns a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
 
     settings: what configure returns. tools: as in encode_rows. Prompts of more than max_prompt_length tokens
-    are left out. The held-out prompts are the same for every seed. Raises ValueError where load_rows or
-    encode_rows does, and if too few prompts are left for a step, or too few held-out ones for the ranks.
+    are left out. The held-out prompts are the same for every seed. The sentence is followed by the first
+    prompt as the model reads it, with its answer. Raises ValueError where load_rows or encode_rows does, and
+    if too few prompts are left for a step, or too few held-out ones for the ranks.
     """
     s, batches = settings, getattr(settings, "max_num_gen_batches", 1)
     wanted = s.prompts_per_step * batches
@@ -328,7 +328,19 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
                          * (batches > 1) + f" is more than the {len(fitting)} training prompts")
     if len(eval_set) < world_size:
         raise ValueError(f"eval_prompts: {len(eval_set)} held-out prompts are fewer than {world_size} ranks")
-    return train_set, eval_set, f"The run trains on {train_note} and is evaluated on {eval_note}."
+    return train_set, eval_set, (f"The run trains on {train_note} and is evaluated on {eval_note}.\n"
+                                 f"{as_read(tokenizer, fitting[0])}")
+
+
+def as_read(tokenizer, prompt):
+    # A prompt as the model reads it, with its special tokens, cut in the middle to ten lines, and its answer.
+    text = tokenizer.decode(prompt.ids)
+    lines = [line[i:i + 100] for line in text.split("\n") for i in range(0, len(line) or 1, 100)]
+    lines[5:-4] = [f"... {len(lines) - 9} lines ..."] if len(lines) > 10 else lines[5:-4]
+    if isinstance(prompt.row["prompt"], str) and tokenizer.chat_template:
+        lines.append("(A string is read as it is. The model's chat template is for lists of messages.)")
+    return "\n    ".join(["The model reads the first prompt as", *lines,
+                          f"and its answer is {prompt.row.get('answer')!r:.200}"])
 
 
 def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
@@ -353,7 +365,7 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
                              "the last one not the assistant's")
         kinds.setdefault(tuple((m["role"], bool(m.get("tool_calls"))) for m in messages), number)
     prompts.encoded(kinds.values())
-    order = epoch_order(total, 0, seed) if split == "train" else range(total)
+    order = epoch_order(total, 0, seed, s.shuffle) if split == "train" else range(total)
     looked, fitting, shortest = 0, [], math.inf
     while looked < total and len(fitting) < wanted:
         batch = prompts.encoded(order[looked:looked + 512])
@@ -382,6 +394,6 @@ def whole_text(prompt):
 
 
 @functools.lru_cache(maxsize=4)
-def epoch_order(num_rows, epoch, seed):
-    """The permutation of the row numbers in which an epoch uses them."""
-    return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows)
+def epoch_order(num_rows, epoch, seed, shuffle=True):
+    """The row numbers in the order in which an epoch uses them: a permutation, or unshuffled 0, 1, ..."""
+    return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows) if shuffle else range(num_rows)

@@ -6,6 +6,7 @@ Generate from a checkpoint and score it: mean@k, pass@k, maj@k over held-out pro
     python evaluate_model.py --model=out/.../checkpoint-60 --prompt="Solve 2(x+3)=10"
 """
 import json
+import math
 import os
 import zlib
 
@@ -16,18 +17,21 @@ import rollout
 from configurator import configure, input_errors, printable
 from episodes import Player
 from rewards import conversation
-from runtime.check_settings import check_values
+from runtime.check_settings import check_suits, check_values
 from runtime.check_model import check_model, end_tokens, load_tokenizer
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
-task = "algebra"                # algebra, countdown, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
 difficulty = 1                  # of generated problems
 train_file = ""                 # the JSONL or parquet file of a run, whose held-out rows are used
 eval_file = ""                  # a JSONL or parquet file whose rows are all used
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
 reward = ""                     # file.py:function or math_verify; if empty, the reward of the task
 reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
+reward_workers = 0              # calls at once of an async reward (0: 64), or of one in verl's form (0: 1)
+reward_errors = "stop"          # stop where a call raises, or unscored: go on without its score
+reward_weights = ""             # name:weight,... of a reward's parts and an environment; 1 if empty
 environment = ""                # file.py:Class that replies to the model, as in training; docs/episodes.md
 max_turns = 8                   # of an episode with it
 environment_workers = 0         # threads for the environments; 0 uses none
@@ -46,7 +50,7 @@ vllm_gpu_memory_utilization = 0.8  # fraction of the GPU's memory that vLLM may 
 dtype = "auto"                  # float32, bfloat16, or auto, which is bfloat16 on CUDA
 float32_head = True             # compute logits in float32 even with bfloat16
 show = 4                        # problems whose first samples are printed
-output = ""                     # a JSONL file for all samples; if empty, none is written
+output = ""                     # a JSONL file for a line per prompt: its row, mean@k and samples
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 check_values(settings)
@@ -64,6 +68,7 @@ with input_errors():
              data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
     data.check_row(*named[0])
     base = check_model(model)
+    check_suits(settings, base)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
     player = Player(settings, tokenizer, eos_ids)
@@ -102,10 +107,15 @@ for first in range(0, min(show, len(named)) * samples, samples):
         print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {r.score:g}\n")
 if output:
     with open(output, "w") as file:
-        for r in rollouts:
-            completion = r.completion if environment else rewards.content(r.completion)
-            file.write(json.dumps({"prompt": r.row["prompt"], "completion": completion, "score": r.score,
-                                   "finish_reason": r.finish_reason, "truth": r.row.get("answer")}) + "\n")
+        for first in range(0, len(rollouts), samples):
+            own = rollouts[first:first + samples]
+            scores = [r.score for r in own if not math.isnan(r.score)]
+            shown = [{"completion": r.completion if environment else rewards.content(r.completion),
+                      "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}
+                     for r in own]
+            mean = sum(scores) / len(scores) if scores else None
+            line = own[0].row | {f"mean@{samples}": mean, "samples": shown}
+            file.write(json.dumps(line, default=str) + "\n")
 for name, value in rewards.evaluation(rollouts, samples).items():
     print(f"{name:40} {value:.4f}")
 distributed.leave()

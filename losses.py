@@ -17,14 +17,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 # ---------------------------------------------------------------- advantages
-# Each function is called with (scores, num_generations, lengths=..., rewards=...) and declares the keywords
-# that it uses. It returns the advantages [N], in the dtype of scores if that is a float one, or those of each
-# token, {s: [len]}.
+# Each function is called with (scores, num_generations, lengths=..., rewards=..., parts=..., weights=...) and
+# declares the keywords that it uses. It returns the advantages [N], in the dtype of scores if that is a float
+# one, or those of each token, {s: [len]}.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
 #   rewards: for each completion a dict {sampled token: what the score has from it}.
-# A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
-# reinforce++_baseline.
+#   parts: for each completion a dict {name: value} of the reward's parts, NaN where one has no value.
+#   weights: a dict {name: weight} of parts; the others have the weight 1.
+# A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++,
+# reinforce++_baseline, and gdpo, where parts may differ that add up to the same.
 
 def grouped(scores, num_generations):
     """Return three [P, G] tensors: scores, a mask of those that are not NaN, score - group mean (0 at NaN).
@@ -112,6 +114,20 @@ def grpo_process(scores, num_generations, *, lengths, rewards, **_):
     return adv
 
 
+def gdpo(scores, num_generations, *, parts, weights, **_):
+    """advantage = grpo_batch of the sum of weight * grpo(part) over the reward's parts, each of which counts by
+    its weight, whatever its spread. A part that is NaN adds 0. Raises ValueError for a part named score, which
+    stands for all. Liu et al. 2026, https://arxiv.org/abs/2601.05242, section 3."""
+    totals = torch.where(scores.isnan(), math.nan, 0.0).double()
+    for name in dict.fromkeys(name for own in parts for name in own):
+        if name == "score":
+            raise ValueError("advantage=gdpo: the reward's parts are normalised, so none may be named score")
+        values = torch.tensor([own.get(name, math.nan) for own in parts], device=scores.device)
+        values = torch.where(scores.isnan(), math.nan, values)
+        totals += weights.get(name, 1.0) * grpo(values, num_generations)
+    return grpo_batch(totals, num_generations).type_as(scores * 1.0)
+
+
 def none(scores, num_generations, **_):
     """advantage = 0, whatever the scores: for kl_in=advantage, which adds to it."""
     return torch.zeros_like(scores * 1.0)
@@ -119,7 +135,7 @@ def none(scores, num_generations, **_):
 
 ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo,
               "reinforce++": reinforce_plus_plus, "reinforce++_baseline": reinforce_plus_plus_baseline,
-              "grpo_process": grpo_process, "none": none}
+              "grpo_process": grpo_process, "gdpo": gdpo, "none": none}
 
 
 def overlong_penalty(lengths, max_length, buffer):

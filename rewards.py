@@ -16,11 +16,13 @@ import re
 import time
 from collections import Counter, defaultdict
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import accepted, escaped, load_from, name_of, shown
+from runtime.user_code import (Failed, TimeUp, accepted, at_once, escaped, in_order, load_from, name_of,
+                               shown)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
@@ -69,31 +71,17 @@ def math_verify(prompts, completions, answer, **columns):
 math_verify.one_by_one = True
 
 
-def countdown(prompts, completions, numbers, target, **columns):
-    """Returns 1.0 for each completion that answers with a right expression, otherwise 0.0.
-
-    Such an expression is made of + - * / ( ), uses every number once and equals the target.
-    """
-    rewards = []
-    for completion, given, goal in zip(completions, numbers, target):
-        text = "".join(plain(extract_answer(content(completion)) or "").partition("=")[0].split())
-        right = re.fullmatch(r"(?:[-+*/(){}0-9]|(?<!\d)\\frac)+", text) and value(text) == goal
-        rewards.append(float(bool(right) and sorted(map(int, re.findall(r"\d+", text))) == sorted(given)))
-    return rewards
-
-
-def load_reward(spec, task):
+def load_reward(spec, task, workers=0):
     """Returns the reward that the spec names, "file.py:function" or "math_verify", or for "" the task's own.
 
     A function with verl's parameters (data_source, solution_str, ground_truth) is adapted; any other must be
-    in TRL's form. Raises ValueError if there is no such function or if its file raises, and for math_verify
-    without its package or without answers to compare.
+    in TRL's form. workers: how many calls run at once of a function that is async or in verl's form; 0 stands
+    for 64 or 1. Raises ValueError if there is no such function or if its file raises, if it is called for all
+    completions together but workers is not 0, and for math_verify without its package.
     """
     if not spec:
-        return {"countdown": countdown, "algebra": accuracy, "arithmetic": accuracy}.get(task, exact_accuracy)
+        return {"algebra": accuracy, "arithmetic": accuracy}.get(task, exact_accuracy)
     if spec == "math_verify":
-        if task == "countdown":
-            raise ValueError("reward=math_verify needs one right answer, but task=countdown has many")
         try:
             importlib.import_module(spec)
         except ImportError as error:
@@ -103,7 +91,15 @@ def load_reward(spec, task):
     function = load_from(spec, "reward", "function", " or math_verify")
     parameters = inspect.signature(function).parameters.keys()
     verl = {"data_source", "solution_str", "ground_truth"} <= parameters
-    return one_by_one(function) if verl else function
+    reward = one_by_one(function) if verl else function
+    later = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
+    if workers > 1 and not (later or verl):
+        raise ValueError(f"reward_workers={workers}: {name_of(function)} scores all completions in one call; "
+                         "only a function that is async or in verl's form is called for each")
+    if later or workers > 1:
+        reward = functools.update_wrapper(functools.partial(reward), reward)
+        reward.at_once = workers or 64
+    return reward
 
 
 def one_by_one(compute_score):
@@ -119,8 +115,9 @@ def one_by_one(compute_score):
         columns = {"data_source": columns.get("source", nothing), "extra_info": nothing, **columns,
                    "solution_str": [content(completion) for completion in completions]}
         arguments = accepted(compute_score, columns)
-        return [compute_score(**dict(zip(arguments, values))) for values in zip(*arguments.values())]
-    reward.__name__, reward.one_by_one = compute_score.__name__, True
+        values = [compute_score(**dict(zip(arguments, values))) for values in zip(*arguments.values())]
+        return in_order(values) if values and inspect.isawaitable(values[0]) else values
+    reward.__name__, reward.one_by_one = name_of(compute_score), True
     return reward
 
 
@@ -128,9 +125,17 @@ class Raised(RuntimeError):
     """Says that a reward has raised, and what."""
 
 
-def judge(reward, columns):
-    # Returns (score, parts, steps) for each completion, by these columns: a list of as many values for each.
+def judge(reward, columns, timeout=0.0, seconds=math.inf):
+    # Returns by these columns (parts, steps) for each completion. A reward that is called for each alone has
+    # `timeout` seconds for a call and `seconds` for all, and where a call fails its error is returned.
     arguments, completions = accepted(reward, columns), [*columns["completions"]]
+    if hasattr(reward, "at_once"):
+        calls = [functools.partial(reward, **{key: [values[i]] for key, values in arguments.items()})
+                 for i in range(len(completions))]
+        return [TimeoutError() if isinstance(value, TimeUp) else
+                Raised(f"raised {escaped(shown(value.__cause__))}") if isinstance(value, Failed) else
+                checked(reward, value, [completion])[0] for value, completion in
+                zip(at_once(calls, reward.at_once, timeout, seconds), completions)]
     try:
         returned = reward(**arguments)
     except KeyboardInterrupt:
@@ -141,26 +146,34 @@ def judge(reward, columns):
     return checked(reward, returned, completions)
 
 
-def judge_there(spec, task):
+def judge_there(spec, task, workers=0):
     # What a UserProcess makes: the function that it calls, and what score wants to know of the reward.
-    reward = load_reward(spec, task)
-    about = {"__name__": name_of(reward), **({"one_by_one": True} if hasattr(reward, "one_by_one") else {})}
-    return functools.partial(judge, reward), about
+    reward = load_reward(spec, task, workers)
+    known = {key: getattr(reward, key) for key in ("one_by_one", "at_once") if hasattr(reward, key)}
+    return functools.partial(judge, reward), {"__name__": name_of(reward), **known}
 
 
-def score(reward, rows, completions, timeout=0.0, budget=math.inf):
-    """Returns scores, {part: values}, who timed out, and pairs, of completions; NaN is what has no value.
+TIMED_OUT = "the reward took too long"
+
+
+def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=False):
+    """Returns for each completion (parts, steps, problem).
 
     completions: for each row a string, or where its prompt is a list of messages the list of those that
-    follow. A reward without named parts is its own only part, under the function's name. The reward gets
-    copies of the rows. One in a UserProcess has `timeout` seconds (0: no limit) for all completions together,
-    or in verl's form for each. If it takes longer, the completions are scored one by one, and those that
-    still take longer get 0.0, as do all that are left when `budget` seconds have passed. Raises RuntimeError
-    if the reward raises (the message shows the completion), or if it returns anything but a finite number,
-    None, a dict of these or pairs for each completion; and ValueError for a column that is missing.
+    follow. parts: {name: value}, NaN for None; a reward without named parts is its own only part, under the
+    function's name. They are empty for None. steps: pairs (character, score). problem: "", or why it failed.
+
+    The reward gets copies of the rows. One in a UserProcess has `timeout` seconds (0: no limit) for all
+    completions together, or if it is called for each, for one. If it takes longer for all, the completions
+    are scored one by one, and those that still take longer get 0.0, as do all that are left when `budget`
+    seconds have passed. With unscored=True these, and those for which the reward raises, get no parts.
+
+    Raises RuntimeError if the reward raises and unscored is False (the message shows the completion), or if
+    it returns anything but a finite number, None, a dict of these or pairs for each completion; and
+    ValueError for a column that is missing.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
-    end = time.monotonic() + budget
+    end, several = time.monotonic() + budget, getattr(reward, "at_once", 0)
 
     def call(chosen):
         columns = {key: [rows[i][key] for i in chosen] for key in shared}
@@ -168,39 +181,54 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf):
         columns["completions"] = [completions[i] for i in chosen]
         if not hasattr(reward, "within"):
             return judge(reward, copy.deepcopy(columns))
-        left = min(timeout or math.inf, end - time.monotonic())
-        if left <= 0:
+        in_turn = math.ceil(len(chosen) / several) if several else 1
+        seconds = min(in_turn * timeout or math.inf, end - time.monotonic())
+        if seconds <= 0:
             raise TimeoutError
-        return reward.within(left if left < math.inf else None, columns)
+        # Calls at once have limits of their own there, so this one only ends a process that does not answer.
+        limit = seconds + timeout * bool(several)
+        found = reward.within(limit if limit < math.inf else None, columns, timeout, seconds)
+        if any(isinstance(one, TimeoutError) for one in found):
+            reward.end()                                        # the call may go on there
+        return found
 
-    values, timed_out, culprit, problem = [], [False] * len(rows), 0, None
+    found, problem = [], None
     try:
-        values = [] if hasattr(reward, "one_by_one") else call(range(len(rows)))
+        found = [] if hasattr(reward, "one_by_one") and not several else call(range(len(rows)))
     except TimeoutError:
         pass
     except (Raised, ChildProcessError) as error:
         problem = error
-    for i in range(len(values), len(rows)):
+    for i in range(len(found), len(rows)):
         try:
-            values += call([i])
-        except TimeoutError:
-            values.append((0.0, {}, []))
-            timed_out[i] = True
-        except (Raised, ChildProcessError) as error:
-            problem, culprit = error, i
-            break
-    # The culprit is the first where the reward raises for all together and for none alone.
-    if problem:
+            found += call([i])
+        except (TimeoutError, Raised, ChildProcessError) as error:
+            found.append(error)
+            if not (unscored or isinstance(error, TimeoutError)):
+                break
+    raised = [i for i, one in enumerate(found) if isinstance(one, (Raised, ChildProcessError))]
+    if (raised or problem) and not unscored:
+        # The culprit is the first where the reward raises for all together and for none alone.
+        culprit, problem = (raised[0], found[raised[0]]) if raised else (0, problem)
         text = content(completions[culprit])[:500]
         raise RuntimeError(f"reward {name_of(reward)} {problem}; the completion is {text!r}") from problem
-    totals, each, steps = map(list, zip(*values))
-    names = dict.fromkeys(key for parts in each for key in parts)
-    named = {key: [parts.get(key, math.nan) for parts in each] for key in names}
-    return totals, named or {name_of(reward): totals}, timed_out, steps
+    names = dict.fromkeys(name for one in found if isinstance(one, tuple) for name in one[0])
+    failed = {} if unscored else dict.fromkeys(names or [name_of(reward)], 0.0)
+    return [(*one, "") if isinstance(one, tuple) else
+            (failed, [], TIMED_OUT) if isinstance(one, TimeoutError) else
+            (failed, [], f"the reward {one}") for one in found]
+
+
+def total(parts, weights):
+    """Returns the part that is called score, or the sum of the parts that are not NaN, each times its weight,
+    which is 1 if weights has none; NaN if there are no such parts."""
+    counted = {"score": parts["score"]} if "score" in parts else parts
+    values = [weights.get(name, 1.0) * value for name, value in counted.items() if not math.isnan(value)]
+    return sum(values) if values else math.nan
 
 
 def checked(reward, returned, completions):
-    # Returns (score, parts, steps) for each value that a reward returned; these may be in an array or tensor.
+    # Returns (parts, steps) for each value that a reward returned; these may be in an array or tensor.
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
@@ -221,7 +249,7 @@ def checked(reward, returned, completions):
         return RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: {problem}; the completion is "
                             f"{content(completion)[:500]!r}")
 
-    def triple(value, completion):
+    def pair(value, completion):
         if isinstance(value, (list, tuple)):
             length = len(content(completion))
             if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in range(length)
@@ -229,18 +257,18 @@ def checked(reward, returned, completions):
                 raise wrong(value, f"not pairs (character, score) with characters from 0 to {length - 1}",
                             completion)
             steps = [(int(character), real(one, completion)) for character, one in value]
-            return real(sum(one for _, one in steps), completion), {}, steps
+            return {name_of(reward): real(sum(one for _, one in steps), completion)}, steps
         if not isinstance(value, dict):
-            return math.nan if value is None else real(value, completion), {}, []
+            return ({} if value is None else {name_of(reward): real(value, completion)}), []
         # Besides the score, verl's functions may return entries that are not numbers.
         if "score" in value:
             value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
-        parts = {str(key): real(part, completion) for key, part in value.items() if part is not None}
-        if "score" in value or not parts:
-            return parts.get("score", math.nan), parts, []
-        return real(sum(parts.values()), completion), parts, []
+        parts = {str(key): math.nan if part is None else real(part, completion)
+                 for key, part in value.items()}
+        real(sum(part for part in parts.values() if not math.isnan(part)), completion)
+        return parts, []
 
-    return [triple(value, completion) for value, completion in zip(returned, completions)]
+    return [pair(value, completion) for value, completion in zip(returned, completions)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -251,11 +279,11 @@ def checked(reward, returned, completions):
 class Scorer:
     """Scores rollouts by the reward and the reward model that a run's settings name.
 
-    scorer(rollouts) sets score, parts, rewards and timed_out of each rollout. What an environment gave for an
-    episode and the reward are added up, and a task's own reward is left out where the environment gives
-    rewards. With a reward model the score is reward_weight times that sum plus reward_model_weight times the
-    model's score. Where several are added up an unscored reward counts as 0, and what the model cannot score
-    has no score, unless its weight is 0. In `rewards`, what belongs to no turn or step is the last token's.
+    scorer(rollouts) sets score, parts, rewards and problem of each rollout. What an environment gave for an
+    episode, the reward and the model's score are added up, each part times its weight in reward_weights, and
+    a task's own reward is left out where the environment gives rewards. Where several are added up an
+    unscored reward counts as 0, and what the model cannot score has no score, unless its weight is 0. In
+    `rewards`, what belongs to no turn or step is the last token's.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     environment: the name of the environment, if it gives rewards. tokenizer: that of completions.
@@ -265,13 +293,16 @@ class Scorer:
     def __init__(self, settings, device, dtype, environment="", tokenizer=None):
         self.settings, self.environment, self.tokenizer = settings, environment, tokenizer
         self.reward = self.model = None
+        self.weights = part_weights(settings.reward_weights)
+        self.unscored = settings.reward_errors == "unscored"
         if settings.reward != "none" and not (environment and not settings.reward):
+            named = settings.reward, settings.task, settings.reward_workers
             if settings.reward and settings.reward_timeout:
                 # One of the user's, which may do anything. Without a limit it is called here, for a debugger.
                 from runtime.user_process import UserProcess
-                self.reward = UserProcess(judge_there, settings.reward, settings.task)
+                self.reward = UserProcess(judge_there, *named)
             else:
-                self.reward = load_reward(settings.reward, settings.task)
+                self.reward = load_reward(*named)
         if settings.reward_model:
             # Only those who use a reward model wait for this import.
             from runtime.reward_model import RewardModel
@@ -284,25 +315,28 @@ class Scorer:
 
         Raises ValueError if the reward or the reward model cannot score them.
         """
-        def made_up(prompt, text):
-            return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        def made_up(row, text):
+            message = [{"role": "assistant", "content": text}]
+            return SimpleNamespace(row=row, completion=text if isinstance(row["prompt"], str) else message,
+                                   finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[])
 
-        if self.reward:
-            timeout, two = self.settings.reward_timeout, (rows * 2)[:2]
-            completions = [made_up(row["prompt"], text) for row, text in zip(two, ["Answer: 0", ""])]
-            try:
-                _, _, timed_out, _ = score(self.reward, two, completions, timeout)
-            except RuntimeError as error:
-                raise ValueError(error) from error
-            if any(timed_out):
-                raise ValueError(f"reward {name_of(self.reward)} took more than reward_timeout={timeout:g} "
-                                 "seconds for one completion")
-        if self.model:
-            prompt = rows[0]["prompt"]
-            self.model.score([prompt] * 2, [made_up(prompt, text) for text in ("Answer: 0", "0")])
+        trial = [*map(made_up, (rows * 2)[:2], ("Answer: 0", ""))]
+        try:
+            self._score(trial)
+        except RuntimeError as error:
+            raise ValueError(error) from error
+        problems = [rollout.problem for rollout in trial]
+        # A judge may fail now and then.
+        if all(problems) if self.unscored else any(problems):
+            raise ValueError(f"{max(problems)} for a made-up completion: reward={self.settings.reward}, "
+                             f"reward_timeout={self.settings.reward_timeout:g}")
+        names = {*trial[0].parts, *trial[1].parts, *([name_of(self.reward)] if self.reward else [])}
+        if strange := self.weights.keys() - names:
+            raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
+                             f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        if self.reward is accuracy and not self.model and not self.settings.environment:
+        if self.reward is accuracy and not (self.model or self.weights or self.settings.environment):
             # Single answers with a number: no code of the user's runs that might hang or raise.
             scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
             for r, right in zip(rollouts, scores):
@@ -314,31 +348,30 @@ class Scorer:
         # By any reward, with an environment or a reward model or without.
         s, rows = self.settings, [rollout.row for rollout in rollouts]
         completions = [rollout.completion for rollout in rollouts]
-        scores, parts, timed_out, steps = ([math.nan] * len(rollouts), {}, [False] * len(rollouts),
-                                           [[]] * len(rollouts))
+        found = [({}, [], "")] * len(rollouts)
         if self.reward:
-            scores, parts, timed_out, steps = score(self.reward, rows, completions, s.reward_timeout,
-                                                    s.reward_step_timeout or math.inf)
-        if s.environment and any(steps):
-            raise RuntimeError(f"reward {name_of(self.reward)} scores characters of a completion, but with "
-                               f"environment={s.environment} that has several messages")
-        # What the environment gave at each turn, or the reward for each step.
-        given = [self._at_tokens(rollout, own) if own else dict(rollout.rewards)
-                 for rollout, own in zip(rollouts, steps)]
-        if self.environment:
-            sums = [sum(turns.values()) for turns in given]
-            scores = [a + (0 if math.isnan(b) else b) for a, b in zip(sums, scores)]
-            parts = parts | {self.environment: sums}
+            found = score(self.reward, rows, completions, s.reward_timeout, s.reward_step_timeout or math.inf,
+                          self.unscored)
         if self.model:
             judged = self.model.score([row["prompt"] for row in rows], completions)
-            scores = [(s.reward_model_weight and s.reward_model_weight * b)
-                      + (0 if math.isnan(a) else s.reward_weight * a) for a, b in zip(scores, judged)]
-            parts = parts | {"reward_model": judged}
-            given = [{token: s.reward_weight * one for token, one in own.items()} for own in given]
-        for i, (rollout, own) in enumerate(zip(rollouts, given)):
-            rollout.score = math.nan if rollout.finish_reason == "error" else scores[i]
-            rollout.parts = {name: values[i] for name, values in parts.items()}
-            rollout.timed_out = timed_out[i]
+        weight = lambda name: self.weights.get(name, 1.0)
+        for i, (rollout, (parts, steps, problem)) in enumerate(zip(rollouts, found)):
+            if steps and s.environment:
+                raise RuntimeError(f"reward {name_of(self.reward)} scores characters of a completion, but with "
+                                   f"environment={s.environment} that has several messages")
+            value = total(parts, self.weights)
+            # What the environment gave at each turn, or the reward for each step.
+            given = self._at_tokens(rollout, steps) if steps else rollout.rewards
+            factor = weight(name_of(self.reward) if steps else self.environment)
+            own = {token: factor * one for token, one in given.items()}
+            if self.environment:
+                parts = parts | {self.environment: sum(given.values())}
+                value = sum(own.values()) + (0 if math.isnan(value) else value)
+            if self.model:
+                parts, factor = parts | {"reward_model": judged[i]}, weight("reward_model")
+                value = (factor and factor * judged[i]) + (0 if math.isnan(value) else value)
+            unscored = rollout.finish_reason == "error" or self.unscored and problem
+            rollout.score, rollout.parts, rollout.problem = math.nan if unscored else value, parts, problem
             rest, last = rollout.score - sum(own.values()), len(rollout.logprobs) - 1
             if not own or not abs(rest) < 1e-9:                 # beyond rounding
                 own[last] = own.get(last, 0.0) + rest
@@ -352,6 +385,18 @@ class Scorer:
                 text[:character + 1])
             rewards[bisect.bisect_left(range(len(ids)), True, key=begins)] += reward
         return rewards
+
+
+def part_weights(text):
+    """Returns {name: weight} of reward_weights, "name:weight,name:weight". Raises ValueError for another."""
+    pairs = [pair.rpartition(":") for pair in text.split(",") if pair]
+    try:
+        weights = {name: float(number) for name, _, number in pairs}
+    except ValueError:
+        weights = {"": 0.0}
+    if "" in weights or not all(abs(weight) <= 1e9 for weight in weights.values()):
+        raise ValueError(f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5")
+    return weights
 
 
 def part_means(rollouts, prefix):
@@ -372,9 +417,13 @@ def evaluation(rollouts, k, name="eval"):
             1/2 and 0.5 are one answer, a completion without an answer has no vote, and a prompt without
             votes scores as its first one
     Over all prompts they are called {name}/..., over those of each source {name}/{source}/.... A completion
-    that was not scored (NaN) is ignored. The mean of each part is {name}/rewards/{part}/mean.
+    that was not scored (NaN) is ignored. The mean of each part is {name}/rewards/{part}/mean. Of all
+    completions it also returns mean_length, in sampled tokens, and clipped_ratio, the share that was cut off;
+    right_ended is the share of those with a score above 0 that ended by themselves.
     """
-    values = defaultdict(list)
+    values, lengths = defaultdict(list), [len(rollout.logprobs) for rollout in rollouts]
+    cut_off = [rollout.finish_reason == "length" for rollout in rollouts]
+    ended = [rollout.finish_reason == "stop" for rollout in rollouts if rollout.score > 0]
     for i in range(0, len(rollouts), k):
         scored = [rollout for rollout in rollouts[i:i + k] if not math.isnan(rollout.score)]
         if not scored:
@@ -392,7 +441,10 @@ def evaluation(rollouts, k, name="eval"):
             values[f"{prefix}/pass@{k}"].append(max(scores))
             values[f"{prefix}/maj@{k}"].append(scores[winner])
     means = {key: sum(each) / len(each) for key, each in values.items()}
-    return means | part_means(rollouts, f"{name}/rewards")
+    return means | {f"{name}/mean_length": sum(lengths) / len(lengths),
+                    f"{name}/clipped_ratio": sum(cut_off) / len(cut_off),
+                    f"{name}/right_ended": sum(ended) / max(len(ended), 1),
+                    **part_means(rollouts, f"{name}/rewards")}
 
 
 def rollout_metrics(rollouts, engines):
@@ -404,7 +456,7 @@ def rollout_metrics(rollouts, engines):
     scores = np.array([r.score for r in rollouts])
     figures = {"reward": 0.0 if np.isnan(scores).all() else float(np.nanmean(scores)),
                "rewards/unscored": int(np.isnan(scores).sum()), **part_means(rollouts, "rewards"),
-               "rewards/timeouts": sum(r.timed_out for r in rollouts),
+               "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),
                "completions/mean_length": sum(lengths) / len(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
                "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}

@@ -47,7 +47,7 @@ class Rollout:
     completion: object = ""  # what follows the prompt: a string, or messages where the prompt is messages
     score: float = math.nan  # what it is worth; NaN: it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
-    timed_out: bool = False  # whether the reward took too long for it
+    problem: str = ""        # why a call of the reward for it failed
     rewards: dict = field(default_factory=dict) # {sampled token: what the score has from it}
     counts: dict = field(default_factory=dict)  # of an episode: tool calls, failures, the environment's time
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled it and what

@@ -38,14 +38,14 @@ from configurator import configure, input_errors
 from episodes import Player, Table
 from model import kl_to_reference, load_policy, micro_batches, offload, token_logprobs
 from placement import Bridge, Sampled, kept_ahead, staleness
-from runtime.check_settings import check_grpo, check_placement
+from runtime.check_settings import check_grpo, check_placement, check_suits
 from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
-task = "algebra"                # algebra, countdown, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function, math_verify, or none; if empty, the reward of the task
@@ -69,8 +69,8 @@ sync_timeout = 1800.0           # seconds; the run stops if one role waits longe
 vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may take, where it runs alone
 # algorithm
 temperature = 1.0               # of sampling; the trainer divides its logits by it as well
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo, reinforce++,
-                                # reinforce++_baseline, none: losses.ADVANTAGES
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
+                                # reinforce++, reinforce++_baseline, none: losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
 kl_in = "loss"                  # loss; reward: subtracted from each completion's score; advantage: from the
                                 # advantage of each token, as in on-policy distillation
@@ -116,6 +116,8 @@ compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
     # The initial model's folder or hub id.
     base = check_trainable(model, length=longest)
+    check_suits(settings, base)
+    part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
     reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
@@ -273,7 +275,8 @@ for step in range(run.first_step, max_steps + 1):
         scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
     # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
+                                       parts=[r.parts for r in rollouts], weights=part_weights)
     if kl_coef > 0 and kl_in == "advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 

@@ -35,14 +35,14 @@ import rollout
 from configurator import configure, input_errors
 from episodes import Player
 from model import kl_to_reference, load_policy, micro_batches, offload, token_logprobs
-from runtime.check_settings import check_grpo, check_run
+from runtime.check_settings import check_grpo, check_run, check_suits
 from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
-task = "algebra"                # algebra, countdown, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function, math_verify, or none; if empty, the reward of the task
@@ -60,8 +60,8 @@ resume = ""                     # a checkpoint, or auto for the newest one in ou
 from config.shared import *     # what few people change: data, episodes, engine, training, evaluation
 # algorithm
 temperature = 1.0               # of sampling; the trainer divides its logits by it as well
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo, reinforce++,
-                                # reinforce++_baseline, none: losses.ADVANTAGES
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
+                                # reinforce++, reinforce++_baseline, none: losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
 kl_in = "loss"                  # loss; reward: subtracted from each completion's score; advantage: from the
                                 # advantage of each token, as in on-policy distillation
@@ -105,6 +105,8 @@ run = Run(settings, __file__)
 with input_errors():                                            # a ValueError becomes a one-line message
     # The initial model's folder or hub id.
     base = check_trainable(model, length=longest)
+    check_suits(settings, base)
+    part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     engine_class = rollout.engine_class(engine)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
@@ -203,7 +205,8 @@ for step in range(run.first_step, max_steps + 1):
         scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
     # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
+                                       parts=[r.parts for r in rollouts], weights=part_weights)
     if kl_coef > 0 and kl_in == "advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 

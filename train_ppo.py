@@ -33,14 +33,14 @@ from configurator import configure, input_errors
 from episodes import Player
 from model import (load_critic, load_policy, micro_batches, offload, token_logprobs,
                    token_values)
-from runtime.check_settings import check_ppo, check_run
+from runtime.check_settings import check_ppo, check_run, check_suits
 from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
-task = "algebra"                # algebra, countdown, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function, math_verify, or none; if empty, the reward of the task
@@ -95,6 +95,7 @@ run = Run(settings, __file__, critic=True)
 with input_errors():                                            # a ValueError becomes a one-line message
     # The initial model's folder or hub id.
     base = check_trainable(model, length=longest)
+    check_suits(settings, base)
     engine_class = rollout.engine_class(engine)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)

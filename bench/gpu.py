@@ -86,6 +86,11 @@ def train(name, command):
     print(f"  {done[1]:.0f} s in all; a step {middle['timing_s/step']:.2f} s: " + ", ".join(
         f"{key.removeprefix('timing_s/')} {middle[key]:.3f}" for key in middle
         if key.startswith("timing_s/") and key.rpartition("/")[2] not in ("step", "eval", "save")))
+    with open(os.path.join(folder, "config.json")) as file:
+        settings = json.load(file)
+    tokens = settings["prompts_per_step"] * settings["num_generations"] * middle["completions/mean_length"]
+    print("  tokens a second: " + ", ".join(f"{word} {tokens / middle[f'timing_s/{part}']:,.0f}" for word, part in (
+        ("sampled", "gen"), ("trained", "update_actor")) if middle.get(f"timing_s/{part}")))
     print(f"  logprob gap (mean, p99, max): step 0 {gap(steps[0])}; medians {gap(middle)}; largest mean, "
           f"at step {worst['step']}, {gap(worst)}\n  effective sample size at least "
           f"{min(line['sampling/effective_sample_size'] for line in steps):.4f}", flush=True)

@@ -7,8 +7,8 @@ How fast a step is and how much memory it takes: the update, the weight sync, th
         --token_budget=16384
     python -m bench.step --engine=vllm --cycles=100      # and 100 times: sample, train, sync, as a run does
 
-The update is train_grpo.py's, without its metrics. Figures are of one rank, and medians of `repeats` after
-one that is left out. --work=folder keeps model and rollouts, for bench/against_trl.py.
+The update is train_grpo.py's, without its metrics. Figures, also tokens a second, are of one rank, that is of
+one device, and medians of `repeats` after one that is left out. --work=folder keeps model and rollouts, for bench/against_trl.py.
 "Bare" is LLM.generate with logprobs, by the same engine, always awake and without a seed per prompt.
 On a GPU the times of sync and rollouts include the engine's waking and falling asleep.
 """
@@ -188,6 +188,11 @@ figures = {
     "training tokens/s": in_rollouts / train_seconds,
     "matrix-product peak (TFLOP/s)": peak / 1e12, "share of the peak (MFU)": flops / train_seconds / peak,
     "peak memory (GB)": most_in_use() / 1e9, "launch to the first update (s)": first_update}
+# Dense bfloat16, by NVIDIA's data sheets: what papers divide by. The product above reaches less.
+sheet = next((peak for name, peak in (("A100", 312e12), ("H100", 989e12), ("H200", 989e12), ("B200", 2250e12))
+              if cuda and name in torch.cuda.get_device_name()), None)
+if sheet:
+    figures["MFU by the data sheet"] = flops / train_seconds / sheet
 
 # ---------------------------------------------------------------- weight sync, rollouts
 if engine:

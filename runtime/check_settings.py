@@ -5,21 +5,27 @@ A script of your own may leave these calls out: they catch mistakes, and nothing
 """
 from types import SimpleNamespace
 
+from transformers import AutoConfig
+
 import losses
-from configurator import check
+from configurator import check, given
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
     updates_per_epoch max_steps max_num_gen_batches eval_samples keep_checkpoints max_skipped_updates
     vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p max_turns rollout_ranks sync_timeout
     sequence_parallel_size layers hidden_size intermediate_size heads steps batch_size""".split()
-ANY_NUMBER = ("seed", "difficulty", "reward_weight", "reward_model_weight")     # all others are not negative
+ANY_NUMBER = ("seed", "difficulty")         # all others are not negative
 SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
     decay""".split()
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
+           "reward_errors": ("stop", "unscored"),
            "kl_in": ("loss", "reward", "advantage"), "kl_estimator": losses.KL_ESTIMATORS,
            "advantage": losses.ADVANTAGES, "loss_type": losses.LOSSES,
            "loss_aggregation": losses.AGGREGATIONS, "engine_correction": losses.CORRECTIONS}
+# Defaults of the scripts that suit the tiny model, whose config says so in `suits`, and not a larger one.
+SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
+              "max_completion_length": 64}
 
 
 def check_values(settings):
@@ -36,8 +42,19 @@ def check_values(settings):
         # On the command line, what is not UTF-8 comes as half a surrogate pair.
         check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
               f"{key}={value}: not UTF-8")
+        check(key != "reward_workers" or not value or ":" in settings.reward,
+              f"reward_workers={value} needs a reward of your own, file.py:function")
         check(key not in ("train_file", "eval_file") or not value or settings.task == "file",
               f"{key}={value}: it is read only with --task=file")
+
+
+def check_suits(s, base):
+    """Whether settings that were left as they are suit the model in this folder (or of this hub id)."""
+    suits = getattr(AutoConfig.from_pretrained(base), "suits", {})
+    left = [f"{key}={value}" for key, value in SUITS_TINY.items()
+            if getattr(s, key, None) == value != suits.get(key) and key not in given]
+    check(not left, f"{', '.join(left)}: the default, which suits the tiny model and not model={s.model}. "
+                    "Give each a value; config/gsm8k.py shows where to start with a model of 0.6 B parameters")
 
 
 def check_divides(s, key, total, what):
@@ -60,8 +77,6 @@ def check_run(s, world_size):
     check_divides(s, "sequence_parallel_size", world_size, f"{world_size} ranks")
     check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
-    check(s.reward_model or s.reward_weight == s.reward_model_weight == 1,
-          f"reward_weight={s.reward_weight}, reward_model_weight={s.reward_model_weight} need a reward_model")
     check(s.kl_coef > 0 or not s.reference_model,
           f"reference_model={s.reference_model} needs a kl_coef above 0")
     check(s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
@@ -82,8 +97,8 @@ def check_grpo(s):
           "expectation, elsewhere only k1 has the gradient of the KL")
     check(s.advantage != "none" or s.kl_coef > 0 and s.kl_in == "advantage",
           "advantage=none teaches nothing without kl_in=advantage and a kl_coef above 0")
-    check(s.advantage != "grpo_process" or s.kl_coef == 0 or s.kl_in != "reward",
-          "advantage=grpo_process takes the rewards of steps, which kl_in=reward does not change")
+    check(s.advantage not in ("grpo_process", "gdpo") or s.kl_coef == 0 or s.kl_in != "reward",
+          f"advantage={s.advantage} takes the rewards of steps or parts, which kl_in=reward does not change")
     check(not s.skip_zero_advantage or s.entropy_coef == 0 and (s.kl_coef == 0 or s.kl_in != "loss"),
           "skip_zero_advantage=True, but entropy_coef or a KL in the loss moves the policy there as well")
     check(s.old_logprobs == "trainer" or s.loss_type != "gpg",
@@ -115,13 +130,13 @@ def check_placement(s, world_size):
 
 def check_dapo(s):
     """What train_dapo.py adds to GRPO."""
-    check(s.advantage not in ("reinforce++", "none") or not s.filter_groups,
+    check(s.advantage not in ("reinforce++", "gdpo", "none") or not s.filter_groups,
           f"filter_groups=True leaves out prompts that teach something with advantage={s.advantage}")
     check(s.filter_groups or s.max_num_gen_batches == 1,
           f"max_num_gen_batches={s.max_num_gen_batches}: above 1 it needs --filter_groups=true")
     check(s.overlong_buffer <= s.max_completion_length,
           f"overlong_buffer={s.overlong_buffer}: more than max_completion_length={s.max_completion_length}")
-    check(s.advantage != "grpo_process" or not s.overlong_buffer,
+    check(s.advantage not in ("grpo_process", "gdpo") or not s.overlong_buffer,
           f"overlong_buffer={s.overlong_buffer}: advantage={s.advantage} cannot take such a penalty")
 
 

@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from configurator import check, input_errors
+from configurator import check, input_errors, printable
 from runtime import checkpoint, distributed
 from runtime.run_folder import locate_run
 from runtime.run_log import RunLog, make_lenient
@@ -25,7 +25,7 @@ from runtime.user_code import source_file
 # A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "max_prompt_length", "chat", "system_prompt",
-        "prompts_per_step", "num_generations", "seed")
+        "prompts_per_step", "num_generations", "seed", "shuffle")
 
 
 class Run:
@@ -66,7 +66,8 @@ class Run:
             self.state |= loaded
         before = self.state["settings"]
         for key in SAME:
-            now, then = getattr(settings, key, ""), before.get(key, "")
+            now = getattr(settings, key, "")
+            then = before.get(key, now)                         # an older checkpoint does not know it
             check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings.max_steps
         check(self.first_step <= self.max_steps,
@@ -119,7 +120,7 @@ class Run:
             f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
             f"The run has {self.max_steps} steps and evaluates "
             f"{f'every {s.eval_interval}' if s.eval_interval else 'its first and last model'}, with "
-            f"{s.eval_samples} completions per held-out prompt.\n{data_note}")
+            f"{s.eval_samples} completions per held-out prompt.\n{printable(data_note)}")
         if s.environment and s.environment_workers:
             self.log.say("environment_workers: turns begin when the environments answer, so the run does not "
                          "repeat bit for bit")
@@ -183,8 +184,7 @@ class Run:
     def end_step(self, rollouts, figures, samples):
         """Write the figures of the step and continue with the next one.
 
-        rollouts: all that the step sampled, on all ranks. figures, samples: what rewards.py says of them, for
-        metrics.jsonl and samples.jsonl.
+        rollouts: all of the step, on all ranks. figures, samples: what rewards.py says of them, for the logs.
         """
         tokens, log = sum(len(r.ids) for r in rollouts), self.log
         # Bytes: of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
@@ -194,9 +194,11 @@ class Run:
         self.state["num_tokens"] += tokens
         log.metrics |= figures | {"num_tokens": self.state["num_tokens"],
                                   "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9}
-        if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
-            log.say(f"step {log.metrics['step']}: {len(problems)} episodes failed or took too long; "
+        if problems := [*filter(None, (r.counts.get("problem", r.problem) for r in rollouts))]:
+            log.say(f"step {log.metrics['step']}: {len(problems)} completions failed or took too long; "
                     f"the first: {problems[0]}")
+            if all(math.isnan(r.score) for r in rollouts):
+                raise RuntimeError(f"nothing was scored; {problems[0]}")
         log.end(tokens, samples)
 
     def save(self, networks, tokenizer):

@@ -115,6 +115,11 @@ def event_loop():
     return loop
 
 
+async def in_order(awaitables):
+    """A list of what they give."""
+    return [await one for one in awaitables]
+
+
 def awaited(awaitable, seconds):
     async def guarded():
         try:
@@ -181,3 +186,16 @@ class Threads:
             if results or not wait:
                 break
         return results
+
+
+def at_once(functions, count, timeout, seconds):
+    """Calls functions, `count` at a time, each for `timeout` seconds (0: no limit) and all for `seconds`.
+
+    Returns for each its value, TimeUp or Failed.
+    """
+    threads, end, results = Threads(count, timeout), time.monotonic() + seconds, {}
+    for number, function in enumerate(functions):
+        threads.start(number, function)
+    while len(results) < len(functions) and time.monotonic() < end:
+        results |= {number: error or value for number, value, error, _ in threads.finished(wait=True)}
+    return [results.get(number, TimeUp()) for number in range(len(functions))]

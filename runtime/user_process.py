@@ -26,15 +26,15 @@ class UserProcess:
         self.made_by, self.process = (make, arguments), None
         self._start()
 
-    def within(self, seconds, argument):
-        """Returns function(argument). Raises what it raises, or ChildProcessError if its process ends.
+    def within(self, seconds, *arguments):
+        """Returns function(*arguments). Raises what it raises, or ChildProcessError if its process ends.
 
         After so many seconds (None: no limit) this ends the process and raises TimeoutError. The next call
         begins another.
         """
         if not self.process:
             self._start()
-        return self._answer(argument, seconds)
+        return self._answer(arguments, seconds)
 
     def _start(self):
         self.pipe, theirs = Pipe()
@@ -51,16 +51,17 @@ class UserProcess:
         try:
             self.pipe.send(message)
             if not self.pipe.poll(seconds):
-                self._end()
+                self.end()
                 raise TimeoutError
             result, error = self.pipe.recv()
         except (EOFError, ConnectionError) as lost:
-            raise ChildProcessError(f"ended its process with status {self._end()}") from lost
+            raise ChildProcessError(f"ended its process with status {self.end()}") from lost
         if error:
             raise error
         return result
 
-    def _end(self):
+    def end(self):
+        """Ends the process; the next call begins another."""
         process, self.process = self.process, None
         os.killpg(process.pid, signal.SIGKILL)                  # and the processes that it has started
         return process.wait()
@@ -90,7 +91,7 @@ def serve(descriptor):
             return
         try:
             if function:
-                reply = function(message), None
+                reply = function(*message), None
             else:
                 function, about = message[0](*message[1])
                 reply = about, None

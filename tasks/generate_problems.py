@@ -134,23 +134,6 @@ def algebra_problem(rng, difficulty):
     return text, {"answer": str(answer), "source": template.__name__, "solution": solution}
 
 
-def countdown_problem(rng, difficulty):
-    numbers = sorted(rng.randint(1, 10 * difficulty) for _ in range(difficulty + 2))
-    values = [(number, str(number)) for number in numbers]
-    # Two values at a time are joined until only the target is left.
-    while len(values) > 1:
-        rng.shuffle(values)
-        (b, right), (a, left) = sorted([values.pop(), values.pop()])
-        results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}
-        barred = {"-": a == b, "*": a * b > 100 * difficulty, "/": a % b > 0}
-        op = rng.choice([op for op in results if not barred.get(op)])
-        values.append((results[op], f"({left}{op}{right})"))
-    target, answer = values[0][0], values[0][1][1:-1]
-    text = f"Use {', '.join(map(str, numbers))} once each to make {target}"
-    return text, {"answer": answer, "source": "countdown", "solution": f"Answer: {answer}",
-                  "numbers": numbers, "target": target}
-
-
 # ------------------------------------------------------------------------------------------------------------
 # problems for the environments in environments/
 
@@ -167,8 +150,7 @@ def arithmetic_problem(rng, difficulty):
     return f"What is {a}*{b}{op}{c}?", {"answer": str(value), "source": "arithmetic"}
 
 
-GENERATORS = {"algebra": algebra_problem, "countdown": countdown_problem, "guess": guess_problem,
-              "arithmetic": arithmetic_problem}
+GENERATORS = {"algebra": algebra_problem, "guess": guess_problem, "arithmetic": arithmetic_problem}
 
 
 def held_out(text):

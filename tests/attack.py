@@ -236,8 +236,8 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
     ([GRPO, DAPO, PPO], {
-        ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; reward_weight=2; "
-                "token_budget=70; reward_model_weight=0; vllm_tensor_parallel_size=2; "
+        ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; reward_workers=2; "
+                "token_budget=70; vllm_tensor_parallel_size=2; "
                 "sequence_parallel_size=2",
         "train_file": "task=file", "reward_model": "reward=none", "resume=auto": "resume=auto out_dir=",
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
@@ -819,7 +819,7 @@ RESUMES = {
     "resume=.*newer": ["{dir}/run/checkpoint-2"],
     runs("resumes "): ["{dir}//run/./checkpoint-3///", "{dir}/run/checkpoint-2/../checkpoint-3",
                            "~/run/checkpoint-3", ROOT.count("/") * "../" + "./{dir}/run/checkpoint-3"]}
-FIXED = {"task": "countdown", "difficulty": 2, "train_prompts": 30, "max_prompt_length": 60, "chat": "false",
+FIXED = {"task": "arithmetic", "difficulty": 2, "train_prompts": 30, "max_prompt_length": 60, "chat": "false",
          "system_prompt": "x", "prompts_per_step": 4, "num_generations": 2, "seed": 1, "model": WORK / "copy",
          "reward": f"{WORK}/copy/letters.py:score", "reward_model": JUDGE}
 LOG_LINES = [b"", b"\0" * 100, b"x{", b"\xff\xfe", b"[1]", b"5", b"null", b'{"reward": 1}', b'{"step": "1"}',

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from runtime.check_settings import SUITS_TINY
 from tiny import pretrain
 
 
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
-        tie_word_embeddings=True,
+        tie_word_embeddings=True, suits=SUITS_TINY,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2))
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -221,7 +221,6 @@ def test_attacks_are_quick_and_wrong(attack):
         assert not quick(check_answer.check_answer, text, "5")
     assert not quick(check_answer.comparison, attack, "5")
     assert not quick(check_answer.comparison, "5", attack)
-    assert quick(rewards.countdown, ["p"], [f"Answer: {attack}"], [[5]], [5]) == [0.0]
 
 
 @pytest.mark.parametrize("text, truth, right", [
@@ -315,14 +314,12 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     completions = [r"\boxed{1+x}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{1+x}"]
     start = time.monotonic()
     reward = UserProcess(rewards.judge_there, "math_verify", "file")
-    scores, parts, timeouts, _ = rewards.score(reward, rows, completions, 2.0)
-    assert (scores, timeouts) == ([1.0, 0.0, 1.0], [False, True, False]) and time.monotonic() - start < 10
-    assert parts == {"math_verify": [1.0, 0.0, 1.0]}
+    found = rewards.score(reward, rows, completions, 2.0)
+    assert time.monotonic() - start < 10
+    assert found == [({"math_verify": float(not late)}, [], rewards.TIMED_OUT * late) for late in (0, 1, 0)]
 
 
-def test_math_verify_needs_its_package_and_answers(monkeypatch):
-    with pytest.raises(ValueError, match="math_verify needs one right answer, but task=countdown has many"):
-        rewards.load_reward("math_verify", "countdown")
+def test_math_verify_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match=r"needs the package math-verify: pip install 'math-verify\["):
         rewards.load_reward("math_verify", "gsm8k")

@@ -25,7 +25,7 @@ def text_of(row):
     return row["prompt"][0]["content"]
 
 
-@pytest.mark.parametrize("task", ["algebra", "countdown"])
+@pytest.mark.parametrize("task", ["algebra", *{"countdown"} & data.GENERATORS.keys()])
 def test_generation(task):
     def texts(*args, **kwargs):
         return [text_of(row) for row in data.load_rows(task, *args, **kwargs)]
@@ -46,7 +46,7 @@ def test_generation(task):
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
                                    "not 1000000: lower eval_prompts"),
     (("algebr", "train", 10),
-     "task must be algebra, countdown, guess, arithmetic, gsm8k or file, not 'algebr'"),
+     "task must be algebra, guess, arithmetic, gsm8k or file, not 'algebr'"),
     (("file", "train", 10), "task file needs train_file"),
     (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
     (("file", "eval", 10), "task file needs eval_file, or train_file"),
@@ -79,7 +79,8 @@ def test_gsm8k(tmp_path, monkeypatch):
     assert second["answer"] == "1234" and data.load_rows("gsm8k", "train", 1) == [first]
     completion = [{"role": "assistant", "content": "#### 72"}]
     reward = rewards.load_reward("", "gsm8k")
-    assert rewards.score(reward, [first, second], [completion] * 2, 5)[0] == [1.0, 0.0]
+    found = rewards.score(reward, [first, second], [completion] * 2, 5)
+    assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
 
 
 def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
@@ -293,15 +294,15 @@ def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
 # ------------------------------------------------------------------------------------------ prompt stream
 
 
-def prompts_of(num_rows):
+def prompts_of(num_rows, shuffle=True):
     rows = [(f"row {i}", {"prompt": f"{i}?", "number": i}) for i in range(num_rows)]
-    settings = SimpleNamespace(chat=True, system_prompt="", max_prompt_length=24)
+    settings = SimpleNamespace(chat=True, system_prompt="", max_prompt_length=24, shuffle=shuffle)
     return data.Prompts(pretrain.make_tokenizer(), rows, settings)
 
 
-def drawn(num_rows, position, count, seed):
+def drawn(num_rows, position, count, seed, shuffle=True):
     """The numbers of the rows that are drawn, and the new position."""
-    prompts, position = prompts_of(num_rows).draw(position, count, seed)
+    prompts, position = prompts_of(num_rows, shuffle).draw(position, count, seed)
     return [prompt.row["number"] for prompt in prompts], position
 
 
@@ -320,6 +321,11 @@ def test_every_epoch_has_every_row_once(num_rows, count):
     epochs = [rows[i:i + num_rows] for i in range(0, len(rows), num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert num_rows < 7 or epochs[0] != epochs[1]
+
+
+def test_a_curriculum_is_an_order():
+    assert drawn(10, 0, 4, 3, shuffle=False) == ([0, 1, 2, 3], 4)
+    assert drawn(10, 8, 4, 5, shuffle=False) == ([8, 9, 0, 1], 12)
 
 
 def test_rows_are_a_function_of_seed_and_position():
@@ -439,7 +445,7 @@ def test_a_template_that_leaves_out_the_prompt_is_refused():
 
 SETTINGS = {"task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
-            "environment": "", "system_prompt": "", "max_prompt_length": 24}
+            "environment": "", "system_prompt": "", "max_prompt_length": 24, "shuffle": True}
 
 
 class Counting:
@@ -490,7 +496,9 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
         f"The run trains on {n} prompts (the first 300 of 300 rows of algebra; {300 - n} of 300 "
         f"have more than max_prompt_length=24 tokens and are left out) and is evaluated on {m} held-out "
         f"prompts (the first 40 of 40 rows of algebra; {40 - m} of 40 have more than max_prompt_length=24 "
-        "tokens and are left out).")
+        "tokens and are left out).\nThe model reads the first prompt as\n    "
+        f"{tokenizer.decode(epoch_of(train_set, 3)[0].ids)}\n    and its answer is "
+        f"{epoch_of(train_set, 3)[0].row['answer']!r}")
     _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
     assert ("trains on at most 4,096 prompts (the first 4,096 of 4,096 rows of algebra; 0 of 512 "
             "have more than max_prompt_length=99 tokens and") in note
@@ -539,6 +547,42 @@ def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_promp
     prompt = load_prompts(chat=False, difficulty=2, max_prompt_length=99)[0].draw(0, 1, 0)[0][0]
     assert tokenizer.decode(prompt.ids) == text_of(prompt.row) + "\n"
     assert prompt.row == data.load_rows("algebra", "train", 300, 0, 2)[data.epoch_order(300, 0, 0)[0]]
+
+
+QWEN3 = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not enable_thinking %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
+
+
+def test_the_first_prompt_is_shown_as_the_model_reads_it(load_prompts, tmp_path):
+    """What the template writes, special tokens included; a long one is cut in the middle to ten lines."""
+    tokenizer = load_prompts()[3].tokenizer
+    tokenizer.chat_template = QWEN3
+    for text in ("2+2?", "\n".join(map(str, range(50))), "x" * 2000):
+        messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": text}]
+        path = write(tmp_path / "rows.jsonl", {"prompt": messages, "answer": "4"})
+        note = data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS | {
+            "task": "file", "train_file": path, "eval_file": path, "max_prompt_length": 9999}))[2]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        shown = note.split("\n    ")[1:-1]
+        assert note.endswith("and its answer is '4'")
+        if text == "2+2?":
+            assert "\n".join(shown) == rendered
+        else:
+            assert len(shown) == 10 and shown[5].startswith("... ") and shown[5].endswith(" lines ...")
+            # Lines of more than a hundred characters are broken.
+            begins, ends = ("".join(part).replace("\n", "") for part in (shown[:5], shown[6:]))
+            plain = rendered.replace("\n", "")
+            assert plain.startswith(begins) and plain.endswith(ends)
+    path = write(tmp_path / "rows.jsonl", {"prompt": "2+2 ="})
+    settings = {"task": "file", "train_file": path, "eval_file": path}
+    note = load_prompts(**settings)[2]
+    assert note.endswith("reads the first prompt as\n    2+2 =\n    (A string is read as it is. The model's chat "
+                         "template is for lists of messages.)\n    and its answer is None")
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.chat_template = None
+    assert "(A string" not in data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS | settings))[2]
 
 
 def test_load_prompts_from_files(load_prompts, tmp_path):

@@ -24,7 +24,7 @@ from test_rollout import ENGINES, identical
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
             "max_completion_length": 120, "environment_workers": 0, "environment_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",
-            "reward_model_weight": 1.0, "reward_weight": 1.0}
+            "reward_workers": 0, "reward_errors": "stop", "reward_weights": ""}
 TOKENIZER = pretrain.make_tokenizer()
 USER, ASSISTANT, END = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
 # With this many end tokens even a random model comes to an end.
@@ -272,7 +272,7 @@ def test_a_single_answer_is_the_same_either_way(engine):
     for sampling in ((0.9,), (0.0,), (1.0, 0.8, 3)):
         ways = [one_turn(way, engine, prompts, 4, [5, 900], 12, *sampling) for way in ("single", "played")]
         for single, played in zip(*ways, strict=True):
-            assert single.row is played.row and not single.timed_out and not played.timed_out
+            assert single.row is played.row and not single.problem and not played.problem
             assert json.dumps(rollout.as_json(single)) == json.dumps(rollout.as_json(played))
             for name in ("ids", "spans", "logprobs"):
                 assert getattr(single, name).dtype == getattr(played, name).dtype

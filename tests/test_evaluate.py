@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import data
 from runs import forked, lines, refused
 from test_train_grpo import train
 
@@ -17,7 +18,8 @@ def test_vllm_run_and_sample(folder, reward_file, tmp_path):
                     "--eval_prompts=8", "--samples=2", reward_file, "--max_completion_length=12",
                     "--engine=vllm", f"--output={tmp_path}/samples.jsonl")
     assert "eval/pass@2" in output and "eval/maj@2" in output
-    assert len(lines(tmp_path, "samples.jsonl")) == 16
+    rows = lines(tmp_path, "samples.jsonl")
+    assert len(rows) == 8 and all(len(row["samples"]) == 2 for row in rows)
     # The final evaluation drew the same seeds from the same weights, so sampling the checkpoint repeats it.
     score = float(re.search(r"eval/mean@2 +(\S+)", output)[1])
     assert score == pytest.approx(metrics[2]["eval/mean@2"], abs=1e-4)
@@ -31,7 +33,7 @@ def test_the_samples_of_a_prompt(folder, tmp_path):
 
 def test_without_chat_and_with_truncated_sampling(folder, tmp_path):
     output = forked(tmp_path / "log", "evaluate_model.py", f"--model={folder}", "--chat=false", "--engine=hf",
-                    "--samples=2", "--eval_prompts=4", "--task=countdown", "--temperature=0.5", "--top_p=0.9",
+                    "--samples=2", "--eval_prompts=4", "--task=arithmetic", "--temperature=0.5", "--top_p=0.9",
                     "--top_k=20")
     assert "eval/mean@2" in output
 
@@ -41,14 +43,18 @@ def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
     output = forked(tmp_path / "log", "evaluate_model.py", "--engine=hf", "--samples=8", "--eval_prompts=6",
                     "--show=3", f"--temperature={temperature}", f"--output={tmp_path}/samples.jsonl")
     rows, shown, counts = lines(tmp_path, "samples.jsonl"), "", []
-    assert len(rows) == 48
-    for i in range(0, 24, 8):
-        shown += f"--- {rows[i]['prompt'][0]['content']}   (truth: {rows[i]['truth']})\n"
+    assert len(rows) == 6
+    # A row is what it was, with its samples, and so a row for training.
+    assert [{key: row[key] for key in row if key not in ("mean@8", "samples")} for row in rows] == data.load_rows(
+        "algebra", "eval", 6)
+    for prompt in rows[:3]:
+        shown += f"--- {prompt['prompt'][0]['content']}   (truth: {prompt['answer']})\n"
         different = []
-        for row in rows[i:i + 8]:
+        assert prompt["mean@8"] == sum(row["score"] for row in prompt["samples"]) / 8
+        for row in prompt["samples"]:
             if row["completion"] not in different:
                 different.append(row["completion"])
-                counts.append(sum(other["completion"] == row["completion"] for other in rows[i:i + 8]))
+                counts.append(sum(other["completion"] == row["completion"] for other in prompt["samples"]))
                 shown += f"{row['completion']}\n--- {counts[-1]} of 8 samples, score {row['score']:g}\n\n"
     assert shown in output and sum(counts) == 24
     assert output.count(" samples, score ") == len(counts) and output.count("(truth: ") == 3

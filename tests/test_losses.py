@@ -33,7 +33,8 @@ def advantages(kind, rewards, G, lengths=None, greedy=None, pass_k=2):
     """
     lengths = torch.ones(len(rewards)).long() if lengths is None else lengths
     at_tokens = [{n - 1: r} for r, n in zip(rewards.tolist(), lengths.long().tolist())]
-    more = {"lengths": lengths, "greedy": greedy, "pass_k": pass_k, "rewards": at_tokens}
+    more = {"lengths": lengths, "greedy": greedy, "pass_k": pass_k, "rewards": at_tokens,
+            "parts": [{"a": r} for r in rewards.tolist()], "weights": {}}
     adv = losses.ADVANTAGES[kind](rewards, G, **more)
     if isinstance(adv, dict):
         assert [len(adv[s]) for s in adv] == lengths.tolist()
@@ -141,6 +142,58 @@ def test_pass_at_k_draws_four_where_nothing_is_said():
     rewards = torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0], dtype=torch.float64)
     expected = slow_advantages(rewards.tolist(), 6, "pass_at_k", pass_k=4)
     assert losses.ADVANTAGES["pass_at_k"](rewards, 6).tolist() == pytest.approx(expected) and any(expected)
+
+
+def slow_gdpo(parts, weights, G):
+    """In loops, part by part. A completion whose parts are all NaN is not scored."""
+    totals = [0.0] * len(parts)
+    for name in {name for own in parts for name in own}:
+        for first in range(0, len(parts), G):
+            scored = [i for i in range(first, first + G) if not math.isnan(parts[i].get(name, math.nan))]
+            values = [parts[i][name] for i in scored]
+            mean, std = sum(values) / max(len(values), 1), statistics.stdev(values) if len(values) > 1 else 0.0
+            for i, value in zip(scored, values):
+                totals[i] += weights.get(name, 1.0) * (value - mean) / (std + 1e-4)
+    rated = [i for i, own in enumerate(parts) if not all(math.isnan(value) for value in own.values())]
+    mean, std = statistics.mean(totals[i] for i in rated), statistics.stdev(totals[i] for i in rated)
+    return [(total - mean) / (std + 1e-4) if i in rated else 0.0 for i, total in enumerate(totals)]
+
+
+def test_gdpo():
+    nan = math.nan
+    parts = [{"right": 1.0, "brief": -0.3}, {"right": 0.0, "brief": -0.1}, {"right": 0.0, "brief": nan},
+             {"right": nan, "brief": nan}, {"right": 1.0}, {"right": 1.0, "brief": 100.0},
+             {"right": 1.0, "brief": -100.0}, {"right": 1.0, "brief": 0.0},
+             {"right": 0.25, "brief": 0.1}, {"right": 0.25, "brief": 0.1}, {"right": 0.25, "brief": 0.1}, {}]
+    for weights in ({}, {"brief": 0.5}, {"right": -2.0, "brief": 0.0}):
+        scores = torch.tensor([nan if all(map(math.isnan, own.values())) else sum(
+            value for value in own.values() if not math.isnan(value)) for own in parts])
+        adv = losses.ADVANTAGES["gdpo"](scores, 4, parts=parts, weights=weights)
+        assert adv.tolist() == pytest.approx(slow_gdpo(parts, weights, 4), abs=1e-5)
+        assert adv[8:].tolist() == [0.0] * 4 and adv[3] == 0 and adv.dtype == torch.float32
+    # A part counts by its weight, whatever its spread: here (1, 0) and (0, 100) are worth the same.
+    spread = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 100.0}, {"a": 0.0, "b": 0.0}]
+    adv = losses.ADVANTAGES["gdpo"](torch.tensor([1.0, 100.0, 0.0]), 3, parts=spread, weights={})
+    assert adv.tolist()[0] == pytest.approx(adv.tolist()[1], abs=1e-3) and adv[2] < -1
+    # What was not scored, because its episode failed, is in no part's statistics.
+    failed = torch.tensor([1.0, nan, 0.0])
+    alone = losses.ADVANTAGES["gdpo"](failed, 3, parts=[{"a": 1.0}, {"a": 50.0}, {"a": 0.0}], weights={})
+    assert alone.tolist() == pytest.approx(slow_gdpo([{"a": 1.0}, {"a": nan}, {"a": 0.0}], {}, 3), abs=1e-5)
+    with pytest.raises(ValueError, match="none may be named score"):
+        losses.ADVANTAGES["gdpo"](failed, 3, parts=[{"score": 1.0, "a": 2.0}] * 3, weights={})
+
+
+@pytest.mark.skipif("maxrl" not in losses.ADVANTAGES, reason="docs/recipes.md adds maxrl")
+def test_maxrl():
+    """Its gradient is the mean of the scores' gradients over right completions, minus that over all."""
+    groups = [[1.0, 0, 0, 0], [1, 1, 0, math.nan], [0, 0, 0, 0], [1, 1, 1, 1], [math.nan] * 4]
+    adv = losses.ADVANTAGES["maxrl"](torch.tensor(groups).flatten(), 4).view(5, 4).tolist()
+    for group, own in zip(groups, adv):
+        scored = [score for score in group if not math.isnan(score)]
+        for score, advantage in zip(group, own):
+            right = score == 1
+            expected = (right * len(scored) / sum(scored) - 1 if not math.isnan(score) and sum(scored) else 0.0)
+            assert advantage == pytest.approx(expected)
 
 
 def test_one_scored_completion_in_the_batch_has_no_spread_and_two_have_one():

@@ -21,6 +21,7 @@ from runtime import distributed
 import runs
 from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, launch, lines, on_ranks
+from runtime.check_settings import SUITS_TINY
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3,
@@ -238,7 +239,7 @@ def experts(folder, tmp_path_factory):
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
         num_experts_per_tok=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2)).save_pretrained(path)
+        initializer_range=0.2, suits=SUITS_TINY)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

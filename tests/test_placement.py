@@ -587,7 +587,7 @@ def test_staleness_counts_tokens():
 def test_what_is_sampled_ahead_comes_back_from_json():
     row = {"prompt": "What now?", "answer": "5"}
     some = [rollout_with(((0, 2), (3, 3)), 5, row=row, completion="So", score=0.1, parts={"score": 0.1},
-                         timed_out=True),
+                         problem="the reward took too long"),
             rollout_with(((0, 2),), 1, row=row, completion=[{"role": "assistant", "content": "\U0001f600"}],
                          rewards={0: 0.25}, counts={"calls": 1, "seconds": 0.5})]
     assert math.isnan(some[1].score)
@@ -596,7 +596,7 @@ def test_what_is_sampled_ahead_comes_back_from_json():
     assert (found.position, found.figures) == (12, {"timing_s/gen": 1.5})
     for ours, theirs in zip(found.rollouts, some, strict=True):
         assert bits(ours) == bits(theirs)
-        for key in ("versions", "counts", "row", "parts", "timed_out", "finish_reason", "completion"):
+        for key in ("versions", "counts", "row", "parts", "problem", "finish_reason", "completion"):
             assert getattr(ours, key) == getattr(theirs, key)
     assert [r.rewards for r in found.rollouts] == [{}, {0: 0.25}]
 

@@ -146,8 +146,8 @@ def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
 
 def scorer_of(path):
     settings = {"reward": "none", "task": "algebra", "reward_timeout": 1.0, "reward_step_timeout": 0.0,
-                "reward_weight": 1.0, "environment": "",
-                "reward_model": str(path), "reward_model_weight": 2.0, "token_budget": 500}
+                "reward_workers": 0, "reward_errors": "stop", "environment": "",
+                "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
     return rewards.Scorer(SimpleNamespace(**settings), torch.device("cpu"), torch.float32)
 
 
@@ -161,7 +161,7 @@ def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     for rollout, value in zip(rollouts, expected, strict=True):
         assert rollout.parts == {"reward_model": pytest.approx(value, abs=1e-5)}
         assert rollout.score == pytest.approx(2 * value, abs=1e-5)
-        assert rollout.rewards == {0: pytest.approx(2 * value, abs=1e-5)} and not rollout.timed_out
+        assert rollout.rewards == {0: pytest.approx(2 * value, abs=1e-5)} and not rollout.problem
 
 
 def test_a_critic_may_start_from_a_reward_model(judge, mesh):
@@ -194,7 +194,7 @@ def metrics_of(out_dir):
 def test_the_policy_follows_the_reward_model(judge, folder, digits_file, tmp_path):
     """The digits are only logged, so what the policy learns, it learns from the reward model."""
     forked(tmp_path / "log", "train_ppo.py", f"--model={folder}", f"--out_dir={tmp_path}/run",
-           f"--reward_model={judge}", digits_file, "--reward_weight=0", "--max_steps=40",
+           f"--reward_model={judge}", digits_file, "--reward_weights=share:0", "--max_steps=40",
            "--critic_warmup_steps=2", "--critic_learning_rate=3e-3", "--lr_decay=constant", *SMALL)
     metrics = metrics_of(tmp_path / "run")
     shares = [line["rewards/share/mean"] for line in metrics[:-1]]
@@ -207,8 +207,8 @@ def test_the_policy_follows_the_reward_model(judge, folder, digits_file, tmp_pat
 def test_a_weighted_sum_and_the_reward_model_alone(judge, folder, digits_file, tmp_path):
     small = [f"--model={folder}", f"--reward_model={judge}", "--prompts_per_step=4", "--num_generations=4",
              "--max_steps=1", *SMALL[1:]]
-    forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/sum", digits_file, "--reward_weight=2",
-           "--reward_model_weight=0.5")
+    forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/sum", digits_file,
+           "--reward_weights=share:2,reward_model:0.5")
     forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/alone", "--reward=none")
     both, alone = (metrics_of(tmp_path / name)[0] for name in ("sum", "alone"))
     assert both["reward"] == pytest.approx(

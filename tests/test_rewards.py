@@ -35,15 +35,24 @@ ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "level": i} for i in range
 TEXTS = [f"Answer: {i}" for i in range(4)]
 
 
-def reward_file(tmp_path, source):
+def reward_file(tmp_path, source, workers=0):
     path = tmp_path / "my_reward.py"
     path.write_text(source)
-    return UserProcess(rewards.judge_there, f"{path}:reward", "algebra")
+    return UserProcess(rewards.judge_there, f"{path}:reward", "algebra", workers)
+
+
+def score(*arguments, **more):
+    """What rewards.score returns, in columns: totals without weights, parts, who timed out, steps."""
+    parts, steps, problems = zip(*rewards.score(*arguments, **more))
+    names = dict.fromkeys(name for own in parts for name in own)
+    return ([rewards.total(own, {}) for own in parts],
+            {name: [own.get(name, math.nan) for own in parts] for name in names},
+            [problem == rewards.TIMED_OUT for problem in problems], steps)
 
 
 @pytest.mark.parametrize("task, name", [
     ("algebra", "accuracy"), ("arithmetic", "accuracy"), ("gsm8k", "exact_accuracy"),
-    ("file", "exact_accuracy"), ("countdown", "countdown")])
+    ("file", "exact_accuracy")])
 def test_each_task_has_a_reward(task, name):
     reward = rewards.load_reward("", task)
     # Logs of both have one name for them.
@@ -52,7 +61,7 @@ def test_each_task_has_a_reward(task, name):
 
 def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
-    assert rewards.score(rewards.exact_accuracy, ROWS, texts, 5)[:3] == (
+    assert score(rewards.exact_accuracy, ROWS, texts, 5)[:3] == (
         [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, [False] * 4)
 
 
@@ -134,12 +143,12 @@ def test_a_reward_gets_columns_that_all_rows_have(tmp_path):
         seen.append((prompts, completions, columns))
         return [1.0, 2.0]
     rows = [{"prompt": "a", "answer": "1", "extra": 1}, {"prompt": "b", "answer": "2"}]
-    assert rewards.score(reward, rows, ["x", "y"], 5)[0] == [1.0, 2.0]
+    assert score(reward, rows, ["x", "y"], 5)[0] == [1.0, 2.0]
     assert seen == [(["a", "b"], ["x", "y"], {"answer": ["1", "2"]})]
     seen.clear()
     turns = [{"role": "assistant", "content": "x"}, {"role": "tool", "content": "1"},
              {"role": "assistant", "content": "z"}]
-    rewards.score(reward, [{"prompt": MESSAGES}, {"prompt": "b"}], [turns, "y"], 5)
+    score(reward, [{"prompt": MESSAGES}, {"prompt": "b"}], [turns, "y"], 5)
     assert seen == [([MESSAGES, "b"], [turns, "y"], {})]
 
 
@@ -157,17 +166,17 @@ def test_content(completion, text):
 
 def test_a_reward_gets_only_the_columns_it_takes(tmp_path):
     reward = reward_file(tmp_path, "def reward(level, missing=7): return [x + missing for x in level]")
-    assert rewards.score(reward, ROWS, TEXTS, 5)[0] == [7.0, 8.0, 9.0, 10.0]
+    assert score(reward, ROWS, TEXTS, 5)[0] == [7.0, 8.0, 9.0, 10.0]
     reward = reward_file(tmp_path, "def reward(completions, missing): return [0.0] * len(completions)")
     with pytest.raises(ValueError, match="needs a column missing; the columns are answer, level, prompts"):
-        rewards.score(reward, ROWS, TEXTS, 5)
+        score(reward, ROWS, TEXTS, 5)
 
 
 def test_a_reward_file_may_define_dataclasses(tmp_path):
     source = ("from __future__ import annotations\nfrom dataclasses import dataclass\n"
               "@dataclass\nclass Note:\n    value: float\n"
               "def reward(completions, **columns): return [Note(2.0).value for _ in completions]")
-    assert rewards.score(reward_file(tmp_path, source), ROWS, TEXTS, 5)[0] == [2.0] * 4
+    assert score(reward_file(tmp_path, source), ROWS, TEXTS, 5)[0] == [2.0] * 4
 
 
 class Array(list):
@@ -183,10 +192,11 @@ NAN = float("nan")
     ((1, 2, 3, 4), [1, 2, 3, 4], {}),
     (Array([1, 2, 3, 4]), [1, 2, 3, 4], {}),
     ([None, 1, None, Fraction(1, 2)], [NAN, 1, NAN, 0.5], {}),
-    ([{"a": 1, "b": 2}, {"a": 3}, None, 5], [3, 3, NAN, 5], {"a": [1, 3, NAN, NAN], "b": [2, NAN, NAN, NAN]}),
+    ([{"a": 1, "b": 2}, {"a": 3}, None, 5], [3, 3, NAN, 5],
+     {"a": [1, 3, NAN, NAN], "b": [2, NAN, NAN, NAN], "plain": [NAN, NAN, NAN, 5]}),
     ([{"score": 1, "acc": False, "pred": "72"}] * 4, [1] * 4, {"score": [1] * 4, "acc": [0] * 4}),
     ([{"a": None, "b": 1}, {}, {"score": None, "a": 1}, {"a": 2}], [1, NAN, NAN, 2],
-     {"b": [1, NAN, NAN, NAN], "a": [NAN, NAN, 1, 2]}),
+     {"b": [1, NAN, NAN, NAN], "a": [NAN, NAN, 1, 2], "score": [NAN] * 4}),
 ])
 def test_what_a_reward_may_return(returned, totals, parts):
     def plain(completions):
@@ -194,7 +204,7 @@ def test_what_a_reward_may_return(returned, totals, parts):
     # A reward without parts is its own only part.
     parts = parts or {"plain": totals}
     parts = {name: pytest.approx(values, nan_ok=True) for name, values in parts.items()}
-    assert rewards.score(plain, ROWS, TEXTS, 5)[:3] == (
+    assert score(plain, ROWS, TEXTS, 5)[:3] == (
         pytest.approx(totals, nan_ok=True), parts, [False] * 4)
 
 
@@ -224,7 +234,7 @@ def test_what_a_reward_may_not_return(returned, message):
     def my_reward(completions):
         return returned
     with pytest.raises(RuntimeError, match=message):
-        rewards.score(my_reward, ROWS, TEXTS, 5)
+        score(my_reward, ROWS, TEXTS, 5)
 
 
 VERL_REWARD = """
@@ -252,18 +262,18 @@ def test_verl_reward(tmp_path, row, right):
     start = time.perf_counter()
     completions = [right, "wrong", "hang", "plain"]
     completions = completions if isinstance(row["prompt"], str) else messages(*completions)
-    totals, parts, timed_out, _ = rewards.score(reward, [row] * 4, completions, 0.3)
+    totals, parts, timed_out, _ = score(reward, [row] * 4, completions, 0.3)
     assert totals == [1.0, 0.0, 0.0, 0.25]
     assert timed_out == [False, False, True, False] and time.perf_counter() - start < 20
-    assert parts == {"score": pytest.approx([1, 0, NAN, NAN], nan_ok=True),
-                     "acc": pytest.approx([1, 0, NAN, NAN], nan_ok=True)}
+    assert parts == {"score": pytest.approx([1, 0, 0, NAN], nan_ok=True),
+                     "acc": pytest.approx([1, 0, 0, NAN], nan_ok=True), "reward": [pytest.approx(NAN, nan_ok=True)] * 2 + [0, 0.25]}
     with pytest.raises(RuntimeError, match="reward raised KeyError: 'oops'; the completion is 'raise'"):
-        rewards.score(reward, [row] * 2, messages(right, "raise"), 5)
+        score(reward, [row] * 2, messages(right, "raise"), 5)
 
 
 def test_verl_reward_without_a_truth(tmp_path):
     with pytest.raises(RuntimeError, match="needs a column ground_truth"):
-        rewards.score(reward_file(tmp_path, VERL_REWARD), [{"prompt": "1+1?"}], ["2"], 5)
+        score(reward_file(tmp_path, VERL_REWARD), [{"prompt": "1+1?"}], ["2"], 5)
 
 
 HANGING = """
@@ -285,47 +295,47 @@ def reward(completions, **columns):
 def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows):
     reward = reward_file(tmp_path, HANGING.format(swallows=swallows))
     start = time.perf_counter()
-    assert rewards.score(reward, ROWS, ["a", "hang", "b", "c"], 0.3)[:3] == (
+    assert score(reward, ROWS, ["a", "hang", "b", "c"], 0.3)[:3] == (
         [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, [False, True, False, False])
     # The limit ran out for all of them together and then for the one that hangs.
     assert 0.6 <= time.perf_counter() - start < 20
-    assert rewards.score(reward, ROWS[:1], ["hang"], 0.1)[:3:2] == ([0.0], [True])
+    assert score(reward, ROWS[:1], ["hang"], 0.1)[:3:2] == ([0.0], [True])
 
 
 def test_no_limit(tmp_path):
     reward = reward_file(tmp_path, "import time\ndef reward(completions): time.sleep(0.3); return [1.0] * 4")
-    assert rewards.score(reward, ROWS, TEXTS, 0)[:3:2] == ([1.0] * 4, [False] * 4)
+    assert score(reward, ROWS, TEXTS, 0)[:3:2] == ([1.0] * 4, [False] * 4)
 
 
 def test_a_reward_that_raises(tmp_path):
     reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
     with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'") as info:
-        rewards.score(reward, ROWS, ["a", "b", "raise", "c"], 5)
+        score(reward, ROWS, ["a", "b", "raise", "c"], 5)
     assert 'raise ValueError("oops")' in info.value.__cause__.__notes__[0]       # the reward's own traceback
     # It raises after the one that hangs.
     with pytest.raises(RuntimeError, match="raised ValueError: oops; the completion is 'raise'"):
-        rewards.score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)
+        score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)
     # It raises for all together and for none alone.
     reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
     with pytest.raises(RuntimeError, match="reward raised AssertionError: .*; the completion is 'Answer: 0'"):
-        rewards.score(reward, ROWS, TEXTS, 5)
+        score(reward, ROWS, TEXTS, 5)
     reward = reward_file(tmp_path, "def reward(completions): raise KeyError(1)")
     with pytest.raises(RuntimeError, match="reward raised KeyError: 1; the completion is 'b'"):
-        rewards.score(reward, [{"prompt": MESSAGES}], [messages("a")[0] + messages("b")[0]], 5)
+        score(reward, [{"prompt": MESSAGES}], [messages("a")[0] + messages("b")[0]], 5)
 
 
 # ------------------------------------------------------------------------------------------------ rollouts
 
 
 SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_step_timeout": 0.0,
-            "reward_weight": 1.0, "reward_model": "", "environment": "",
-            "reward_model_weight": 1.0, "token_budget": 100}
+            "reward_workers": 0, "reward_errors": "stop", "reward_weights": "", "reward_model": "",
+            "environment": "", "token_budget": 100}
 
 
 def rollout(row, completion, score=NAN, **parts):
     return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
                            spans=[(1, 2)], rewards={}, logprobs=[-1.0],
-                           sampled_ids=[], timed_out=False)
+                           sampled_ids=[], problem="")
 
 
 @pytest.fixture
@@ -361,7 +371,7 @@ def test_scorer_puts_scores_on_rollouts(scorer, tmp_path):
             reward=f"{tmp_path}/my_reward.py:accuracy")):
         again = copy.deepcopy(rollouts)
         assert scores(again) is None
-        assert [r.score for r in again] == [1.0, 0.0, 1.0] and not any(r.timed_out for r in again)
+        assert [r.score for r in again] == [1.0, 0.0, 1.0] and not any(r.problem for r in again)
         assert [r.parts for r in again] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
         assert [r.rewards for r in again] == [{0: 1.0}, {0: 0.0}, {0: 1.0}]
         assert again[2].row == ROWS[3] and again[2].completion == "Answer: 3"
@@ -392,7 +402,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder):
     assert list(rollouts[3].rewards) == [last] and math.isnan(rollouts[3].rewards[last])
     assert rollouts[4].rewards == {1: 1.0, 2: -1.0} and rollouts[4].score == 0
     # With a reward model half of it is the steps', and the model's share is the last token's.
-    scores = scorer(source, reward_model="some/model", reward_weight=0.5)
+    scores = scorer(source, reward_model="some/model", reward_weights="reward:0.5")
     scores.tokenizer = tokenizer
     scores(rollouts)
     digits = sum(c.isdigit() for c in text)
@@ -409,7 +419,7 @@ def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, mo
         own(rollouts)
         assert (rollouts[0].score == os.getpid()) == (own.settings.reward_timeout == 0)
     monkeypatch.setattr(subprocess, "Popen", None)
-    for other in (scorer(), scorer(task="file"), scorer(task="countdown")):
+    for other in (scorer(), scorer(task="file")):
         assert not hasattr(other.reward, "within")
     monkeypatch.setattr(rewards, "score", None)
     for task in ("algebra", "arithmetic"):                      # single answers with a number
@@ -423,26 +433,26 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
               "    return {'both': {'a': 1, 'b': 2}, 'one': {'a': 3}, 'none': None}[solution_str]\n")
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["both", "hang", "one", "none"])]
     scorer(source, reward_timeout=0.3)(rollouts)
-    assert [r.timed_out for r in rollouts] == [False, True, False, False]
+    assert [r.problem for r in rollouts] == ["", rewards.TIMED_OUT, "", ""]
     assert [r.score for r in rollouts] == [3.0, 0.0, 3.0, pytest.approx(NAN, nan_ok=True)]
     assert [r.parts for r in rollouts] == [
-        pytest.approx({"a": a, "b": b}, nan_ok=True) for a, b in [(1, 2), (NAN, NAN), (3, NAN), (NAN, NAN)]]
+        {name: value for name, value in (("a", a), ("b", b)) if value is not None} for a, b in [(1, 2), (0, 0), (3, None), (None, None)]]
 
 
 def test_scorer_adds_a_reward_model(scorer):
     source = "def reward(completions): return [None if '?' in c else len(c) for c in completions]"
-    both = scorer(source, reward_model="some/model", reward_weight=10.0, reward_model_weight=0.5)
+    both = scorer(source, reward_model="some/model", reward_weights="reward:10,reward_model:0.5")
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["12a", "1?2", "", "abc"])]
     both(rollouts)
-    assert not any(r.timed_out for r in rollouts)
+    assert not any(r.problem for r in rollouts)
     assert both.model.arguments == ("some/model", torch.device("cpu"), torch.float32, 100)
     assert both.model.seen == [([row["prompt"] for row in ROWS], ["12a", "1?2", "", "abc"])]
     # What the reward leaves unscored adds nothing; what the model cannot score is not scored.
     assert [r.score for r in rollouts] == [31.0, 1.0, pytest.approx(NAN, nan_ok=True), 30.0]
     assert [r.parts for r in rollouts] == [
-        pytest.approx({"reward": a, "reward_model": b}, nan_ok=True)
-        for a, b in [(3, 2), (NAN, 2), (0, NAN), (3, 0)]]
-    alone = scorer(reward="none", reward_model="some/model", reward_model_weight=2.0)
+        pytest.approx({**({} if a is None else {"reward": a}), "reward_model": b}, nan_ok=True)
+        for a, b in [(3, 2), (None, 2), (0, NAN), (3, 0)]]
+    alone = scorer(reward="none", reward_model="some/model", reward_weights="reward_model:2")
     alone(rollouts)
     assert [r.score for r in rollouts] == [4.0, 4.0, pytest.approx(NAN, nan_ok=True), 0.0]
     assert rollouts[0].parts == {"reward_model": 2} and alone.reward is None
@@ -456,7 +466,7 @@ def test_check_with_finds_what_is_broken_beforehand(scorer):
             ("def reward(completions): return [1.0]", "returned 1 values, not a list of 2"),
             ("def reward(completions, colour): return [1.0]", "needs a column colour"),
             ("def reward(completions):\n while True: pass",
-             "reward reward took more than reward_timeout=0.2 seconds for one completion")]:
+             "the reward took too long for a made-up completion: reward=.*, reward_timeout=0.2")]:
         with pytest.raises(ValueError, match=message):
             scorer(source, reward_timeout=0.2).check_with(ROWS)
     scorer().check_with(ROWS[:1])
@@ -473,10 +483,14 @@ def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
         tried = scorer(source, reward_model="some/model")
         tried.check_with(rows)
         assert tried.reward.__globals__["seen"] == [(prompts, form(["Answer: 0", ""]))]
-        assert tried.model.seen == [([prompts[0]] * 2, form(["Answer: 0", "0"]))]
+        assert tried.model.seen == [(prompts, form(["Answer: 0", ""]))]
 
 
 # --------------------------------------------------------------------------------------------- evaluation
+
+
+# Of the rollouts below, where all have one token and end by themselves.
+ENDED = {"eval/mean_length": 1.0, "eval/clipped_ratio": 0.0, "eval/right_ended": 1.0}
 
 
 def rollouts_of(*results):
@@ -495,20 +509,27 @@ def test_evaluation_by_hand():
         # Without answers there are no votes; in a tie the first answer wins.
         ("b", 0, None), ("b", 0, None), ("b", 0, None), ("b", 0, None),
         ("b", 1, "1"), ("b", 0, "2"), ("b", 0, "3"), ("b", 0, "4")]
-    assert rewards.evaluation(rollouts_of(*results), 4) == {
+    rollouts = rollouts_of(*results)
+    # Of four right ones, one is cut off and one ran out of turns.
+    rollouts[1].finish_reason = rollouts[0].finish_reason = rollouts[3].finish_reason = "length"
+    rollouts[2].finish_reason, rollouts[0].logprobs = "turns", [-1.0] * 33
+    assert rewards.evaluation(rollouts, 4) == {
+        "eval/mean_length": 3.0, "eval/clipped_ratio": 3 / 16, "eval/right_ended": 2 / 4,
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
         "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
     unscored = rollouts_of(("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3"))
     assert rewards.evaluation(unscored, 2) == {
-        "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
+        **ENDED, "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
         "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
     # 1/2 and 0.5 are one answer.
     assert rewards.evaluation(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
                                           ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1
     no_source = [rollout({"prompt": "p"}, "Answer: x", 0.5), rollout({"prompt": "p"}, "Answer: y", 0.25)]
     assert rewards.evaluation(no_source, 2) == {
-        "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}
+        **ENDED, "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}
+    wrong = [rollout({"prompt": "p"}, "", 0.0)]
+    assert rewards.evaluation(wrong, 1, "eval/hard")["eval/hard/right_ended"] == 0.0
 
 
 def test_evaluation_has_the_mean_of_each_part():
@@ -519,7 +540,7 @@ def test_evaluation_has_the_mean_of_each_part():
     parts = {"right": 1 / 3, "brief": -0.5, "none": 0.0, "late": 0.25}
     assert rewards.part_means(rollouts, "rewards") == {f"rewards/{name}/mean": parts[name] for name in parts}
     assert rewards.evaluation(rollouts, 2) == {
-        "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
+        **ENDED, "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
         **{f"eval/rewards/{name}/mean": parts[name] for name in parts}}
 
 
@@ -553,19 +574,19 @@ def test_what_a_reward_does_stays_in_its_process(tmp_path, does, scores):
     started = time.monotonic()
     if isinstance(scores, str):
         with pytest.raises(RuntimeError, match=scores):
-            rewards.score(reward, SUMS[:3], ["a", "x", "b"], 2.0)
+            score(reward, SUMS[:3], ["a", "x", "b"], 2.0)
     else:
-        found, _, timed_out, _ = rewards.score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
+        found, _, timed_out, _ = score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
         assert found == scores and timed_out == [score == 0 for score in scores]
     assert os.getcwd() == here and time.monotonic() - started < 20
     # It goes on with the next call, and what it started ends with it.
-    assert rewards.score(reward, SUMS[:1], ["a"], 5.0)[0] == [1.0]
+    assert score(reward, SUMS[:1], ["a"], 5.0)[0] == [1.0]
 
 
 def test_what_a_reward_has_started_ends_with_it(tmp_path):
     starts = f"open('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); wait()"
     reward = reward_file(tmp_path, WILD.replace("DOES", starts))
-    assert rewards.score(reward, SUMS[:1], ["a"], 0.5)[2] == [True]
+    assert score(reward, SUMS[:1], ["a"], 0.5)[2] == [True]
     child = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while os.path.exists(f"/proc/{child}/status") and time.monotonic() < deadline:
@@ -578,20 +599,20 @@ def test_what_a_reward_has_started_ends_with_it(tmp_path):
 def test_a_step_has_a_budget(tmp_path):
     reward = reward_file(tmp_path, WILD.replace("DOES", "wait()"))
     started = time.monotonic()
-    scores, _, timed_out, _ = rewards.score(reward, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
+    scores, _, timed_out, _ = score(reward, SUMS * 50, ["a"] * 200, 0.2, budget=1.0)
     assert scores == [0.0] * 200 and timed_out == [True] * 200 and time.monotonic() - started < 10
 
 
 def test_columns_may_have_the_names_of_our_own_parameters(tmp_path):
     names = ("function", "seconds", "reward", "columns", "timeout", "argument")
     reward = reward_file(tmp_path, f"def reward(completions, {', '.join(names)}): return seconds")
-    assert rewards.score(reward, [dict.fromkeys(names, 2.0) | {"prompt": "a"}], ["b"], 5.0)[0] == [2.0]
+    assert score(reward, [dict.fromkeys(names, 2.0) | {"prompt": "a"}], ["b"], 5.0)[0] == [2.0]
 
 
 def test_a_reward_file_imports_ours_without_torch(tmp_path):
     source = ("import sys\nfrom rewards import check_answer, content\n"
               "def reward(completions): return [float('torch' in sys.modules)] * len(completions)")
-    assert rewards.score(reward_file(tmp_path, source), ROWS, TEXTS, 5.0)[0] == [0.0] * 4
+    assert score(reward_file(tmp_path, source), ROWS, TEXTS, 5.0)[0] == [0.0] * 4
 
 
 def test_sys_exit_in_a_reward_is_an_error(tmp_path):
@@ -599,7 +620,7 @@ def test_sys_exit_in_a_reward_is_an_error(tmp_path):
         sys.exit(0)
 
     with pytest.raises(RuntimeError, match="leaves raised SystemExit"):
-        rewards.score(leaves, SUMS, ["a"] * 4, 1.0)
+        score(leaves, SUMS, ["a"] * 4, 1.0)
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ValueError, match="raised SystemExit"):
         rewards.load_reward(f"{tmp_path}/leaves.py:score", "algebra")
@@ -624,7 +645,7 @@ def test_whatever_a_reward_raises_is_its_own(error, message):
         raise error
 
     with pytest.raises(RuntimeError, match=message):
-        rewards.score(raises, SUMS, ["a"] * 4, 1.0)
+        score(raises, SUMS, ["a"] * 4, 1.0)
 
 
 @pytest.mark.parametrize("value", [10 ** 400, -10 ** 400, float, Odd(), {"score": 10 ** 400}])
@@ -633,7 +654,7 @@ def test_what_is_no_number_is_named(value):
         return [value] * len(completions)
 
     with pytest.raises(RuntimeError, match="reward odd returned .*: not a finite number"):
-        rewards.score(odd, SUMS, ["a"] * 4, 1.0)
+        score(odd, SUMS, ["a"] * 4, 1.0)
 
 
 def test_a_reward_gets_copies():
@@ -644,5 +665,120 @@ def test_a_reward_gets_copies():
 
     completions = [[{"role": "assistant", "content": "4"}] for _ in SUMS]
     for _ in range(2):
-        rewards.score(pops, SUMS, completions, 1.0)
+        score(pops, SUMS, completions, 1.0)
     assert SUMS[0]["extra_info"] == {"index": 1} and completions[0][0]["content"] == "4"
+
+
+# ---------------------------------------------------------------- judges: rewards that are called for each
+
+JUDGE = """
+import asyncio, time
+running, most = 0, 0
+ASYNC def ask(text):
+    global running, most
+    running, most = running + 1, max(most, running + 1)
+    AWAIT SLEEP(60 if text == "slow" else 0.2)
+    running -= 1
+    if text == "broken":
+        raise ConnectionError("no answer")
+    return {"most": float(most), "right": float(text == "good")}
+ASYNC def trl(prompts, completions, level, **columns):
+    assert len(prompts) == len(completions) == len(level) == 1
+    return [AWAIT ask(completion) for completion in completions]
+ASYNC def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return AWAIT ask(solution_str)
+class Judge:
+    ASYNC def __call__(self, completions): return [AWAIT ask(completion) for completion in completions]
+    ASYNC def method(self, completions): return [AWAIT ask(completion) for completion in completions]
+judge, method = Judge(), Judge().method
+"""
+LATER = JUDGE.replace("ASYNC", "async").replace("AWAIT SLEEP", "await asyncio.sleep").replace("AWAIT", "await")
+PLAIN = JUDGE.replace("ASYNC ", "").replace("AWAIT SLEEP", "time.sleep").replace("AWAIT ", "")
+
+
+def judged(tmp_path, source, name, workers, in_process=True):
+    (tmp_path / "judge.py").write_text(source)
+    arguments = f"{tmp_path}/judge.py:{name}", "file", workers
+    return UserProcess(rewards.judge_there, *arguments) if in_process else rewards.load_reward(*arguments)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("source, name, workers, most", [
+    (LATER, "trl", 0, 20), (LATER, "trl", 3, 3), (LATER, "trl", 1, 1), (LATER, "verl", 0, 20), (LATER, "verl", 5, 5),
+    (LATER, "judge", 4, 4), (LATER, "method", 4, 4), (PLAIN, "verl", 5, 5), (PLAIN, "verl", 1, 1)])
+def test_calls_at_once(tmp_path, source, name, workers, most, in_process):
+    reward, texts = judged(tmp_path, source, name, workers, in_process), ["good", "bad"] * 10
+    started = time.monotonic()
+    totals, parts, late, _ = score(reward, ROWS * 5, texts, 5.0)
+    took = time.monotonic() - started
+    assert parts["right"] == [1.0, 0.0] * 10 and max(parts["most"]) == most and not any(late)
+    assert 0.2 * 20 / most <= took < 0.2 * 20 / most + 2
+
+
+@pytest.mark.parametrize("source, name, workers", [(LATER, "trl", 0), (LATER, "verl", 0), (PLAIN, "verl", 8)])
+def test_a_call_that_fails_is_unscored(tmp_path, source, name, workers):
+    reward, texts = judged(tmp_path, source, name, workers), ["good", "broken", "slow", "bad"]
+    started = time.monotonic()
+    found = rewards.score(reward, ROWS, texts, 1.0, unscored=True)
+    assert time.monotonic() - started < 2.5
+    assert [problem for *_, problem in found] == [
+        "", "the reward raised ConnectionError: no answer", rewards.TIMED_OUT, ""]
+    assert [own.get("right") for own, *_ in found] == [1.0, None, None, 0.0]
+    # By default it stops the run, and one that is late scores 0 in every part.
+    with pytest.raises(RuntimeError, match="raised ConnectionError: no answer; the completion is 'broken'"):
+        rewards.score(reward, ROWS, texts, 1.0)
+    found = rewards.score(reward, ROWS[:2], ["slow", "good"], 1.0)
+    assert found[0] == ({"most": 0.0, "right": 0.0}, [], rewards.TIMED_OUT) and found[1][0]["right"] == 1.0
+
+
+def test_a_batch_that_fails_is_unscored_where_it_fails(tmp_path):
+    reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
+    found = rewards.score(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, unscored=True)
+    assert [own for own, *_ in found] == [{"reward": 1.0}, {}, {}, {"reward": 1.0}]
+    assert [bool(problem) for *_, problem in found] == [False, True, True, False]
+
+
+def test_calls_at_once_have_a_budget_and_may_block(tmp_path):
+    """What was scored before the budget was spent counts."""
+    reward, started = judged(tmp_path, LATER, "trl", 1), time.monotonic()
+    found = rewards.score(reward, ROWS * 5, ["good"] * 20, 1.0, budget=1.0)
+    assert 2 <= sum(own["right"] == 1.0 for own, *_ in found) <= 8 and time.monotonic() - started < 4
+    blocks = ("import time\nasync def trl(completions, **_):\n"
+              "    while completions == ['x']: time.sleep(1)\n    return [1.0]")
+    reward, started = judged(tmp_path, blocks, "trl", 0), time.monotonic()
+    assert score(reward, ROWS, ["a", "x", "b", "c"], 0.5)[2][1]
+    # It costs the calls beside it their time, and no later one.
+    assert score(reward, ROWS, ["a", "b", "c", "d"], 5.0)[0] == [1.0] * 4 and time.monotonic() - started < 10
+
+
+def test_what_is_called_once_for_all_takes_no_workers(tmp_path):
+    with pytest.raises(ValueError, match="reward_workers=4: trl scores all completions in one call"):
+        judged(tmp_path, PLAIN, "trl", 4, in_process=False)
+
+
+def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_path):
+    (tmp_path / "judge.py").write_text(LATER)
+    settings = {"reward": f"{tmp_path}/judge.py:trl", "reward_errors": "unscored", "reward_weights": "right:3,most:0"}
+    rollouts = [rollout(row, text) for row, text in zip(ROWS, ["good", "broken", "bad", "good"])]
+    for more in ({}, {"reward_model": "some/model"}):
+        scores = scorer(**settings, **more)
+        scores.check_with(ROWS)
+        scores(rollouts)
+        # Where the call failed, the model's score alone would be compared with sums.
+        assert [r.score for r in rollouts] == [3.0, pytest.approx(NAN, nan_ok=True), 0.0, 3.0]
+        assert [bool(r.problem) for r in rollouts] == [False, True, False, False]
+    assert rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1) | {
+        "rewards/unscored": 1, "rewards/right/mean": 2 / 3, "rewards/timeouts": 0} == rewards.rollout_metrics(
+        [SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
+    with pytest.raises(ValueError, match="reward_weights: no part rigth; the parts are most, right, trl"):
+        scorer(**settings | {"reward_weights": "rigth:2"}).check_with(ROWS)
+    (tmp_path / "judge.py").write_text("async def trl(completions): raise OSError('down')")
+    with pytest.raises(ValueError, match="the reward raised OSError: down for a made-up completion: reward="):
+        scorer(**settings | {"reward_weights": ""}).check_with(ROWS)
+
+
+@pytest.mark.parametrize("text", ["right", "right:", "right:x", ":1", "right:nan", "right:1e10", "a:1,b"])
+def test_weights_that_are_none(text):
+    with pytest.raises(ValueError, match="reward_weights=.*: write name:weight,name:weight"):
+        rewards.part_weights(text)
+    assert rewards.part_weights("a:1,b:-0.5,c:d:2") == {"a": 1.0, "b": -0.5, "c:d": 2.0}

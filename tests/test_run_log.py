@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packing import shared_tokens
-from rewards import rollout_metrics, sample_lines
+from rewards import TIMED_OUT, rollout_metrics, sample_lines
 from rollout import Rollout
 from runs import lines, on_ranks
 from runtime.run_lifecycle import Run
@@ -19,9 +19,9 @@ from runtime.run_log import RunLog
 from runtime.safe_files import rewind
 
 
-def sampled(row, completion, score, parts, length=3, finish_reason="stop", timed_out=False):
+def sampled(row, completion, score, parts, length=3, finish_reason="stop", problem=""):
     r = Rollout.single([1, 2], list(range(length)), [-1.0] * length, finish_reason)
-    r.row, r.completion, r.score, r.parts, r.timed_out = row, completion, score, parts, timed_out
+    r.row, r.completion, r.score, r.parts, r.problem = row, completion, score, parts, problem
     return r
 
 
@@ -69,7 +69,7 @@ def test_figures_are_taken_over_all_ranks(tmp_path):
 def test_the_metrics_of_rollouts():
     row = {"prompt": "?"}
     found = rollout_metrics([sampled(row, "a", 1.0, {"right": 1.0, "short": 0.0}, 2),
-                             sampled(row, "b", 0.0, {"right": 0.0}, 6, "length", timed_out=True),
+                             sampled(row, "b", 0.0, {"right": 0.0}, 6, "length", problem=TIMED_OUT),
                              sampled(row, "c", math.nan, {"right": math.nan}, 4)], 1)
     assert found == {"reward": 0.5, "rewards/unscored": 1, "rewards/right/mean": 0.5,
                      "rewards/short/mean": 0.0, "rewards/timeouts": 1,
@@ -131,7 +131,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
         log.metrics["reward_std"] = 0.25
         state = end_step(log, [
             sampled(row, [{"role": "assistant", "content": f"{step} {row['answer']} {g}"}], float(g),
-                    {"score": float(g)}, timed_out=g == i == 0)
+                    {"score": float(g)}, problem=TIMED_OUT * (g == i == 0))
             for i, row in enumerate(rows) for g in range(2)])
         assert state == {"step": step + 1, "num_tokens": 100 + 18 * 5}
     log.start(2)
@@ -190,7 +190,7 @@ def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
     (line,) = lines(tmp_path / "run")
     assert line["timing_s/environment"] == 0.5 and line["episodes/ended/timeout"] == pytest.approx(1 / 3)
     output = capsys.readouterr().out
-    assert "step 0: 2 episodes failed or took too long; the first: first\n" in output
+    assert "step 0: 2 completions failed or took too long; the first: first\n" in output
     assert "environment 0.5" in output and "'a on b'" in output
 
 

@@ -244,7 +244,7 @@ def test_episodes_that_break_have_no_score_and_the_others_train(train, games, tm
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert samples[4]["finish_reason"] == "error" and samples[4]["reward"] != samples[4]["reward"]
     assert samples[4]["prompt"][-1]["content"].endswith("? Speak.")
-    assert ("step 1: 4 episodes failed or took too long; the first: environment Broken: it raised KeyError: "
+    assert ("step 1: 4 completions failed or took too long; the first: environment Broken: it raised KeyError: "
             f"'deaf' in turn 1; the row is {{'prompt': {samples[4]['prompt']!r}, ") in output
     if script != "train_ppo.py":
         rows = kept_rollouts(tmp_path / "run", 1)
@@ -261,7 +261,7 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
             raise KeyError("deaf")""")
     metrics, output = train(game, ranks=2, max_steps=1)
     assert metrics[0]["rewards/unscored"] == 8 == 16 * metrics[0]["episodes/ended/error"]
-    assert "step 0: 8 episodes failed or took too long; the first: " in output
+    assert "step 0: 8 completions failed or took too long; the first: " in output
     assert metrics[0]["grad_norm"] > 0
 
 
@@ -306,8 +306,8 @@ def test_sample_plays_the_episodes_of_the_last_evaluation(train, games, tmp_path
                          f"--output={tmp_path}/samples.jsonl")
     assert f"eval/mean@1 {metrics[1]['eval/mean@1']:.4f}" in " ".join(output.split())
     rows = lines(tmp_path, "samples.jsonl")
-    assert sum(row["score"] for row in rows) / 4 == pytest.approx(metrics[1]["eval/mean@1"], rel=1e-5)
-    talk = next(row["completion"] for row in rows if len(row["completion"]) > 1)
+    assert sum(row["mean@1"] for row in rows) / 4 == pytest.approx(metrics[1]["eval/mean@1"], rel=1e-5)
+    talk = next(row["samples"][0]["completion"] for row in rows if len(row["samples"][0]["completion"]) > 1)
     assert [message["role"] for message in talk[:3]] == ["assistant", "user", "assistant"]
     assert f"[{talk[1]['content']}] " in output
     output = runs.forked(tmp_path / "log", *arguments, "--prompt=Well?", "--samples=6")

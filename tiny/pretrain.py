@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 import data
 from configurator import check, configure, input_errors
-from runtime.check_settings import check_divides, check_values
+from runtime.check_settings import SUITS_TINY, check_divides, check_values
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
@@ -90,7 +90,7 @@ def make_model(tokenizer):
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
         head_dim=hidden_size // heads, tie_word_embeddings=True, max_position_embeddings=1024,
         # Sequences are short: plain attention beats the fused kernel, whose CPU bfloat16 is slow.
-        attn_implementation="eager", **ids))
+        attn_implementation="eager", suits=SUITS_TINY, **ids))
     model.generation_config = GenerationConfig(**ids)
     return model
 

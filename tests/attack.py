@@ -1052,6 +1052,7 @@ def make_models():
     import transformers
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
+    from runtime.check_settings import SUITS_TINY
     from tiny import pretrain
     transformers.utils.logging.disable_progress_bar()
     tokenizer = pretrain.make_tokenizer()
@@ -1061,7 +1062,7 @@ def make_models():
             vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
             num_labels=1, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id, initializer_range=0.2)).save_pretrained(path)
+            pad_token_id=tokenizer.pad_token_id, initializer_range=0.2, suits=SUITS_TINY)).save_pretrained(path)
         tokenizer.save_pretrained(path)
     shutil.copytree(MODEL, WORK / "copy")
     for folder in (WORK, WORK / "copy"):

@@ -8,7 +8,8 @@ How fast a step is and how much memory it takes: the update, the weight sync, th
     python -m bench.step --engine=vllm --cycles=100      # and 100 times: sample, train, sync, as a run does
 
 The update is train_grpo.py's, without its metrics. Figures, also tokens a second, are of one rank, that is of
-one device, and medians of `repeats` after one that is left out. --work=folder keeps model and rollouts, for bench/against_trl.py.
+one device, and medians of `repeats` after one that is left out. --work=folder keeps model and rollouts, for
+bench/against_trl.py.
 "Bare" is LLM.generate with logprobs, by the same engine, always awake and without a seed per prompt.
 On a GPU the times of sync and rollouts include the engine's waking and falling asleep.
 """

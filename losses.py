@@ -115,9 +115,9 @@ def grpo_process(scores, num_generations, *, lengths, rewards, **_):
 
 
 def gdpo(scores, num_generations, *, parts, weights, **_):
-    """advantage = grpo_batch of the sum of weight * grpo(part) over the reward's parts, each of which counts by
-    its weight, whatever its spread. A part that is NaN adds 0. Raises ValueError for a part named score, which
-    stands for all. Liu et al. 2026, https://arxiv.org/abs/2601.05242, section 3."""
+    """advantage = grpo_batch of the sum of weight * grpo(part) over the reward's parts, each of which counts
+    by its weight, whatever its spread. A part that is NaN adds 0. Raises ValueError for a part named score,
+    which stands for all. Liu et al. 2026, https://arxiv.org/abs/2601.05242, section 3."""
     totals = torch.where(scores.isnan(), math.nan, 0.0).double()
     for name in dict.fromkeys(name for own in parts for name in own):
         if name == "score":

@@ -350,8 +350,8 @@ class Scorer:
         completions = [rollout.completion for rollout in rollouts]
         found = [({}, [], "")] * len(rollouts)
         if self.reward:
-            found = score(self.reward, rows, completions, s.reward_timeout, s.reward_step_timeout or math.inf,
-                          self.unscored)
+            found = score(self.reward, rows, completions, s.reward_timeout,
+                          s.reward_step_timeout or math.inf, self.unscored)
         if self.model:
             judged = self.model.score([row["prompt"] for row in rows], completions)
         weight = lambda name: self.weights.get(name, 1.0)

@@ -15,7 +15,7 @@ reward_step_timeout = 600.0     # seconds for a step on a rank; what is left the
 reward_workers = 0              # calls at once of an async reward (0: 64), or of one in verl's form (0: 1)
 reward_errors = "stop"          # what a call that raises does: stop the run, or unscored: leave it, and one
                                 # that takes too long, without a score
-reward_weights = ""             # name:weight,... of a reward's parts, an environment, reward_model; 1 if empty
+reward_weights = ""             # name:weight,... of reward parts, an environment, reward_model; 1 if empty
 reward_model = ""               # a folder or hub id of a sequence-classification model with one label
 # episodes: docs/episodes.md
 environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it

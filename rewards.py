@@ -357,8 +357,8 @@ class Scorer:
         weight = lambda name: self.weights.get(name, 1.0)
         for i, (rollout, (parts, steps, problem)) in enumerate(zip(rollouts, found)):
             if steps and s.environment:
-                raise RuntimeError(f"reward {name_of(self.reward)} scores characters of a completion, but with "
-                                   f"environment={s.environment} that has several messages")
+                raise RuntimeError(f"reward {name_of(self.reward)} scores characters of a completion, but "
+                                   f"with environment={s.environment} that has several messages")
             value = total(parts, self.weights)
             # What the environment gave at each turn, or the reward for each step.
             given = self._at_tokens(rollout, steps) if steps else rollout.rewards

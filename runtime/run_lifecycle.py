@@ -64,10 +64,9 @@ class Run:
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: resume it with the script, in the version, that wrote it")
             self.state |= loaded
-        before = self.state["settings"]
+        before = {"shuffle": True} | self.state["settings"]     # an older checkpoint does not name it
         for key in SAME:
-            now = getattr(settings, key, "")
-            then = before.get(key, now)                         # an older checkpoint does not know it
+            now, then = getattr(settings, key, ""), before.get(key, "")
             check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings.max_steps
         check(self.first_step <= self.max_steps,

@@ -605,7 +605,8 @@ ENVIRONMENT_FILES = {  # what is in g.py
                             FOLDER],
     r"g\.py:Game: Game\(\) raised": [
         "class Game:\n    def __init__(self, size): pass", "class Game:\n    def __init__(self): 1/0"],
-    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass", "Game = dict"],
+    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass"],
+    r"g\.py raised ValueError: no signature": ["Game = dict"],
     "neither a method step nor tools": [
         "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0",
         "class Game:\n    step = 5\n    def reset(self): pass"],
@@ -739,7 +740,7 @@ WHOLE_MODELS = {  # what becomes of several
             {WEIGHTS: REMOVED, "pytorch_model.bin": content} for content in EVIL],
         runs(): [{"README.md": "x", "evil.py": "raise ValueError"}]},
     "critic_model": {
-        "critic_model=.*broken.*vocabulary": [{"config.json": {"vocab_size": 300}}],
+        "critic_model=.*broken.*model.embed_tokens.weight has the shape": [{"config.json": {"vocab_size": 300}}],
         "broken: its weights cannot be read": [{WEIGHTS: CUT}], "broken.*norm": [{WEIGHTS: NO_NORM}],
         "max_position_embeddings": [{"config.json": {"max_position_embeddings": 8}}]},
     "reward_model": {

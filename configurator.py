@@ -3,7 +3,7 @@
 The settings are the simple values that a script assigns at module level between two rules (comment lines of
 dashes), before it calls configure(globals()). Where a line between them is `from config.shared import *`, the
 settings of that file, which has the same form, become settings of the script. A config file is looked for
-here, then beside the script, then beside this file.
+here, then where the script is, then where this file is.
 The type of the default decides what a setting accepts, and whatever cannot be taken exactly as it is written
 stops the script, because a typo must not cost a training run.
 """

@@ -109,11 +109,10 @@ if output:
     with open(output, "w") as file:
         for first in range(0, len(rollouts), samples):
             own = rollouts[first:first + samples]
-            scores = [r.score for r in own if not math.isnan(r.score)]
             shown = [{"completion": r.completion if environment else rewards.content(r.completion),
                       "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}
                      for r in own]
-            mean = sum(scores) / len(scores) if scores else None
+            mean = rewards.evaluation(own, samples).get(f"eval/mean@{samples}")         # None: nothing scored
             line = own[0].row | {f"mean@{samples}": mean, "samples": shown}
             file.write(json.dumps(line, default=str) + "\n")
 for name, value in rewards.evaluation(rollouts, samples).items():

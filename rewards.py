@@ -77,7 +77,7 @@ def load_reward(spec, task, workers=0):
     A function with verl's parameters (data_source, solution_str, ground_truth) is adapted; any other must be
     in TRL's form. workers: how many calls run at once of a function that is async or in verl's form; 0 stands
     for 64 or 1. Raises ValueError if there is no such function or if its file raises, if it is called for all
-    completions together but workers is not 0, and for math_verify without its package.
+    completions together but workers is more than 1, and for math_verify without its package.
     """
     if not spec:
         return {"algebra": accuracy, "arithmetic": accuracy}.get(task, exact_accuracy)
@@ -283,7 +283,7 @@ class Scorer:
     episode, the reward and the model's score are added up, each part times its weight in reward_weights, and
     a task's own reward is left out where the environment gives rewards. Where several are added up an
     unscored reward counts as 0, and what the model cannot score has no score, unless its weight is 0. In
-    `rewards`, what belongs to no turn or step is the last token's.
+    `rewards`, what belongs to no turn or step is the last token's. weights: {name: weight} of reward_weights.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     environment: the name of the environment, if it gives rewards. tokenizer: that of completions.

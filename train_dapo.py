@@ -109,7 +109,6 @@ with input_errors():                                            # a ValueError b
     # The initial model's folder or hub id.
     base = check_trainable(model, length=longest)
     check_suits(settings, base)
-    part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     engine_class = rollout.engine_class(engine)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
@@ -223,7 +222,7 @@ for step in range(run.first_step, max_steps + 1):
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
     # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
-                                       parts=[r.parts for r in rollouts], weights=part_weights)
+                                       parts=[r.parts for r in rollouts], weights=scorer.weights)
     if kl_coef > 0 and kl_in == "advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
     cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)          # DAPO

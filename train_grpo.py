@@ -14,7 +14,7 @@ weights. Without arguments this trains the small model in tiny/ on algebra probl
 Two defaults differ from the paper; config/grpo.py sets both as in the paper:
 1. Every token of an update has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper
    every completion has the same weight, so a token of a long completion counts for less.
-2. There is no KL to a reference model, so none is loaded; recent recipes with verifiable rewards drop it too.
+2. There is no KL to a reference model, so none is loaded; recent recipes with verifiable rewards have none.
    With --kl_coef=0.04, the paper's value, the reference is the initial model and is never updated.
 By default a step makes one update, as in the paper's runs. It is on-policy: the ratio is exactly 1, and
 nothing is clipped. With --updates_per_step=4 each update takes a quarter of the step's completions, and from
@@ -106,7 +106,6 @@ with input_errors():                                            # a ValueError b
     # The initial model's folder or hub id.
     base = check_trainable(model, length=longest)
     check_suits(settings, base)
-    part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     engine_class = rollout.engine_class(engine)
     tokenizer = load_tokenizer(base)
     eos_ids = end_tokens(base, tokenizer)
@@ -206,7 +205,7 @@ for step in range(run.first_step, max_steps + 1):
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
     # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
-                                       parts=[r.parts for r in rollouts], weights=part_weights)
+                                       parts=[r.parts for r in rollouts], weights=scorer.weights)
     if kl_coef > 0 and kl_in == "advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 

@@ -89,8 +89,9 @@ def train(name, command):
     with open(os.path.join(folder, "config.json")) as file:
         settings = json.load(file)
     tokens = settings["prompts_per_step"] * settings["num_generations"] * middle["completions/mean_length"]
-    print("  tokens a second: " + ", ".join(f"{word} {tokens / middle[f'timing_s/{part}']:,.0f}" for word, part in (
-        ("sampled", "gen"), ("trained", "update_actor")) if middle.get(f"timing_s/{part}")))
+    took = {"sampled": middle.get("timing_s/gen"), "trained": middle.get("timing_s/update_actor")}
+    print("  tokens a second: " + ", ".join(
+        f"{word} {tokens / seconds:,.0f}" for word, seconds in took.items() if seconds))
     print(f"  logprob gap (mean, p99, max): step 0 {gap(steps[0])}; medians {gap(middle)}; largest mean, "
           f"at step {worst['step']}, {gap(worst)}\n  effective sample size at least "
           f"{min(line['sampling/effective_sample_size'] for line in steps):.4f}", flush=True)

@@ -740,7 +740,7 @@ WHOLE_MODELS = {  # what becomes of several
             {WEIGHTS: REMOVED, "pytorch_model.bin": content} for content in EVIL],
         runs(): [{"README.md": "x", "evil.py": "raise ValueError"}]},
     "critic_model": {
-        "critic_model=.*broken.*model.embed_tokens.weight has the shape": [{"config.json": {"vocab_size": 300}}],
+        "critic_model=.*broken.*embed_tokens.weight has the shape": [{"config.json": {"vocab_size": 300}}],
         "broken: its weights cannot be read": [{WEIGHTS: CUT}], "broken.*norm": [{WEIGHTS: NO_NORM}],
         "max_position_embeddings": [{"config.json": {"max_position_embeddings": 8}}]},
     "reward_model": {
@@ -1063,7 +1063,8 @@ def make_models():
             vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
             num_labels=1, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id, initializer_range=0.2, suits=SUITS_TINY)).save_pretrained(path)
+            pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
+            suits=SUITS_TINY)).save_pretrained(path)
         tokenizer.save_pretrained(path)
     shutil.copytree(MODEL, WORK / "copy")
     for folder in (WORK, WORK / "copy"):

@@ -15,7 +15,8 @@ def test_countdown_is_solvable(difficulty):
     rows = data.load_rows("countdown", "train", 300, difficulty=difficulty)
     for row in rows:
         assert row["solution"] == f"Answer: {row['answer']}" and len(row["numbers"]) == difficulty + 2
-        assert row["prompt"][0]["content"] == f"Use {', '.join(map(str, row['numbers']))} once each to make {row['target']}"
+        numbers = ", ".join(map(str, row["numbers"]))
+        assert row["prompt"][0]["content"] == f"Use {numbers} once each to make {row['target']}"
         assert row["target"] >= 0 and eval(row["answer"]) == row["target"]
         assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == row["numbers"]
     completions = [[{"role": "assistant", "content": row["solution"]}] for row in rows]

@@ -550,8 +550,10 @@ def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_promp
 
 
 QWEN3 = """\
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not enable_thinking %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}
 {{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
 
 
@@ -578,8 +580,9 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(load_prompts, tmp_path)
     path = write(tmp_path / "rows.jsonl", {"prompt": "2+2 ="})
     settings = {"task": "file", "train_file": path, "eval_file": path}
     note = load_prompts(**settings)[2]
-    assert note.endswith("reads the first prompt as\n    2+2 =\n    (A string is read as it is. The model's chat "
-                         "template is for lists of messages.)\n    and its answer is None")
+    assert note.endswith(
+        "reads the first prompt as\n    2+2 =\n    (A string is read as it is. The model's chat template is for "
+        "lists of messages.)\n    and its answer is None")
     tokenizer = pretrain.make_tokenizer()
     tokenizer.chat_template = None
     assert "(A string" not in data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS | settings))[2]

@@ -1,4 +1,4 @@
-"""What a user meets who brings a model, rows, a reward and a judge: docs/first_run.md and data_and_rewards.md."""
+"""What a user meets who brings a model, rows, a reward and a judge: docs/first_run.md, data_and_rewards.md."""
 import http.server
 import json
 import random
@@ -51,7 +51,8 @@ def test_what_is_given_is_taken(stranger, folder, reward_file, tmp_path):
     config.write_text("".join(one[2:] + "\n" for one in given))
     with open("train_grpo.py") as file:
         text = file.read()
-    for key, value in (("learning_rate", "2e-4"), ("max_prompt_length", "60"), ("max_completion_length", "12")):
+    edited = {"learning_rate": "2e-4", "max_prompt_length": "60", "max_completion_length": "12"}
+    for key, value in edited.items():
         text, count = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, flags=re.M)
         assert count == 1
     (tmp_path / "train_mine.py").write_text(text)
@@ -64,7 +65,8 @@ def test_what_is_given_is_taken(stranger, folder, reward_file, tmp_path):
         forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/{suits is None}")
         found = AutoConfig.from_pretrained(f"{tmp_path}/{suits is None}/checkpoint-1")
         assert getattr(found, "suits", None) == suits
-    small = runs.with_defaults([reward_file], some | {"max_steps": 1, "model": f"{tmp_path}/False/checkpoint-1"})
+    trained = f"{tmp_path}/False/checkpoint-1"
+    small = runs.with_defaults([reward_file], some | {"max_steps": 1, "model": trained})
     forked(tmp_path / "log", "train_grpo.py", *small, f"--out_dir={tmp_path}/next")
 
 
@@ -92,7 +94,8 @@ class Server(http.server.ThreadingHTTPServer):
 
         def do_POST(self):
             server = self.server
-            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            question = asked["messages"][0]["content"]
             server.running += 1
             server.most = max(server.most, server.running)
             time.sleep(server.delay)
@@ -130,8 +133,8 @@ def judged(tmp_path):
 
 def test_a_judge_that_fails_now_and_then(judged, folder, tmp_path):
     server, reward = judged
-    metrics, output = train(folder, tmp_path / "run", reward, "--reward_errors=unscored", "--reward_timeout=20",
-                            "--prompts_per_step=8")
+    metrics, output = train(folder, tmp_path / "run", reward, "--reward_errors=unscored",
+                            "--reward_timeout=20", "--prompts_per_step=8")
     unscored = [line["rewards/unscored"] for line in metrics[:2]]
     assert 0 < sum(unscored) < 32 and all(0 < line["reward"] < 1 for line in metrics[:2])
     assert all(line["rewards/judge/mean"] == pytest.approx(line["reward"]) for line in metrics[:2])
@@ -170,7 +173,8 @@ def test_the_filter_of_the_page_leaves_what_is_sometimes_solved(tmp_path):
                     "--eval_prompts=0", "--samples=8", "--engine=hf", f"--output={tmp_path}/sampled.jsonl")
     sampled = lines(tmp_path, "sampled.jsonl")
     assert [{key: one[key] for key in row} for one, row in zip(sampled, rows, strict=True)] == rows
-    (code,) = re.findall(r'python -c "(import json; .*?)" > some.jsonl', TEXTS["docs/data_and_rewards.md"], re.S)
+    page = TEXTS["docs/data_and_rewards.md"]
+    (code,) = re.findall(r'python -c "(import json; .*?)" > some.jsonl', page, re.S)
     found = runs.launch("-c", code.replace("\\\n", ""), cwd=tmp_path)
     expected = [one for one in sampled if 0 < one["mean@8"] < 1]
     assert [json.loads(line) for line in found.splitlines()] == expected

@@ -183,7 +183,7 @@ def test_gdpo():
         losses.ADVANTAGES["gdpo"](failed, 3, parts=[{"score": 1.0, "a": 2.0}] * 3, weights={})
 
 
-@pytest.mark.skipif("maxrl" not in losses.ADVANTAGES, reason="docs/recipes.md adds maxrl")
+@pytest.mark.skipif("maxrl" not in losses.ADVANTAGES, reason="README.md adds maxrl")
 def test_maxrl():
     """Its gradient is the mean of the scores' gradients over right completions, minus that over all."""
     groups = [[1.0, 0, 0, 0], [1, 1, 0, math.nan], [0, 0, 0, 0], [1, 1, 1, 1], [math.nan] * 4]
@@ -192,7 +192,8 @@ def test_maxrl():
         scored = [score for score in group if not math.isnan(score)]
         for score, advantage in zip(group, own):
             right = score == 1
-            expected = (right * len(scored) / sum(scored) - 1 if not math.isnan(score) and sum(scored) else 0.0)
+            counts = not math.isnan(score) and sum(scored)
+            expected = right * len(scored) / sum(scored) - 1 if counts else 0.0
             assert advantage == pytest.approx(expected)
 
 

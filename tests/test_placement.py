@@ -239,18 +239,13 @@ def test_a_run_of_train_grpo_goes_on_apart_but_not_back(train, folder, reward_fi
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda ahead: ahead[0].pop(), ""),
+    (lambda ahead: ahead[0].__delitem__(-1), ""),
     (lambda ahead: ahead[0][1]["rollouts"][0]["ids"].append(70_000), "ids: .* from 0 to"),
     (lambda ahead: ahead[1][1]["rollouts"][3].update(score=math.inf), "score: inf is not made of numbers")])
 def test_what_no_engine_has_sampled_is_refused(whole, folder, reward_file, tmp_path, change, message):
     path = shutil.copytree(whole / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     (tmp_path / "run" / ".lock").touch()
-    state = json.loads((path / "trainer" / "state.json").read_text())
-    change(state["ahead"])
-    (path / "trainer" / "state.json").write_text(json.dumps(state))
-    checksums = json.loads((path / "trainer" / "checksums.json").read_text())
-    checksums["trainer/state.json"] = checkpoint.checksum(path / "trainer" / "state.json")
-    (path / "trainer" / "checksums.json").write_text(json.dumps(checksums))
+    runs.change_state(path, lambda state: change(state["ahead"]) or state)
     processes = begin(tmp_path / "log", "train_async.py", *command(
         tmp_path / "run", model=folder, max_staleness=2, resume="auto"), reward_file, ranks=2)
     for process in processes:
@@ -599,6 +594,16 @@ def test_what_is_sampled_ahead_comes_back_from_json():
         for key in ("versions", "counts", "row", "parts", "problem", "finish_reason", "completion"):
             assert getattr(ours, key) == getattr(theirs, key)
     assert [r.rewards for r in found.rollouts] == [{}, {0: 0.25}]
+
+
+@pytest.mark.parametrize("key", ["max_staleness", "temperature", "max_completion_length", "max_turns",
+                                 "reward_weights"])
+def test_what_was_sampled_with_other_settings_is_not_taken(key, folder):
+    settings = dict.fromkeys(placement.SAMPLED_WITH, 1)
+    state = {"ahead": [[3, Sampled([], 4, {}).as_json()]], "settings": settings}
+    for value, kept in ((1, [3]), (2, [])):
+        now = SimpleNamespace(**settings | {key: value})
+        assert list(placement.kept_ahead(state, now, folder)) == kept
 
 
 @pytest.mark.parametrize("change", [

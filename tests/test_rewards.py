@@ -266,7 +266,8 @@ def test_verl_reward(tmp_path, row, right):
     assert totals == [1.0, 0.0, 0.0, 0.25]
     assert timed_out == [False, False, True, False] and time.perf_counter() - start < 20
     assert parts == {"score": pytest.approx([1, 0, 0, NAN], nan_ok=True),
-                     "acc": pytest.approx([1, 0, 0, NAN], nan_ok=True), "reward": [pytest.approx(NAN, nan_ok=True)] * 2 + [0, 0.25]}
+                     "acc": pytest.approx([1, 0, 0, NAN], nan_ok=True),
+                     "reward": pytest.approx([NAN, NAN, 0, 0.25], nan_ok=True)}
     with pytest.raises(RuntimeError, match="reward raised KeyError: 'oops'; the completion is 'raise'"):
         score(reward, [row] * 2, messages(right, "raise"), 5)
 
@@ -435,8 +436,7 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
     scorer(source, reward_timeout=0.3)(rollouts)
     assert [r.problem for r in rollouts] == ["", rewards.TIMED_OUT, "", ""]
     assert [r.score for r in rollouts] == [3.0, 0.0, 3.0, pytest.approx(NAN, nan_ok=True)]
-    assert [r.parts for r in rollouts] == [
-        {name: value for name, value in (("a", a), ("b", b)) if value is not None} for a, b in [(1, 2), (0, 0), (3, None), (None, None)]]
+    assert [r.parts for r in rollouts] == [{"a": 1, "b": 2}, {"a": 0, "b": 0}, {"a": 3}, {}]
 
 
 def test_scorer_adds_a_reward_model(scorer):
@@ -704,7 +704,8 @@ def judged(tmp_path, source, name, workers, in_process=True):
 
 @pytest.mark.parametrize("in_process", [True, False])
 @pytest.mark.parametrize("source, name, workers, most", [
-    (LATER, "trl", 0, 20), (LATER, "trl", 3, 3), (LATER, "trl", 1, 1), (LATER, "verl", 0, 20), (LATER, "verl", 5, 5),
+    (LATER, "trl", 0, 20), (LATER, "trl", 3, 3), (LATER, "trl", 1, 1),
+    (LATER, "verl", 0, 20), (LATER, "verl", 5, 5),
     (LATER, "judge", 4, 4), (LATER, "method", 4, 4), (PLAIN, "verl", 5, 5), (PLAIN, "verl", 1, 1)])
 def test_calls_at_once(tmp_path, source, name, workers, most, in_process):
     reward, texts = judged(tmp_path, source, name, workers, in_process), ["good", "bad"] * 10
@@ -713,6 +714,21 @@ def test_calls_at_once(tmp_path, source, name, workers, most, in_process):
     took = time.monotonic() - started
     assert parts["right"] == [1.0, 0.0] * 10 and max(parts["most"]) == most and not any(late)
     assert 0.2 * 20 / most <= took < 0.2 * 20 / most + 2
+
+
+def test_a_call_that_waits_for_its_turn_has_its_time_still_to_come(tmp_path):
+    reward = judged(tmp_path, LATER, "trl", 1)
+    found = rewards.score(reward, ROWS * 2, ["good"] * 8, 0.5)  # 1.6 s in all
+    assert [(own["right"], problem) for own, _, problem in found] == [(1.0, "")] * 8
+
+
+def test_a_call_that_was_cut_off_ends_with_its_process(tmp_path):
+    source = ("import os, time\ndef verl(data_source, solution_str, ground_truth):\n"
+              "    time.sleep(60 * (solution_str == 'slow'))\n    return float(os.getpid())")
+    reward = judged(tmp_path, source, "verl", 4)
+    before, cut_off, after = (score(reward, ROWS, [first, "a", "a", "a"], 0.5)[0]
+                              for first in ("a", "slow", "a"))
+    assert cut_off == [0.0, *before[1:]] and len({*before, *after}) == 2
 
 
 @pytest.mark.parametrize("source, name, workers", [(LATER, "trl", 0), (LATER, "verl", 0), (PLAIN, "verl", 8)])
@@ -758,7 +774,8 @@ def test_what_is_called_once_for_all_takes_no_workers(tmp_path):
 
 def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_path):
     (tmp_path / "judge.py").write_text(LATER)
-    settings = {"reward": f"{tmp_path}/judge.py:trl", "reward_errors": "unscored", "reward_weights": "right:3,most:0"}
+    settings = {"reward": f"{tmp_path}/judge.py:trl", "reward_errors": "unscored",
+                "reward_weights": "right:3,most:0"}
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["good", "broken", "bad", "good"])]
     for more in ({}, {"reward_model": "some/model"}):
         scores = scorer(**settings, **more)
@@ -770,6 +787,10 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
     assert rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1) | {
         "rewards/unscored": 1, "rewards/right/mean": 2 / 3, "rewards/timeouts": 0} == rewards.rollout_metrics(
         [SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
+    # One of the two made-up completions may fail.
+    (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
+    scorer(**settings).check_with(ROWS)
+    (tmp_path / "judge.py").write_text(LATER)
     with pytest.raises(ValueError, match="reward_weights: no part rigth; the parts are most, right, trl"):
         scorer(**settings | {"reward_weights": "rigth:2"}).check_with(ROWS)
     (tmp_path / "judge.py").write_text("async def trl(completions): raise OSError('down')")

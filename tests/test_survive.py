@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from runtime import checkpoint, distributed, tell_launcher
 from runtime import run_folder
 from runtime.run_log import Lenient, RunLog
-from runs import ROOT, TORCHRUN, begin, finish, forked, launch, lines, refused, without_times
+from runs import ROOT, TORCHRUN, begin, change_state, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 12, "save_interval": 1, "warmup_steps": 0,
@@ -316,6 +316,15 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
                                       **settings | {"max_steps": 4, "eval_prompts": 6})
 
 
+def test_a_checkpoint_of_an_older_version_was_shuffled(whole, folder, reward_file, tmp_path):
+    path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
+    (tmp_path / "run" / ".lock").touch()
+    change_state(path, lambda state: state["settings"].pop("shuffle") and state)
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto", max_steps=13)
+    refused([*arguments[1:], "--shuffle=false"], "shuffle=False, but", tmp_path)
+    forked(tmp_path / "log", *arguments)
+
+
 GONE, NO_STATE = "gone", "trainer/state.json is not what a run writes: "
 
 
@@ -336,12 +345,8 @@ GONE, NO_STATE = "gone", "trainer/state.json is not what a run writes: "
 def test_a_state_that_no_run_writes(whole, folder, reward_file, tmp_path, change, message):
     path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
     (tmp_path / "run" / ".lock").touch()
-    state = json.loads((path / "trainer" / "state.json").read_text())
-    changed = {key: value for key, value in (state | change).items() if value != GONE} if change else change
-    (path / "trainer" / "state.json").write_text(json.dumps(changed))
-    checksums = json.loads((path / "trainer" / "checksums.json").read_text())
-    checksums["trainer/state.json"] = checkpoint.checksum(path / "trainer" / "state.json")
-    (path / "trainer" / "checksums.json").write_text(json.dumps(checksums))
+    change_state(path, lambda state: change and {
+        key: value for key, value in (state | change).items() if value != GONE})
     refused(command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto")[1:], message,
             tmp_path)
 

@@ -244,7 +244,8 @@ def test_episodes_that_break_have_no_score_and_the_others_train(train, games, tm
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert samples[4]["finish_reason"] == "error" and samples[4]["reward"] != samples[4]["reward"]
     assert samples[4]["prompt"][-1]["content"].endswith("? Speak.")
-    assert ("step 1: 4 completions failed or took too long; the first: environment Broken: it raised KeyError: "
+    assert ("step 1: 4 completions failed or took too long; the first: "
+            "environment Broken: it raised KeyError: "
             f"'deaf' in turn 1; the row is {{'prompt': {samples[4]['prompt']!r}, ") in output
     if script != "train_ppo.py":
         rows = kept_rollouts(tmp_path / "run", 1)

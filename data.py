@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 from tasks.generate_problems import GENERATORS, held_out
 
+HERE = os.getcwd()      # where the run was started; an environment may go to another folder
+NO_PROMPT = [{"role": "user", "content": ""}]
+
 # ------------------------------------------------------------------------------------------------------------
 # rows
 
@@ -99,11 +102,18 @@ def gsm8k_rows(split):
     return rows
 
 
-def file_rows(path):
-    # All of a file, as pairs (file:line, row). Takes TRL's rows (with answer, ground_truth, solution or
+def reader(s):
+    """A function that reads the rows of a file, once. Where there is an environment its reset may prompt."""
+    return functools.cache(functools.partial(file_rows, prompt=NO_PROMPT if s.environment else None))
+
+
+def file_rows(path, prompt=None):
+    # All of a file, as pairs (file:line, row). prompt: that of rows that have none. Takes TRL's rows (with answer, ground_truth, solution or
     # reference) and verl's (with reward_model and data_source).
     names, rows, lacking = [], [], None
     for where, row in read_rows(path):
+        if prompt and row.get("prompt") is None:
+            row["prompt"] = prompt
         check_row(where, row)
         model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
         # verl's ground truth may be anything that a reward understands. Only text and numbers are answers.
@@ -134,7 +144,7 @@ def file_rows(path):
 def one_side(path, named, split):
     # What a file without an eval_file gives to a split.
     side = [(name, row) for name, row in named
-            if held_out(whole_text(row["prompt"])) == (split == "eval")]
+            if held_out(whole_text(row["prompt"]) or unescaped(row)) == (split == "eval")]
     if not 0 < len(side) < len(named):
         count = len(side) if split == "eval" else len(named) - len(side)
         raise ValueError(f"{path}: without an eval_file a hash of the prompt sets one in eight rows aside "
@@ -144,12 +154,13 @@ def one_side(path, named, split):
 
 def read_rows(path):
     # Yields (where, row); a message about the row begins with `where`.
-    if not os.path.isfile(path):
+    whole = os.path.join(HERE, path)
+    if not os.path.isfile(whole):
         raise ValueError(f"{path}: no such file")
     if path.endswith(".parquet"):
         import pyarrow.parquet
         try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
+            rows = pyarrow.parquet.read_table(whole).to_pylist()
         # pyarrow has errors of its own.
         except Exception as error:
             raise ValueError(f"{path}: not a parquet file that can be read ({error})") from error
@@ -162,7 +173,7 @@ def read_rows(path):
             yield f"{path}: row {number}", row
     elif path.endswith(".jsonl"):
         try:
-            with open(path, "rb") as file:
+            with open(whole, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.strip():
                         continue
@@ -202,7 +213,7 @@ def problem_of(row):
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             return f"tool_calls must be a list of objects, not {calls!r:.100}"
-    if not any(message["content"].strip() for message in messages):
+    if prompt is not NO_PROMPT and not any(message["content"].strip() for message in messages):
         return "empty prompt"
     text = unescaped(row)
     if text != text.encode(errors="ignore").decode():
@@ -319,7 +330,7 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
     s, batches = settings, getattr(settings, "max_num_gen_batches", 1)
     wanted = s.prompts_per_step * batches
     # Both splits may be in one file, which is read once.
-    read = functools.cache(file_rows)
+    read = reader(s)
     train_set, fitting, train_note = open_split(tokenizer, s, "train", s.train_prompts, s.seed, wanted, read,
                                                 tools)
     _, eval_set, eval_note = open_split(tokenizer, s, "eval", s.eval_prompts, 0, math.inf, read, tools)
@@ -360,9 +371,10 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     kinds = {}
     for number, (name, row) in enumerate(prompts.named):
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
-        if s.environment and (not messages or messages[-1]["role"] == "assistant"):
-            raise ValueError(f"{name}: environment={s.environment} needs prompts that are lists of messages, "
-                             "the last one not the assistant's")
+        played = f"environment={s.environment}" if s.environment else s.tools and f"tools={s.tools}"
+        if played and (not messages or messages[-1]["role"] == "assistant"):
+            raise ValueError(f"{name}: {played} needs prompts that are lists of messages, the last one not the "
+                             "assistant's")
         kinds.setdefault(tuple((m["role"], bool(m.get("tool_calls"))) for m in messages), number)
     prompts.encoded(kinds.values())
     order = epoch_order(total, 0, seed, s.shuffle) if split == "train" else range(total)

@@ -1,14 +1,17 @@
 """
 Episodes: the policy speaks and an environment answers, turn after turn. One episode is one row of tokens.
 
-An environment is a class of yours, --environment=my_game.py:Guess, made anew for each episode, in one of two
-forms. Its methods may be `async def`.
+An environment is a class of yours, --environment=my_game.py:Guess, in one of two forms. An instance plays one
+episode at a time and is reset for the next one. Its methods may be `async def`.
 
     text    reset(**row)     the columns of the row -> text to add to the last message of the prompt, or None
             step(text)       what the policy said -> (observation, reward, whether the episode is over)
     tools   reset(**row)     the same; this is TRL's form, and such a class runs in TRL as well
             other methods    tools: type hints and docstring tell the policy how to call them
-            get_reward()     at the end, if there is such a method
+    both    get_reward()     at the end of each episode, if there is such a method; None: not scored
+            close()          at the end of the run, if there is such a method; or release()
+
+Functions become tools as well, with or without a class: --tools=my_tools.py:search.
 
 Each episode continues as soon as it can: its next turn joins those that the engine is working on. Without an
 environment an answer is an episode of one turn; train_async.py plays these here as well.
@@ -20,6 +23,7 @@ import json
 import math
 import re
 import zlib
+from collections import deque
 from copy import deepcopy
 
 import numpy as np
@@ -27,57 +31,87 @@ import torch
 import torch.distributed as dist
 from transformers.utils import get_json_schema
 
+from runtime import closing
 from runtime.chat_template import Template, tool_call
-from runtime.user_code import Failed, Threads, TimeUp, accepted, escaped, load_from, outcome, shown
+from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer, escaped, figure, load_from,
+                               name_of, outcome, shown)
 from rollout import Answer, Request, Rollout
 
 # A call of a tool in the form of Qwen's and many other models. One without its closing tag is found as well.
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+CLOSING = 10.0          # seconds that environments have to close at the end of a run
+
+
+class Functions:
+    """The environment of a run that has only functions as tools."""
+    def reset(self):
+        pass
 
 
 class Player:
-    """Plays episodes, with the environment that a run's settings name or without one.
+    """Plays episodes, with the environment and the tools that a run's settings name or without any.
 
-    tools: JSON schemas of the environment's tools, or None. rewards_as: the environment's name if it gives
-    rewards, otherwise "". Raises ValueError for an environment that cannot be used.
+    tools: JSON schemas of the tools, or None. rewards_as: the environment's name if it gives rewards,
+    otherwise "". judge: what scores an episode by its environment, judge(rollout, environment), or None; a
+    rewards.Scorer sets it. Raises ValueError for an environment that cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
         s, self.tokenizer, self.eos_ids = settings, tokenizer, eos_ids
-        self.settings, self.tools, self.rewards_as = settings, None, ""
-        self.make = load_from(s.environment, "environment", "Class") if s.environment else None
+        self.settings, self.tools, self.rewards_as, self.judge = settings, None, "", None
+        functions = [load_from(spec, "tools", "function") for spec in s.tools.split(",") if spec]
+        self.functions = {name_of(function): function for function in functions}
+        self.make = (load_from(s.environment, "environment", "Class") if s.environment
+                     else Functions if functions else None)
         if not self.make:
             return
+        self.key = f"environment={s.environment}" if s.environment else f"tools={s.tools}"
+        self.name = s.environment.rpartition(":")[2] or "Functions"
         if not s.chat or tokenizer.chat_template is None:
-            raise ValueError(f"environment={s.environment} answers by the chat template, but "
+            raise ValueError(f"{self.key} answers by the chat template, but "
                              + ("the tokenizer has none" if s.chat else "chat is False"))
-        self.name = s.environment.rpartition(":")[2]
-        environment, error, _ = outcome(self.make, s.environment_timeout)
+        # All instances, and those that play no episode now.
+        self.opened, self.idle = [], []
+        closing.callback(lambda: close(self.opened, CLOSING))
+        environment, error, _ = outcome(self._open, s.environment_timeout)
         if error:
-            raise ValueError(f"environment={s.environment}: {self.name}() {self._told(error)}")
+            raise ValueError(f"{self.key}: {self.name}() {self._told(error)}")
+        self.idle.append(environment)
         # Those of the class, as in TRL: an attribute that can be called is no tool, and to read a property
         # may fail before the first reset.
         methods = {name: getattr(environment, name)
                    for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
                    if not name.startswith("_")}
         if "reset" not in methods:
-            raise ValueError(f"environment={s.environment} has no method reset; it has "
-                             f"{', '.join(methods) or 'none'}")
-        self.has_step = "step" in methods
+            raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
+        self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
+        own = ("reset", "get_reward", getattr(closer(environment), "__name__", ""))
+        tools = functions + [method for name, method in methods.items() if name not in own]
         if not self.has_step:
-            tools = [method for name, method in methods.items() if name not in ("reset", "get_reward")]
             if not tools:
-                raise ValueError(f"environment={s.environment} has neither a method step nor tools")
+                raise ValueError(f"{self.key} has neither a method step nor tools")
             self.tools = [self._schema(tool) for tool in tools]
-        self.rewards_as = self.name if self.has_step or "get_reward" in methods else ""
+        elif functions:
+            raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls of tools")
+        self.rewards_as = self.name if self.has_step or self.has_reward else ""
         self.template = Template(tokenizer, eos_ids, self.tools)
+
+    def _open(self):
+        self.opened.append(self.make())
+        return self.opened[-1]
+
+    def _drop(self, environment):
+        # One whose reset has failed, or that still works on a call, plays no more episodes.
+        del self.opened[next(i for i, one in enumerate(self.opened) if one is environment)]
+        close([environment], 0)
 
     def _schema(self, tool):
         try:
             return get_json_schema(tool)
         except Exception as error:
-            raise ValueError(f"environment={self.settings.environment}: the tool {tool.__name__} needs type "
-                             f"hints and a docstring that explains its arguments: {error}") from error
+            raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring that "
+                             f"explains its arguments: {error}") from error
 
     def check_with(self, prompts):
         """Plays a first turn after each of these prompts, so that what is broken shows before any training.
@@ -89,10 +123,12 @@ class Player:
         self.template.check(self._messages(prompts[0].row["prompt"]))
         if self.tools:
             before, said = self.template.example()
-            if [call["function"]["name"] for call, _ in self._calls(before, said)] != self.template.names[:1]:
+            _, calls = self._read(before, said)
+            if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
                     "the tokenizer has no response_template that reads the calls of its chat template, and "
-                    f"they are not <tool_call>JSON</tool_call>: {self.tokenizer.decode(said)!r:.300}")
+                    f"they are not <tool_call>JSON</tool_call>: {self.tokenizer.decode(said)!r:.300}; "
+                    "--response_template=file.json gives it one")
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         for prompt in prompts:
             counts = {"calls": 0, "failures": 0}
@@ -119,8 +155,9 @@ class Player:
         max_tokens: an episode with more tokens after its prompt is cut off.
 
         finish_reason is stop or length, and with an environment also turns (there were max_turns), timeout,
-        or error (the environment raised, and the episode gets no score). Raises RuntimeError if a reset
-        fails, if an environment returns what it must not, or if all episodes, on all ranks, end by errors.
+        or error (the environment raised, or could not begin, and the episode gets no score). Raises
+        RuntimeError if an environment returns what it must not, or if all episodes, on all ranks, end by
+        errors.
         """
         def play(jobs):
             table, ended = Table(self, engine), {}
@@ -154,78 +191,122 @@ class Player:
         It yields Requests, and gets their Answers, and functions that call the environment, and gets what
         they return; TimeUp and Failed are raised where it yields. counts: a dict, in which it counts.
         """
-        s, row, ids, environment, ended = self.settings, prompt.row, list(prompt.ids), None, ""
-        if self.make:
-            try:
-                environment = yield self.make
-                columns = accepted(environment.reset, deepcopy(row), f"environment {self.name}: reset")
-                row, ids = self._opening(prompt, (yield functools.partial(environment.reset, **columns)))
-            except (Failed, TimeUp) as error:
-                raise self._broken(f"reset {self._told(error)}", row) from error
+        row, ids, environment, problem, hung, extra = prompt.row, list(prompt.ids), None, "", False, {}
+        try:
+            if self.make:
+                try:
+                    environment = self.idle.pop() if self.idle else (yield self._open)
+                    reset = self._reset(environment, deepcopy(row), extra)
+                    row, ids, problem = self._opening(prompt, (yield reset))
+                except (Failed, TimeUp) as error:
+                    problem = f"reset {self._told(error)}"
+            # An episode that cannot begin is one answer to its prompt, without a score.
+            rollout = yield from self._turns(None if problem else environment, row, ids, seed, sampling, counts)
+            rollout.extra, hung = extra, problem or rollout.finish_reason == "timeout"
+            if problem:
+                rollout.finish_reason, counts["problem"] = "error", str(self._broken(problem, row))
+            if rollout.finish_reason == "error":
+                rollout.rewards = {len(rollout.logprobs) - 1: math.nan} if self.rewards_as else {}
+            elif self.judge and environment is not None:
+                self.judge(rollout, environment)
+            return rollout
+        finally:
+            if environment is not None:
+                (self._drop if hung else self.idle.append)(environment)
+
+    def _turns(self, environment, row, ids, seed, sampling, counts):
+        # The turns of an episode, or without an environment a single answer, from where the policy begins.
+        s, ended, (max_tokens, *sampling) = self.settings, "", sampling
         messages, spans, logprobs, versions, rewards = [], [], [], {}, {}
-        max_tokens, *sampling = sampling
         limit = len(ids) + max_tokens
         while not ended:
             turn = len(spans) + 1
             turn_seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
-            answer = yield Request(None, ids, turn_seed, limit - len(ids), *sampling)
+            most = min(limit - len(ids), s.max_turn_length or limit)
+            answer = yield Request(None, ids, turn_seed, most, *sampling)
             spans.append((len(ids), len(ids) + len(answer.ids)))
             versions |= {len(logprobs) + start: version for start, version in answer.versions}
             before, ids, logprobs = ids, ids + answer.ids, logprobs + answer.logprobs
             text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
-            said = {"role": "assistant", "content": text}
-            messages.append(said)
             last = len(logprobs) - 1
             rewards[last] = 0.0
             if environment is None:
+                messages.append({"role": "assistant", "content": text})
                 ended = answer.finish_reason
                 continue
-            cut, done, reply = answer.finish_reason == "length", True, []
+            said, calls = self._read(before, answer.ids)
+            messages.append(said)
+            cut, done, heard = answer.finish_reason == "length", True, []
             try:
                 if self.has_step:
                     returned = yield functools.partial(environment.step, text)
                     observation, rewards[last], done = self._checked(returned, turn, row)
-                    reply = [{"role": "user", "content": observation}]
-                elif not cut and (calls := self._calls(before, answer.ids)):
-                    reply, done = (yield from self._results(environment, calls, counts)), False
-                    said |= {"content": CALL.sub("", text).strip(), "tool_calls": [call for call, _ in calls]}
+                    heard = [({"role": "user"}, observation)]
+                elif not cut and calls:
+                    said["tool_calls"] = [call for call, _ in calls]
+                    heard, done = (yield from self._results(environment, calls, counts, row)), False
                 ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
+                reply = [] if ended else [message | {"content": self._cut(read)} for message, read in heard]
                 inserted = [] if ended else self.template.between(said, reply)
                 # If the reply and one token of an answer do not fit, the episode ends.
                 if not ended and len(ids) + len(inserted) >= limit:
                     ended = "length"
                 if not ended:
-                    ids, messages = ids + inserted, messages + reply
-                elif self.rewards_as and not self.has_step:
-                    rewards[last] = self._number((yield environment.get_reward), turn, row)
+                    # For rewards a list that a tool returned is still one.
+                    ids = ids + inserted
+                    messages += [read | message for read, (message, _) in zip(reply, heard)]
             except (Failed, TimeUp) as error:
-                ended = "timeout" if isinstance(error, TimeUp) else "error"
-                counts["problem"] = str(self._broken(f"it {self._told(error)} in turn {turn}", row))
-        rewards = {last: math.nan} if ended == "error" else rewards
+                ended = self._ended_by(error, turn, row, counts)
+        if environment is not None and self.has_reward and ended != "error":
+            try:
+                reward = yield environment.get_reward
+                if reward is not None:
+                    rewards[last] += self._number(reward, turn, row)
+                elif not self.has_step:
+                    rewards[last] = math.nan                    # not scored, as in TRL
+            except (Failed, TimeUp) as error:
+                ended = self._ended_by(error, turn, row, counts)
         return Rollout(np.array(ids, np.int32), np.array(spans, np.int32), np.array(logprobs, np.float32),
                        ended, row, text if isinstance(row["prompt"], str) else messages, counts=counts,
                        rewards=rewards if self.rewards_as else {}, versions=tuple(versions.items()))
 
+    def _ended_by(self, error, turn, row, counts):
+        # How an episode ended by a call that raised, or that took too long.
+        counts["problem"] = str(self._broken(f"it {self._told(error)} in turn {turn}", row))
+        return "timeout" if isinstance(error, TimeUp) else "error"
+
+    def _reset(self, environment, row, extra):
+        # A function that resets the environment for a row. extra: gets what it logs by name, if it asks for it.
+        def log(name, value):
+            extra[name] = figure(value)
+
+        reset = environment.reset
+        asked = {"log_extra", "log_metric"} & inspect.signature(reset).parameters.keys()
+        columns = accepted(reset, row | dict.fromkeys(asked, log), f"environment {self.name}: reset")
+        return functools.partial(reset, **columns)
+
     def _messages(self, prompt, observation=""):
         # The messages before the first turn. An observation is added to the last one, as in TRL.
         if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
-            raise ValueError(f"environment={self.settings.environment} needs prompts that are lists of "
-                             f"messages, the last one not the assistant's, unlike {prompt!r:.200}")
+            raise ValueError(f"{self.key} needs prompts that are lists of messages, the last one not the "
+                             f"assistant's, unlike {prompt!r:.200}")
         system = [{"role": "system", "content": text} for text in [self.settings.system_prompt] if text]
         return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
 
     def _opening(self, prompt, observation):
-        # The row and the ids of the prompt, with what reset returned.
+        # The row and the ids of the prompt, with what reset returned, and why it is of no use, or "".
+        *earlier, last = prompt.row["prompt"]
         if observation is None:
-            return prompt.row, list(prompt.ids)
+            empty = not any(message["content"] for message in (*earlier, last))
+            return prompt.row, list(prompt.ids), "reset gave no prompt, and the row has none" * empty
         if not isinstance(observation, str):
             raise self._broken(f"reset returned {shown(observation)}, neither a string nor None", prompt.row)
         ids = self.template.opening(self._messages(prompt.row["prompt"], self.template.defused(observation)))
         if len(ids) > self.settings.max_prompt_length:
-            raise self._broken(f"with what reset returned the prompt has {len(ids)} tokens, more than "
-                               f"max_prompt_length={self.settings.max_prompt_length}", prompt.row)
-        *earlier, last = prompt.row["prompt"]
-        return prompt.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}, ids
+            return prompt.row, list(prompt.ids), (
+                f"with what reset returned the prompt has {len(ids)} tokens, more than max_prompt_length="
+                f"{self.settings.max_prompt_length}")
+        return prompt.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}, ids, ""
 
     def _checked(self, returned, turn, row):
         # (observation, reward, done), as step has to return them.
@@ -252,18 +333,26 @@ class Player:
 
     # ------------------------------------------------------------ tools
 
-    def _calls(self, before, sampled):
-        # The calls in what was sampled, as transformers writes them, each with what is wrong with it, or "".
+    def _read(self, before, sampled):
+        # The message that a turn is, and its calls: each as transformers writes it, with what is wrong, or "".
+        said = {"role": "assistant", "content": self.tokenizer.decode(sampled, skip_special_tokens=True)}
+        found = []
         try:
             if getattr(self.tokenizer, "response_template", None):
                 parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
-                found = [call["function"] for call in parsed.get("tool_calls") or []]
-            else:
-                text = self.tokenizer.decode([one for one in sampled if one not in self.eos_ids])
-                found = CALL.findall(text.rpartition("</think>")[2])    # thoughts call nothing
+                found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
+                said |= parsed | {"content": parsed.get("content") or ""}
+            elif self.tools:
+                # The template may have begun a thought. Thoughts call nothing, also one that was cut off.
+                thinks = self.tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
+                text = "<think>" * thinks + self.tokenizer.decode(
+                    [one for one in sampled if one not in self.eos_ids])
+                thoughts, spoken = THOUGHT.findall(text), THOUGHT.sub("", text).rpartition("</think>")[2]
+                found, said["content"] = CALL.findall(spoken), CALL.sub("", spoken).strip()
+                said |= {"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}
         # A parser may raise anything for text that is not as it expects.
         except Exception as error:
-            return [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
+            return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
         calls = []
         for number, one in enumerate(found):
             name, arguments, problem = "unknown", {}, ""
@@ -278,33 +367,56 @@ class Player:
             except Exception as error:
                 problem = f"this is no call of a tool: {error!r}"
             calls.append((tool_call(number, str(name), arguments), problem))
-        return calls
+        return said, calls
 
-    def _results(self, environment, calls, counts):
-        # Part of an episode: makes these calls and returns a message with the result of each.
-        reply = []
+    def _results(self, environment, calls, counts, row):
+        # Part of an episode: makes these calls. Returns for each a message, and what the policy reads in it. A
+        # list or an object is in the message as it is, for rewards.
+        heard = []
         for call, problem in calls:
             counts["calls"] += 1
             name, arguments = call["function"].values()
             try:
                 if not problem:
-                    method = getattr(environment, name)
+                    method = self.functions.get(name) or getattr(environment, name)
                     inspect.signature(method).bind(**arguments)
                     result = yield functools.partial(method, **arguments)
             except TypeError as error:
                 problem = f"wrong arguments: {error}"
             except Failed as error:
-                problem = shown(error.__cause__)
+                # Without the name of its class, as in TRL.
+                problem = shown(error.__cause__).partition(": ")[2] or shown(error.__cause__)
             if problem:
                 result = {"error": problem}
+            message = {"role": "tool", "name": name, "tool_call_id": call["id"]}
             try:
-                result = str(result)
+                blocks = block_types(result)
+                text = "".join(block["text"] for block in result) if blocks == {"text"} else str(result)
+                if isinstance(result, (list, dict)):
+                    message["content"] = json.loads(json.dumps(result, default=str))
             # It may be of any kind.
             except Exception as error:
-                result = problem = shown(error)
+                text = problem = shown(error)
+            if blocks - {"text"}:
+                raise self._broken(f"the tool {name} returned a block of the type {max(blocks - {'text'})}, but "
+                                   "the policy reads text", row)
             counts["failures"] += bool(problem)
-            reply.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": result})
-        return reply
+            heard.append((message, text))
+        return heard
+
+    def _cut(self, text):
+        # What the policy reads of a text from outside: all, or the first max_reply_length tokens and a mark.
+        most = self.settings.max_reply_length
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids if most else []
+        if len(ids) <= most:
+            return text
+        return f"{self.tokenizer.decode(ids[:most])} [cut: {most} of {len(ids)} tokens]"
+
+
+def block_types(result):
+    """The types of the content blocks that a result is a list of, as in messages with images, or none."""
+    blocks = isinstance(result, list) and all(isinstance(one, dict) and "type" in one for one in result)
+    return {str(one["type"]) for one in result} if blocks else set()
 
 
 class Table:
@@ -318,20 +430,26 @@ class Table:
         self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
         self.numbers = itertools.count()
         # {key: its Rollouts, None for those that have not ended}; {number: (episode, counts, key, place)}
-        self.groups, self.playing = {}, {}
+        self.groups, self.playing, self.waiting = {}, {}, deque()
+        # Of those that wait, as many begin as there may be environments.
+        self.most = (self.settings.max_environments if player.make else 0) or math.inf
         self.asked = 0                          # Requests that wait for an Answer
 
     def add(self, key, jobs):
-        """Begins an episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
+        """An episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
 
         key: under which step returns their Rollouts, when all have ended.
         """
         self.groups[key] = [None] * len(jobs)
-        for place, (prompt, seed, sampling) in enumerate(jobs):
-            counts, number = {}, next(self.numbers)
-            if self.player.make:
-                counts |= {"calls": 0, "failures": 0, "seconds": 0.0}
-            self.playing[number] = self.player.episode(prompt, seed, sampling, counts), counts, key, place
+        self.waiting += [(key, place, *job) for place, job in enumerate(jobs)]
+        self._begin()
+
+    def _begin(self):
+        while self.waiting and len(self.playing) < self.most:
+            key, place, *job = self.waiting.popleft()
+            counts = {"calls": 0, "failures": 0, "seconds": 0.0} if self.player.make else {}
+            number = next(self.numbers)
+            self.playing[number] = self.player.episode(*job, counts), counts, key, place
             self._go_on(number)
 
     def _go_on(self, number, value=None, error=None):
@@ -362,6 +480,7 @@ class Table:
         for number, value, error, seconds in self.threads.finished(wait=self.playing and not self.asked):
             self.playing[number][1]["seconds"] += seconds
             self._go_on(number, value, error)
+        self._begin()
         complete = [key for key, group in self.groups.items() if None not in group]
         return {key: self.groups.pop(key) for key in complete}
 

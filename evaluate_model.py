@@ -23,21 +23,11 @@ from runtime.check_model import check_model, end_tokens, load_tokenizer
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
 task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
-difficulty = 1                  # of generated problems
 train_file = ""                 # the JSONL or parquet file of a run, whose held-out rows are used
 eval_file = ""                  # a JSONL or parquet file whose rows are all used
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
-reward = ""                     # file.py:function or math_verify; if empty, the reward of the task
-reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
-reward_workers = 0              # calls at once of an async reward (0: 64), or of one in verl's form (0: 1)
-reward_errors = "stop"          # stop where a call raises, or unscored: go on without its score
-reward_weights = ""             # name:weight,... of a reward's parts and an environment; 1 if empty
-environment = ""                # file.py:Class that replies to the model, as in training; docs/episodes.md
-max_turns = 8                   # of an episode with it
-environment_workers = 0         # threads for the environments; 0 uses none
-environment_timeout = 10.0      # seconds for one call of an environment; 0 sets no limit
-chat = True                     # apply the chat template to messages; False joins them, for base models
-system_prompt = ""              # put before every message prompt
+reward = ""                     # file.py:function,... or math_verify; if empty, the reward of the task
+from config.conversation import *  # prompts, reward, episodes
 samples = 4                     # completions per problem: the k of mean@k, pass@k, maj@k
 temperature = 1.0               # 0 is greedy
 top_p = 1.0                     # sample from the likeliest tokens that together have this probability
@@ -65,11 +55,12 @@ with input_errors():
         except (OSError, ValueError) as error:
             raise ValueError(f"output={output}: {error}") from error
     named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
-             data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file))
+             data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file,
+                             data.reader(settings)))
     data.check_row(*named[0])
     base = check_model(model)
     check_suits(settings, base)
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = end_tokens(base, tokenizer)
     player = Player(settings, tokenizer, eos_ids)
     prompts = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)
@@ -79,7 +70,7 @@ with input_errors():
     check_model(base, length=longest)
     compute_dtype, _ = distributed.precision(dtype, 0, device)
     settings.reward_model, settings.reward_step_timeout = "", 0.0       # which only a training run has
-    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as, tokenizer)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     print(f"loading {base} into the engine", flush=True)
     rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                  float32_head=float32_head)
@@ -87,7 +78,7 @@ print(f"generating {len(prompts)} x {samples} completions of at most {max_comple
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
 sampling = (max_completion_length, temperature, top_p, top_k)
-rollouts = (player.play(rollout_engine, prompts, samples, seeds, *sampling) if environment else
+rollouts = (player.play(rollout_engine, prompts, samples, seeds, *sampling) if player.make else
             rollout.single_answers(rollout_engine, tokenizer, prompts, samples, seeds, *sampling))
 rollout_engine.close()
 
@@ -109,7 +100,7 @@ if output:
     with open(output, "w") as file:
         for first in range(0, len(rollouts), samples):
             own = rollouts[first:first + samples]
-            shown = [{"completion": r.completion if environment else rewards.content(r.completion),
+            shown = [{"completion": r.completion if player.make else rewards.content(r.completion),
                       "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}
                      for r in own]
             mean = rewards.evaluation(own, samples).get(f"eval/mean@{samples}")         # None: nothing scored

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import (Failed, TimeUp, accepted, at_once, escaped, in_order, load_from, name_of,
-                               shown)
+from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, escaped, figure, in_order, load_from,
+                               name_of, shown, source_file)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
@@ -126,42 +126,65 @@ class Raised(RuntimeError):
 
 
 def judge(reward, columns, timeout=0.0, seconds=math.inf):
-    # Returns by these columns (parts, steps) for each completion. A reward that is called for each alone has
-    # `timeout` seconds for a call and `seconds` for all, and where a call fails its error is returned.
-    arguments, completions = accepted(reward, columns), [*columns["completions"]]
+    # Returns by these columns (parts, steps, what it logged) for each completion. A reward that is called for
+    # each alone has `timeout` seconds for a call and `seconds` for all, and where a call fails its error is
+    # returned.
+    completions = [*columns["completions"]]
+    logged = [{} for _ in completions]
+
+    def call(places):
+        def log_extra(name, values):
+            for place, value in zip(places, values):
+                logged[place][name] = figure(value)
+
+        def log_metric(name, value):
+            log_extra(name, [value] * len(places))
+
+        arguments = {key: [values[place] for place in places] for key, values in columns.items()}
+        logs = {"log_extra": log_extra, "log_metric": log_metric}           # for those that ask for them
+        arguments |= {name: logs[name] for name in logs.keys() & inspect.signature(reward).parameters.keys()}
+        return functools.partial(reward, **accepted(reward, arguments))
+
     if hasattr(reward, "at_once"):
-        calls = [functools.partial(reward, **{key: [values[i]] for key, values in arguments.items()})
-                 for i in range(len(completions))]
+        values = at_once([call([i]) for i in range(len(completions))], reward.at_once, timeout, seconds)
         return [TimeoutError() if isinstance(value, TimeUp) else
                 Raised(f"raised {escaped(shown(value.__cause__))}") if isinstance(value, Failed) else
-                checked(reward, value, [completion])[0] for value, completion in
-                zip(at_once(calls, reward.at_once, timeout, seconds), completions)]
+                (*checked(reward, value, [completion])[0], log)
+                for value, completion, log in zip(values, completions, logged)]
+    function = call(range(len(completions)))
     try:
-        returned = reward(**arguments)
+        returned = function()
     except KeyboardInterrupt:
         raise
     # sys.exit in a reward, for example, must not end the run as if it had come to its end.
     except BaseException as error:
         raise Raised(f"raised {escaped(shown(error))}") from error
-    return checked(reward, returned, completions)
+    return [(*pair, log) for pair, log in zip(checked(reward, returned, completions), logged)]
 
 
 def judge_there(spec, task, workers=0):
     # What a UserProcess makes: the function that it calls, and what score wants to know of the reward.
     reward = load_reward(spec, task, workers)
     known = {key: getattr(reward, key) for key in ("one_by_one", "at_once") if hasattr(reward, key)}
-    return functools.partial(judge, reward), {"__name__": name_of(reward), **known}
+    about = {"__name__": name_of(reward), "takes_environments": takes_environments(reward)}
+    return functools.partial(judge, reward), about | known
+
+
+def takes_environments(reward):
+    # As in TRL: it reads the environments of the episodes, which are in the run's own process.
+    return "environments" in inspect.signature(reward).parameters
 
 
 TIMED_OUT = "the reward took too long"
 
 
 def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=False):
-    """Returns for each completion (parts, steps, problem).
+    """Returns for each completion (parts, steps, logged, problem).
 
     completions: for each row a string, or where its prompt is a list of messages the list of those that
     follow. parts: {name: value}, NaN for None; a reward without named parts is its own only part, under the
-    function's name. They are empty for None. steps: pairs (character, score). problem: "", or why it failed.
+    function's name. They are empty for None. steps: pairs (character, score). logged: {name: value} of what
+    the reward logged. problem: "", or why it failed.
 
     The reward gets copies of the rows. One in a UserProcess has `timeout` seconds (0: no limit) for all
     completions together, or if it is called for each, for one. If it takes longer for all, the completions
@@ -215,8 +238,8 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
     names = dict.fromkeys(name for one in found if isinstance(one, tuple) for name in one[0])
     failed = {} if unscored else dict.fromkeys(names or [name_of(reward)], 0.0)
     return [(*one, "") if isinstance(one, tuple) else
-            (failed, [], TIMED_OUT) if isinstance(one, TimeoutError) else
-            (failed, [], f"the reward {one}") for one in found]
+            (failed, [], {}, TIMED_OUT) if isinstance(one, TimeoutError) else
+            (failed, [], {}, f"the reward {one}") for one in found]
 
 
 def total(parts, weights):
@@ -277,48 +300,77 @@ def checked(reward, returned, completions):
 
 
 class Scorer:
-    """Scores rollouts by the reward and the reward model that a run's settings name.
+    """Scores rollouts by the rewards and the reward model that a run's settings name.
 
-    scorer(rollouts) sets score, parts, rewards and problem of each rollout. What an environment gave for an
-    episode, the reward and the model's score are added up, each part times its weight in reward_weights, and
-    a task's own reward is left out where the environment gives rewards. Where several are added up an
-    unscored reward counts as 0, and what the model cannot score has no score, unless its weight is 0. In
-    `rewards`, what belongs to no turn or step is the last token's. weights: {name: weight} of reward_weights.
+    scorer(rollouts) sets score, parts, rewards, extra and problem of each rollout. What an environment gave
+    for an episode, the rewards and the model's score are added up, each part times its weight in
+    reward_weights, and a task's own reward is left out where the environment gives rewards. Where several are
+    added up an unscored one counts as 0, and what the model cannot score has no score, unless its weight is
+    0. In `rewards`, what belongs to no turn or step is the last token's. weights: {name: weight} of
+    reward_weights.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
-    environment: the name of the environment, if it gives rewards. tokenizer: that of completions.
-    Raises ValueError if the reward or the reward model cannot be loaded.
+    player: the episodes.Player that plays what is scored; it calls the rewards that take its `environments`
+    at the end of each episode. tokenizer: that of completions. Raises ValueError if a reward or the reward
+    model cannot be loaded.
     """
 
-    def __init__(self, settings, device, dtype, environment="", tokenizer=None):
-        self.settings, self.environment, self.tokenizer = settings, environment, tokenizer
-        self.reward = self.model = None
-        self.weights = part_weights(settings.reward_weights)
+    def __init__(self, settings, device, dtype, player, tokenizer=None):
+        self.settings, self.environment, self.tokenizer = settings, player.rewards_as, tokenizer
+        self.plays, self.weights = player.make, part_weights(settings.reward_weights)
         self.unscored = settings.reward_errors == "unscored"
-        if settings.reward != "none" and not (environment and not settings.reward):
-            named = settings.reward, settings.task, settings.reward_workers
-            if settings.reward and settings.reward_timeout:
-                # One of the user's, which may do anything. Without a limit it is called here, for a debugger.
-                from runtime.user_process import UserProcess
-                self.reward = UserProcess(judge_there, *named)
-            else:
-                self.reward = load_reward(*named)
+        self.rewards, self.judging, self.model = [], [], None   # judging: those that take environments
+        if settings.reward != "none" and (settings.reward or not self.environment):
+            for spec in settings.reward.split(","):
+                self._load(spec)
+        names = [name_of(reward) for reward in self.rewards + self.judging]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"reward={settings.reward}: two of them are called {twice[0]}")
+        if self.judging:
+            if not self.plays:
+                raise ValueError(f"reward {name_of(self.judging[0])} takes environments, but none is given")
+            player.judge = self._judge
         if settings.reward_model:
             # Only those who use a reward model wait for this import.
             from runtime.reward_model import RewardModel
             self.model = RewardModel(settings.reward_model, device, dtype, settings.token_budget)
-        if not self.reward and not self.model and not environment:
+        if not (names or self.model or self.environment):
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
+
+    def _load(self, spec):
+        # One of the user's may do anything, so it has a process of its own. Without a limit it is called here,
+        # for a debugger. What needs the environments, or stands in their file, has to be called here.
+        s, named = self.settings, (spec, self.settings.task, self.settings.reward_workers)
+        file, place = spec.rpartition(":")[0], s.environment.rpartition(":")[0]
+        if spec and s.reward_timeout and not (place and source_file(file) == source_file(place)):
+            from runtime.user_process import UserProcess
+            process = UserProcess(HERE, judge_there, *named)
+            if not process.takes_environments:
+                self.rewards.append(process)
+                return
+            process.end()
+        reward = load_reward(*named)
+        (self.judging if takes_environments(reward) else self.rewards).append(reward)
+
+    def _judge(self, rollout, environment):
+        # Scores an episode before its environment is reset for another one.
+        rollout.judged = []
+        for reward in self.judging:
+            one = functools.partial(reward, environments=[environment])
+            one.__name__ = name_of(reward)
+            if hasattr(reward, "at_once"):
+                one.at_once = reward.at_once
+            rollout.judged += score(one, [rollout.row], [rollout.completion], unscored=self.unscored)
 
     def check_with(self, rows):
         """Scores two made-up completions of rows, so that what is broken shows before a model is trained.
 
-        Raises ValueError if the reward or the reward model cannot score them.
+        Raises ValueError if a reward or the reward model cannot score them.
         """
         def made_up(row, text):
             message = [{"role": "assistant", "content": text}]
             return SimpleNamespace(row=row, completion=text if isinstance(row["prompt"], str) else message,
-                                   finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[])
+                                   finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[], extra={})
 
         trial = [*map(made_up, (rows * 2)[:2], ("Answer: 0", ""))]
         try:
@@ -330,13 +382,13 @@ class Scorer:
         if all(problems) if self.unscored else any(problems):
             raise ValueError(f"{max(problems)} for a made-up completion: reward={self.settings.reward}, "
                              f"reward_timeout={self.settings.reward_timeout:g}")
-        names = {*trial[0].parts, *trial[1].parts, *([name_of(self.reward)] if self.reward else [])}
+        names = {*trial[0].parts, *trial[1].parts, *map(name_of, self.rewards + self.judging)}
         if strange := self.weights.keys() - names:
             raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        if self.reward is accuracy and not (self.model or self.weights or self.settings.environment):
+        if self.rewards == [accuracy] and not (self.model or self.weights or self.plays):
             # Single answers with a number: no code of the user's runs that might hang or raise.
             scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
             for r, right in zip(rollouts, scores):
@@ -345,33 +397,45 @@ class Scorer:
             self._score(rollouts)
 
     def _score(self, rollouts):
-        # By any reward, with an environment or a reward model or without.
+        # By any rewards, with an environment or a reward model or without.
         s, rows = self.settings, [rollout.row for rollout in rollouts]
         completions = [rollout.completion for rollout in rollouts]
-        found = [({}, [], "")] * len(rollouts)
-        if self.reward:
-            found = score(self.reward, rows, completions, s.reward_timeout,
-                          s.reward_step_timeout or math.inf, self.unscored)
+        found = [vars(rollout).pop("judged", []) for rollout in rollouts]
+        for reward in self.rewards:
+            for results, result in zip(found, score(reward, rows, completions, s.reward_timeout,
+                                                    s.reward_step_timeout or math.inf, self.unscored)):
+                results.append(result)
         if self.model:
             judged = self.model.score([row["prompt"] for row in rows], completions)
         weight = lambda name: self.weights.get(name, 1.0)
-        for i, (rollout, (parts, steps, problem)) in enumerate(zip(rollouts, found)):
-            if steps and s.environment:
-                raise RuntimeError(f"reward {name_of(self.reward)} scores characters of a completion, but "
-                                   f"with environment={s.environment} that has several messages")
+        for i, (rollout, results) in enumerate(zip(rollouts, found)):
+            # What the environment gave at each turn, or a reward for each step; None of get_reward is NaN.
+            given = rollout.rewards if self.environment else {}
+            own = {token: weight(self.environment) * one for token, one in given.items()
+                   if not math.isnan(one)}
+            parts, rollout.problem = {}, ""
+            for named, steps, logged, problem in results:
+                if steps and self.plays:
+                    raise RuntimeError(f"reward {min(named)} scores characters of a completion, but an "
+                                       "episode has several messages")
+                if len(results) > 1 and (clash := {*parts, "score"} & named.keys()):
+                    raise RuntimeError(f"reward={s.reward}: a part of one of them may not be called "
+                                       f"{min(clash)}, which stands for all or for another's")
+                parts, rollout.problem = parts | named, rollout.problem or problem
+                rollout.extra |= logged
+                if steps:
+                    own = {token: weight(min(named)) * one
+                           for token, one in self._at_tokens(rollout, steps).items()}
             value = total(parts, self.weights)
-            # What the environment gave at each turn, or the reward for each step.
-            given = self._at_tokens(rollout, steps) if steps else rollout.rewards
-            factor = weight(name_of(self.reward) if steps else self.environment)
-            own = {token: factor * one for token, one in given.items()}
             if self.environment:
-                parts = parts | {self.environment: sum(given.values())}
-                value = sum(own.values()) + (0 if math.isnan(value) else value)
+                parts |= {self.environment: sum(given.values())}
+                if own:
+                    value = sum(own.values()) + (0 if math.isnan(value) else value)
             if self.model:
                 parts, factor = parts | {"reward_model": judged[i]}, weight("reward_model")
                 value = (factor and factor * judged[i]) + (0 if math.isnan(value) else value)
-            unscored = rollout.finish_reason == "error" or self.unscored and problem
-            rollout.score, rollout.parts, rollout.problem = math.nan if unscored else value, parts, problem
+            unscored = rollout.finish_reason == "error" or self.unscored and rollout.problem
+            rollout.score, rollout.parts = math.nan if unscored else value, parts
             rest, last = rollout.score - sum(own.values()), len(rollout.logprobs) - 1
             if not own or not abs(rest) < 1e-9:                 # beyond rounding
                 own[last] = own.get(last, 0.0) + rest
@@ -460,7 +524,16 @@ def rollout_metrics(rollouts, engines):
                "completions/mean_length": sum(lengths) / len(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
                "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}
-    return figures | episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else figures
+    logged = logged_means(rollouts) if any(r.extra for r in rollouts) else {}
+    return figures | logged | (episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else {})
+
+
+def logged_means(rollouts):
+    # The mean of each number that rewards and environments have logged.
+    values = defaultdict(list)
+    for name, value in (pair for r in rollouts for pair in r.extra.items()):
+        values[name] += [] if isinstance(value, str) else [value]
+    return {f"logged/{name}": sum(some) / len(some) for name, some in values.items() if some}
 
 
 def episode_metrics(rollouts, engines):
@@ -471,6 +544,7 @@ def episode_metrics(rollouts, engines):
     return {"episodes/turns": turns / len(rollouts), "episodes/inserted_tokens": inserted / len(rollouts),
             **{f"episodes/ended/{'done' if reason == 'stop' else reason}": ended[reason] / len(rollouts)
                for reason in ("stop", "length", "turns", "timeout", "error")},
+            "episodes/limited": sum(ended[reason] for reason in ("length", "turns", "timeout")),
             "tools/call_frequency": calls / len(rollouts),
             "tools/failure_frequency": sum(r.counts["failures"] for r in rollouts) / max(calls, 1),
             "timing_s/environment": sum(r.counts["seconds"] for r in rollouts) / engines}
@@ -480,7 +554,8 @@ def sample_lines(rollouts, n):
     """What samples.jsonl says of a step: the first of n rollouts of each of its first eight prompts."""
     return [{"prompt": r.row["prompt"],
              "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
-             "finish_reason": r.finish_reason, "truth": r.row.get("answer")} for r in rollouts[:8 * n:n]]
+             "finish_reason": r.finish_reason, "truth": r.row.get("answer")} | ({"extra": r.extra} if r.extra
+             else {}) for r in rollouts[:8 * n:n]]
 
 
 def conversation(completion):
@@ -490,6 +565,7 @@ def conversation(completion):
     texts = []
     for message in completion:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
-        text = " ".join(part for part in [message["content"], *calls] if part)
+        text = message["content"]
+        text = " ".join(part for part in [text if isinstance(text, str) else json.dumps(text), *calls] if part)
         texts.append(text if message["role"] == "assistant" else f"[{text}]")
     return " ".join(texts)

@@ -50,6 +50,7 @@ class Rollout:
     problem: str = ""        # why a call of the reward for it failed
     rewards: dict = field(default_factory=dict) # {sampled token: what the score has from it}
     counts: dict = field(default_factory=dict)  # of an episode: tool calls, failures, the environment's time
+    extra: dict = field(default_factory=dict)   # what a reward or an environment logged for it, by name
     versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled it and what
                                  # follows); the version of weights is the number of their training steps
 

@@ -48,7 +48,7 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
-reward = ""                     # file.py:function, math_verify, or none; if empty, the reward of the task
+reward = ""                     # file.py:function,..., math_verify, none; if empty, the reward of the task
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # over all ranks
 num_generations = 8             # completions per prompt (G)
@@ -118,7 +118,7 @@ with input_errors():                                            # a ValueError b
     base = check_trainable(model, length=longest)
     check_suits(settings, base)
     part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = end_tokens(base, tokenizer)
     reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
@@ -176,7 +176,7 @@ def sample_for_trainers(_):
 if not bridge.trains:
     opening = bridge.begin()
     with input_errors():
-        scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as, tokenizer)
+        scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
         trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]    # shows a broken environment or reward now
         player.check_with(trial)
         scorer.check_with([prompt.row for prompt in trial])

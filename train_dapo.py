@@ -41,7 +41,7 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
-reward = ""                     # file.py:function, math_verify, or none; if empty, the reward of the task
+reward = ""                     # file.py:function,..., math_verify, none; if empty, the reward of the task
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 prompts_per_step = 32           # over all ranks
 num_generations = 8             # completions per prompt (G)
@@ -110,13 +110,13 @@ with input_errors():                                            # a ValueError b
     base = check_trainable(model, length=longest)
     check_suits(settings, base)
     engine_class = rollout.engine_class(engine)
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = end_tokens(base, tokenizer)
     reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
     player = Player(settings, tokenizer, eos_ids)               # of episodes; idle without an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
-    scorer = rewards.Scorer(settings, device, compute_dtype, player.rewards_as, tokenizer)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(train_set, eval_set)                         # that they are those of the resumed run
     trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]        # shows a broken environment or reward now
     player.check_with(trial)
@@ -141,7 +141,7 @@ def sample(prompts, n, names, temperature=temperature, length=max_completion_len
     """n adjacent rollouts per prompt. Their seeds are the hash of the prompt's name, that + 1, ..., on
     whichever rank they are sampled."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    if environment:
+    if player.make:
         return player.play(rollout_engine, prompts, n, seeds, length, temperature)
     return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, length, temperature)
 

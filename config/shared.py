@@ -3,25 +3,13 @@ Settings that all training scripts share and few people change. A script takes t
 `from config.shared import *` as if they stood in its own block; --help lists them, --key=value sets them.
 """
 # ------------------------------------------------------------------------------------------------------------
+from config.conversation import *  # prompts, reward, episodes
 # data and reward
 train_prompts = 0               # rows to generate or to take; 0 generates 4096, or takes all not held out
 eval_prompts = 128              # held-out prompts, over all ranks; 0 generates 128, or takes all of them
 shuffle = True                  # each epoch has its own order; False keeps that of the rows: a curriculum
-difficulty = 1                  # of generated problems: 1 suits the tiny model, 3 a model of 1 B parameters
-chat = True                     # apply the chat template to messages; False joins them, for base models
-system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
-reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
 reward_step_timeout = 600.0     # seconds for a step on a rank; what is left then scores 0; 0 sets no limit
-reward_workers = 0              # calls at once of an async reward (0: 64), or of one in verl's form (0: 1)
-reward_errors = "stop"          # what a call that raises does: stop the run, or unscored: leave it, and one
-                                # that takes too long, without a score
-reward_weights = ""             # name:weight,... of reward parts, an environment, reward_model; 1 if empty
 reward_model = ""               # a folder or hub id of a sequence-classification model with one label
-# episodes: docs/episodes.md
-environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
-max_turns = 8                   # of an episode; max_completion_length counts all of them and the replies
-environment_workers = 0         # threads for environments; a run repeats bit for bit only with 0, no threads
-environment_timeout = 10.0      # seconds for a call that is async or in a thread; 0 sets no limit
 # engine
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; with 1, each rank has its own

@@ -1,4 +1,5 @@
 """What a run needs and no algorithm changes. Import it before PyTorch, which reads these as it is loaded."""
+import atexit
 import contextlib
 import json
 import os
@@ -10,6 +11,10 @@ import time
 # (bench/busy.py).
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "4000"
+
+# What is called as the process ends, unless it is killed: closing.callback(function).
+closing = contextlib.ExitStack()
+atexit.register(closing.close)
 
 
 def tell_launcher(message, later=0):

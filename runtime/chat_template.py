@@ -10,8 +10,9 @@ import functools
 
 # Stands in a text where it is cut before it is encoded; a character of Unicode's private use area.
 CUT = "\ue000"
-# Turns to try a template on. Templates that know thinking know it by the tags in one of these.
-THOUGHTFUL = ("<think>\nwhy\n</think>\n\nbecause", "<|channel>thought\nwhy\n<channel|>because")
+# Turns to try a template on, by the tag that it knows the end of thinking by.
+THOUGHTFUL = {"</think>": "<think>\nwhy\n</think>\n\nbecause",
+              "<channel|>": "<|channel>thought\nwhy\n<channel|>because"}
 
 
 class Template:
@@ -28,7 +29,9 @@ class Template:
         self.control = sorted((one for one in added if len(one.strip()) > 1), key=len)[::-1]
         # Where the template itself ends the thinking before a turn, the policy does not think.
         thinks = not self._render([{"role": "user", "content": "?"}], True).rstrip().endswith("</think>")
-        self.turns = THOUGHTFUL if thinks else ("because",)
+        written = str(tokenizer.chat_template)
+        self.turns = [turn for tag, turn in THOUGHTFUL.items() if thinks and tag in written] or ["because"]
+        self.calls_at_once = None               # no limit, unless check finds that the template has one
 
     def opening(self, messages):
         """The ids of the messages before the first turn."""
@@ -42,7 +45,7 @@ class Template:
         calls = [call["function"]["name"] for call in turn.get("tool_calls", [])]
         # The policy may have made up a name, and with it a control token.
         calls = tuple(name if name in self.names else "unknown" for name in calls)
-        messages, before = self._until_end(calls)
+        messages, before = self._until_end(calls[:self.calls_at_once])
         reply = [message | {"content": self.defused(message["content"])} for message in reply]
         if calls:
             reply = [message | {"name": name} for message, name in zip(reply, calls)]
@@ -75,9 +78,15 @@ class Template:
             reply |= {"role": "tool", "name": self.names[0], "tool_call_id": call_id(0)}
         for text in self.turns:
             self._talk(messages, turn_of(text, self.names[:1]), reply)
-        # The policy may make several calls at once, and make up a tool.
-        for names in (self.names[:1] * 2, ["unknown"]) if self.tools else ():
-            self.between(turn_of("", names), [reply] * len(names))
+        if self.tools:
+            # The policy may make up a tool, and make several calls at once. A template may refuse those, as
+            # Llama's does; their results then follow a turn with the first of them, as in TRL.
+            self.between(turn_of("", ["unknown"]), [reply])
+            try:
+                self.between(turn_of("", self.names[:1] * 2), [reply] * 2)
+            except ValueError:
+                self.calls_at_once = 1
+                self.between(turn_of("", self.names[:1] * 2), [reply] * 2)
 
     def _talk(self, messages, turn, reply):
         # The checks of two turns. The second shows whether the first, then an earlier one, is left as it was.

@@ -7,6 +7,8 @@ What a model folder says of itself, and what is refused before its weights are l
     end_tokens       which tokens end a completion
 """
 import contextlib
+import functools
+import json
 import math
 import os
 
@@ -46,6 +48,8 @@ def check_model(path, key="model", tokenizer=True, length=0):
     loaded.
     """
     path = SHIPPED.get(path, path)
+    # The whole path of a folder, because an environment may go to another one.
+    path = os.path.abspath(path) if os.path.isdir(path) else path
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
             raise ValueError(f"{key}={path}: no such folder")
@@ -179,8 +183,11 @@ def end_tokens(model, tokenizer):
     return ids
 
 
-def load_tokenizer(path, key="model"):
-    """The tokenizer of a folder or hub id. Raises ValueError if it is damaged, or is another model's."""
+def load_tokenizer(path, key="model", settings=None):
+    """The tokenizer of a folder or hub id, with the templates that the settings name, if any are given.
+
+    Raises ValueError if it is damaged, is another model's, or if a template cannot be read.
+    """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     embedded = AutoConfig.from_pretrained(path).get_text_config().vocab_size
@@ -191,4 +198,27 @@ def load_tokenizer(path, key="model"):
     if beyond:
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
+    if settings and settings.chat_template:
+        tokenizer.chat_template = text_of("chat_template", settings.chat_template)
+    if settings and settings.response_template:
+        tokenizer.response_template = json_object("response_template", text_of(
+            "response_template", settings.response_template))
+    if settings and settings.chat_template_kwargs:
+        more = json_object("chat_template_kwargs", settings.chat_template_kwargs)
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **more)
     return tokenizer
+
+
+def text_of(key, path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}={path} cannot be read: {error}") from error
+
+
+def json_object(key, text):
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise ValueError(f'{key}: not a JSON object, such as {{"enable_thinking": false}}, but {text!r:.200}')

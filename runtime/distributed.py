@@ -19,7 +19,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from runtime import refuse, tell_launcher
+from runtime import closing, refuse, tell_launcher
 
 
 def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
@@ -124,6 +124,7 @@ def leave():
 
 def end(code):
     """End the process at once, with what it has printed; from any thread."""
+    closing.close()
     for stream in (sys.stdout, sys.stderr):
         # A reward may have put anything in its place.
         with contextlib.suppress(AttributeError, ValueError, OSError):

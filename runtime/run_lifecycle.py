@@ -24,8 +24,10 @@ from runtime.user_code import source_file
 
 # A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
-        "eval_file", "reward", "reward_model", "environment", "max_prompt_length", "chat", "system_prompt",
-        "prompts_per_step", "num_generations", "seed", "shuffle")
+        "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
+        "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
+        "num_generations", "seed", "shuffle")
+CODE = ("reward", "environment", "tools")           # settings that name files of the user's
 
 
 class Run:
@@ -48,7 +50,8 @@ class Run:
                 clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
                 located = locate_run(settings.out_dir, settings.resume,
                                      f"out/{kind}-{settings.task}-{clock}")
-        self.out_dir, self.resumed = distributed.from_master(located)
+        # An environment may go to another folder.
+        self.out_dir, self.resumed = (path and os.path.abspath(path) for path in distributed.from_master(located))
         # From here on, beginning with the chat template, nothing may take for ever.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
@@ -77,11 +80,11 @@ class Run:
         s, before = self.settings, self.state["settings"]
         checksums = {"train_prompts": checkpoint.checksum_of_rows(train_set.rows),
                      "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
-        for key in ("reward", "environment"):
-            if ":" in getattr(s, key):
-                path = source_file(getattr(s, key).rpartition(":")[0])
+        for key in CODE:
+            for spec in getattr(s, key).split(",") if ":" in getattr(s, key) else ():
+                path = source_file(spec.rpartition(":")[0])
                 check(os.path.isfile(path), f"{key}: no such file: {path}")
-                checksums[key] = checkpoint.checksum(path)
+                checksums[key] = checksums.get(key, 0) ^ checkpoint.checksum(path)
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
         # Another number of held-out prompts is no other data.
         same["eval_prompts"] |= s.eval_prompts != before.get("eval_prompts")
@@ -89,7 +92,7 @@ class Run:
                                 ("eval_prompts", "held-out", s.eval_file or s.train_file)):
             check(same[key], f"{file or 'task=' + s.task}: the {what} prompts are not those of "
                              f"{self.resumed}, so this would not be the same run")
-        self.changed = [key for key in ("reward", "environment") if not same.get(key, True)]
+        self.changed = [key for key in CODE if not same.get(key, True)]
         self.state["checksums"] = checksums
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
@@ -120,7 +123,7 @@ class Run:
             f"The run has {self.max_steps} steps and evaluates "
             f"{f'every {s.eval_interval}' if s.eval_interval else 'its first and last model'}, with "
             f"{s.eval_samples} completions per held-out prompt.\n{printable(data_note)}")
-        if s.environment and s.environment_workers:
+        if (s.environment or s.tools) and s.environment_workers:
             self.log.say("environment_workers: turns begin when the environments answer, so the run does not "
                          "repeat bit for bit")
         if self.resumed:

@@ -9,15 +9,32 @@ import importlib.util
 import inspect
 import os
 import queue
+import re
 import sys
 import threading
 import time
 from collections import deque
 
 
+# Where the run was started. What it loads may go to another folder.
+HERE = os.getcwd()
+
+
 def source_file(path):
     """Where such a file is: here, or else in the project, whose config files name some of its own."""
-    return path if os.path.isfile(path) else os.path.join(os.path.dirname(os.path.dirname(__file__)), path)
+    here = os.path.join(HERE, path)
+    return here if os.path.isfile(here) else os.path.join(os.path.dirname(os.path.dirname(__file__)), path)
+
+
+@functools.cache
+def module_of(path, changed):
+    # The module of a file, which is run once for all that is loaded from it. changed: the time of its change.
+    spec = importlib.util.spec_from_file_location(f"user_code_{len(sys.modules)}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    # As for a script, modules may lie beside it; the project's own come first.
+    sys.path += {os.path.dirname(os.path.abspath(path))} - {*sys.path}
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_from(spec, key, kind, others=""):
@@ -32,18 +49,20 @@ def load_from(spec, key, kind, others=""):
     path = source_file(given)
     if not os.path.isfile(path):
         raise ValueError(f"{key}: no such file: {given}")
-    module_spec = importlib.util.spec_from_file_location(f"{key}_file", path)
-    module = sys.modules[f"{key}_file"] = importlib.util.module_from_spec(module_spec)
     try:
-        module_spec.loader.exec_module(module)
+        module = module_of(path, os.stat(path).st_mtime_ns)
         found = getattr(module, name, None)
         callable(found) and inspect.signature(found)            # which not all that is written in C has
     except BaseException as error:
-        raise ValueError(f"{key}: {path} raised {escaped(shown(error))}") from error
+        raise ValueError(f"{key}: {given} raised {escaped(shown(error))}") from error
     if not callable(found):
+        with open(path) as file:
+            if re.search(rf"^\s+(class|def) {name}\b", file.read(), re.MULTILINE):
+                raise ValueError(f"{key}: {name} is defined inside a function or class of {given}, where "
+                                 "nothing else can reach it; docs/episodes.md says how to get it out")
         names = [other for other, value in vars(module).items() if callable(value)]
         near = ", ".join(difflib.get_close_matches(name, names) or names)
-        raise ValueError(f"{key}: {path} has no {kind} {name}; it has {near or 'none'}")
+        raise ValueError(f"{key}: {given} has no {kind} {name}; it has {near or 'none'}")
     return found
 
 
@@ -75,6 +94,14 @@ def shown(value):
 def escaped(text):
     # As one line, in which no control character acts on the console.
     return repr(text)[1:-1]
+
+
+def figure(value):
+    """What a reward or an environment logs: a number, or else text."""
+    try:
+        return value if isinstance(value, str) else float(value)
+    except Exception:
+        return shown(value)
 
 
 class TimeUp(Exception):
@@ -199,3 +226,15 @@ def at_once(functions, count, timeout, seconds):
     while len(results) < len(functions) and time.monotonic() < end:
         results |= {number: error or value for number, value, error, _ in threads.finished(wait=True)}
     return [results.get(number, TimeUp()) for number in range(len(functions))]
+
+
+def closer(instance):
+    """The method close or release of an environment, if it has one that takes no arguments."""
+    methods = [getattr(instance, name, None) for name in ("close", "release")]
+    return next((one for one in methods if callable(one) and not inspect.signature(one).parameters), None)
+
+
+def close(instances, seconds):
+    """Closes those environments that can be closed, and waits for all of them together for `seconds`."""
+    functions = [*filter(None, map(closer, instances))]
+    at_once(functions, len(functions), 0, seconds)

@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection, Pipe
 class UserProcess:
     """Calls a function that make(*arguments) gives there, in a new Python that has our sys.path.
 
-    make is found there by its name. It returns the function and a dict of attributes for this object. Raises
+    folder: where that Python runs. make is found there by its name. It returns the function and a dict of attributes for this object. Raises
     what make raises.
     """
 
-    def __init__(self, make, *arguments):
-        self.made_by, self.process = (make, arguments), None
+    def __init__(self, folder, make, *arguments):
+        self.folder, self.made_by, self.process = folder, (make, arguments), None
         self._start()
 
     def within(self, seconds, *arguments):
@@ -43,7 +43,7 @@ class UserProcess:
                    f"serve({theirs.fileno()})")
         # Ctrl-C does not reach a session of its own: this process may want to finish its step.
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()],
-                                        stdin=subprocess.DEVNULL, start_new_session=True)
+                                        stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder)
         theirs.close()
         vars(self).update(self._answer(self.made_by, None))
 

@@ -642,7 +642,7 @@ LATE_STEPS = {
 LATE_IN_THREADS = {runs(): "time.sleep(1000); linger()",
                    later("environment Game: (it|step)"): "sys.exit(0); return None"}
 ENVIRONMENT_SETTINGS = {
-    ITSELF: "max_turns=0; max_turns=-1; max_turns=1.5; environment_workers=-1; environment_workers=x; "
+    ITSELF: "max_turns=-1; max_turns=1.5; environment_workers=-1; environment_workers=x; "
             "environment_timeout=-1; environment_timeout=nan; timeout=9 reward_step_timeout=1",
     "chat is False": "chat=false", runs(): "max_turns=1; environment_workers=99; environment_timeout=0; "
                                            "reward=none; reward="}

@@ -143,7 +143,7 @@ REWRITES = ["rewrites earlier turns"]
     (CLEARS_RESULTS, TOOLS, [*REWRITES, "<|user|>forty-two<|end|><|assistant|>' becomes",
                              "<|user|>[cleared]"]),
     (CLEARS_CALLS, TOOLS, [*REWRITES, "because<call>add</call><|end|>", "becomes", "because<|end|>"]),
-    (SPEAKS_UP, None, [*REWRITES, "<|assistant|>Well: ' becomes", "<|assistant|><think>"]),
+    (SPEAKS_UP, None, [*REWRITES, "<|assistant|>Well: ' becomes", "<|assistant|>because"]),
     (COUNTS, None, [*REWRITES, "'1 <|user|>What", "becomes '2 <|user|>What"]),
     (NEVER_THINKS, None, ["drops what a turn has thought", r"'\n\nbecause<|end|>'", "<think>"]),
     (NEVER_THINKS, TOOLS, ["drops what a turn has thought", r"'\n\nbecause<call>add</call><|end|>'"]),
@@ -153,7 +153,6 @@ REWRITES = ["rewrites earlier turns"]
     (NO_TOOLS, TOOLS, ["has no place for tools"]),
     (NO_RESULTS, TOOLS, ["has no place for a message of the role tool"]),
     (RAISES, TOOLS, ["fails with TemplateError('No tool')", "'content': 'forty-two'"]),
-    (ONE_CALL, TOOLS, ["fails with TemplateError('One!')", "call00001"]),
     ("{{ nothing.at_all }}", None, ["fails with UndefinedError"])])
 def test_a_template_that_cannot_be_used_is_refused(template, tools, told):
     with pytest.raises(ValueError) as error:
@@ -173,6 +172,16 @@ def test_a_template_that_cannot_be_used_is_refused(template, tools, told):
 def test_a_template_is_refused_only_for_what_it_is_used_for(template, tools):
     made(template, tools).check([user("What is 2+3?")])
     made(template, tools).check([user("One."), {"role": "assistant", "content": "Two."}, user("Three.")])
+
+
+def test_a_template_that_takes_one_call_at_a_time():
+    """The results of two stand behind a turn with the first call, which is all that Llama's template writes."""
+    chat, two = made(ONE_CALL, TOOLS), [result("5"), result("6", 1, "sub")]
+    with pytest.raises(ValueError, match="fails with TemplateError\\('One!'\\).*call00001"):
+        chat.between(turn_of("", ["add", "sub"]), two)
+    chat.check([user("What is 2+3?")])
+    assert chat.tokenizer.decode(chat.between(turn_of("", ["add", "sub"]), two)) == (
+        "<|user|>5<|end|><|user|>6<|end|><|assistant|>")
 
 
 def test_no_turn_is_inserted_after_one_that_it_rewrites():

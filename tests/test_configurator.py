@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import configurator
-from config import shared
+from config import conversation, shared
 from configurator import configure, read_layout
 from runtime.check_settings import check_grpo, check_values
 
@@ -405,13 +405,13 @@ def test_numbers_that_must_not_be_negative(capsys, key):
 
 
 RECIPES = sorted(path for path in Path(__file__).parents[1].glob("config/*.py")
-                 if path.name not in ("__init__.py", "shared.py"))
+                 if path.name not in ("__init__.py", "conversation.py", "shared.py"))
 
 
 def defaults_of(script):
     """Returns a script's globals as its block and config/shared.py set them, without running either."""
     namespace, keys = {"__file__": str(script), "__doc__": ""}, {key for key, _ in read_layout(script)}
-    for path in (Path(shared.__file__), script):
+    for path in (Path(conversation.__file__), Path(shared.__file__), script):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in keys:
                 namespace[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)

@@ -22,6 +22,7 @@ from runtime import user_code
 from test_rollout import ENGINES, identical
 
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
+            "tools": "", "max_turn_length": 0, "max_reply_length": 0, "max_environments": 0,
             "max_completion_length": 120, "environment_workers": 0, "environment_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",
             "reward_workers": 0, "reward_errors": "stop", "reward_weights": ""}
@@ -234,7 +235,7 @@ def parts_of(r):
 
 def scored(rollouts, plays_as, **settings):
     settings = SimpleNamespace(**SETTINGS | {"token_budget": 100} | settings)
-    Scorer(settings, "cpu", torch.float32, plays_as)(rollouts)
+    Scorer(settings, "cpu", torch.float32, SimpleNamespace(rewards_as=plays_as, make=True))(rollouts)
     return rollouts
 
 
@@ -515,8 +516,8 @@ def test_tools_are_called_and_answer(games):
 
 
 @pytest.mark.parametrize("said, answer", [
-    (call("add", '{"amount": -1}'), "ValueError: -1 is negative"),
-    (call("add", '{"amount": "x"}'), "TypeError: "),
+    (call("add", '{"amount": -1}'), "{'error': '-1 is negative'}"),
+    (call("add", '{"amount": "x"}'), "'<' not supported between instances of 'str' and 'int'"),
     (call("sub"), "there is no tool sub; there are add, wait"),
     (call("reset"), "there is no tool reset"), (call("_note"), "there is no tool _note"),
     (call("last"), "there is no tool last"), (call("get_reward"), "there is no tool get_reward"),
@@ -641,6 +642,7 @@ def test_threads_change_nothing_but_the_order(hf, games):
 def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
     """As many as there are threads, and never more."""
     plays, count = player(games, "Busy", environment_workers=workers), 16 if workers else 2
+    plays.make.most = plays.make.calls = 0
     rollouts = plays.play(Says(*[["a<|end|>"] * 3] * count), prompts_for([{"together": workers or 1}]), count,
                           [5], 120, 1.0)
     busy = plays.make
@@ -729,7 +731,7 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path):
 def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch):
     """As config files name some of the project's own, and a run may start in any folder."""
     name = "environments/guess_number.py"
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(user_code, "HERE", str(tmp_path))
     assert user_code.source_file(name) == f"{ROOT}/{name}"
     assert player("", environment=f"{name}:Guess").has_step
     assert user_code.source_file(f"{ROOT}/{name}") == f"{ROOT}/{name}"
@@ -737,7 +739,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
         player("", environment="environments/none.py:Guess")
     (tmp_path / "environments").mkdir()
     (tmp_path / name).write_text("class Gess:\n    pass")
-    assert user_code.source_file(name) == name
+    assert user_code.source_file(name) == f"{tmp_path}/{name}"
     with pytest.raises(ValueError, match=f"^environment: {name} has no Class Guess; it has Gess"):
         player("", environment=f"{name}:Guess")
 
@@ -766,8 +768,8 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (START.format("", "return 'on', None, False"), "the reward None in turn 1 is not a finite number"),
     (START.format("", "return 'on', '1', True"), "the reward '1' in turn 1 is not a finite number"),
     (START.format("", "return 'on', 10 ** 400, True"), "is not a finite number"),
-    (TOOL.format("", '"""Works."""') + "    def get_reward(self):\n        return None",
-     "the reward None in turn 1 is not a finite number"),
+    (TOOL.format("", '"""Works."""') + "    def get_reward(self):\n        return 'one'",
+     "the reward 'one' in turn 1 is not a finite number"),
     (TOOL.format("", '"""Works."""') + "    def get_reward(self):\n        raise KeyError('lost')",
      "it raised KeyError: 'lost' in turn 1; the row is {")])
 def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told):

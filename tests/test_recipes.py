@@ -21,7 +21,7 @@ REWARD = "def score(prompts, completions, **_):\n    return [len(m[0]['content']
 PRETRAIN = "tiny/pretrain.py"
 SCRIPTS = sorted(Path(ROOT).glob("train_*.py"))
 RECIPES = sorted(path for path in Path(ROOT).glob("config/*.py")
-                 if path.name not in ("__init__.py", "shared.py"))
+                 if path.name not in ("__init__.py", "conversation.py", "shared.py"))
 
 
 def parsed(recipe):

@@ -148,12 +148,13 @@ def scorer_of(path):
     settings = {"reward": "none", "task": "algebra", "reward_timeout": 1.0, "reward_step_timeout": 0.0,
                 "reward_workers": 0, "reward_errors": "stop", "environment": "",
                 "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
-    return rewards.Scorer(SimpleNamespace(**settings), torch.device("cpu"), torch.float32)
+    return rewards.Scorer(SimpleNamespace(**settings), torch.device("cpu"), torch.float32,
+                          SimpleNamespace(rewards_as="", make=None))
 
 
 def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     scorer, rows = scorer_of(judge), ROWS[:3]
-    rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, rewards={},
+    rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, extra={}, rewards={},
                                 logprobs=[-1.0], finish_reason="stop") for row in rows]
     scorer.check_with(ROWS)
     scorer(rollouts)

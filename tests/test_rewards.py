@@ -38,12 +38,12 @@ TEXTS = [f"Answer: {i}" for i in range(4)]
 def reward_file(tmp_path, source, workers=0):
     path = tmp_path / "my_reward.py"
     path.write_text(source)
-    return UserProcess(rewards.judge_there, f"{path}:reward", "algebra", workers)
+    return UserProcess(".", rewards.judge_there, f"{path}:reward", "algebra", workers)
 
 
 def score(*arguments, **more):
     """What rewards.score returns, in columns: totals without weights, parts, who timed out, steps."""
-    parts, steps, problems = zip(*rewards.score(*arguments, **more))
+    parts, steps, _, problems = zip(*rewards.score(*arguments, **more))
     names = dict.fromkeys(name for own in parts for name in own)
     return ([rewards.total(own, {}) for own in parts],
             {name: [own.get(name, math.nan) for own in parts] for name in names},
@@ -128,7 +128,7 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     ("syntax.py:reward", "syntax.py raised SyntaxError"),
 ])
 def test_load_reward_errors(tmp_path, monkeypatch, spec, message):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runtime.user_code.HERE", str(tmp_path))
     write(tmp_path / "my_reward.py", "CONSTANT = 1", "def helper(): pass", "def reward(completions): pass")
     write(tmp_path / "broken.py", "1 / 0")
     write(tmp_path / "syntax.py", "def reward(:")
@@ -335,7 +335,7 @@ SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_step
 
 def rollout(row, completion, score=NAN, **parts):
     return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
-                           spans=[(1, 2)], rewards={}, logprobs=[-1.0],
+                           extra={}, spans=[(1, 2)], rewards={}, logprobs=[-1.0],
                            sampled_ids=[], problem="")
 
 
@@ -357,7 +357,7 @@ def scorer(tmp_path, monkeypatch):
         (tmp_path / "my_reward.py").write_text(source)
         spec = {"reward": f"{tmp_path}/my_reward.py:reward"} if source else {}
         return rewards.Scorer(SimpleNamespace(**SETTINGS | spec | settings), torch.device("cpu"),
-                              torch.float32)
+                              torch.float32, SimpleNamespace(rewards_as="", make=None))
     monkeypatch.setattr(reward_model, "RewardModel", Digits)
     return scorer
 
@@ -421,7 +421,7 @@ def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, mo
         assert (rollouts[0].score == os.getpid()) == (own.settings.reward_timeout == 0)
     monkeypatch.setattr(subprocess, "Popen", None)
     for other in (scorer(), scorer(task="file")):
-        assert not hasattr(other.reward, "within")
+        assert not hasattr(other.rewards[0], "within")
     monkeypatch.setattr(rewards, "score", None)
     for task in ("algebra", "arithmetic"):                      # single answers with a number
         scorer(task=task)(rollouts)
@@ -455,7 +455,7 @@ def test_scorer_adds_a_reward_model(scorer):
     alone = scorer(reward="none", reward_model="some/model", reward_weights="reward_model:2")
     alone(rollouts)
     assert [r.score for r in rollouts] == [4.0, 4.0, pytest.approx(NAN, nan_ok=True), 0.0]
-    assert rollouts[0].parts == {"reward_model": 2} and alone.reward is None
+    assert rollouts[0].parts == {"reward_model": 2} and alone.rewards == []
     with pytest.raises(ValueError, match="reward=none needs a reward_model"):
         scorer(reward="none")
 
@@ -482,7 +482,7 @@ def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
                                 ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
         tried = scorer(source, reward_model="some/model")
         tried.check_with(rows)
-        assert tried.reward.__globals__["seen"] == [(prompts, form(["Answer: 0", ""]))]
+        assert tried.rewards[0].__globals__["seen"] == [(prompts, form(["Answer: 0", ""]))]
         assert tried.model.seen == [(prompts, form(["Answer: 0", ""]))]
 
 
@@ -699,7 +699,7 @@ PLAIN = JUDGE.replace("ASYNC ", "").replace("AWAIT SLEEP", "time.sleep").replace
 def judged(tmp_path, source, name, workers, in_process=True):
     (tmp_path / "judge.py").write_text(source)
     arguments = f"{tmp_path}/judge.py:{name}", "file", workers
-    return UserProcess(rewards.judge_there, *arguments) if in_process else rewards.load_reward(*arguments)
+    return UserProcess(".", rewards.judge_there, *arguments) if in_process else rewards.load_reward(*arguments)
 
 
 @pytest.mark.parametrize("in_process", [True, False])
@@ -719,7 +719,7 @@ def test_calls_at_once(tmp_path, source, name, workers, most, in_process):
 def test_a_call_that_waits_for_its_turn_has_its_time_still_to_come(tmp_path):
     reward = judged(tmp_path, LATER, "trl", 1)
     found = rewards.score(reward, ROWS * 2, ["good"] * 8, 0.5)  # 1.6 s in all
-    assert [(own["right"], problem) for own, _, problem in found] == [(1.0, "")] * 8
+    assert [(own["right"], problem) for own, *_, problem in found] == [(1.0, "")] * 8
 
 
 def test_a_call_that_was_cut_off_ends_with_its_process(tmp_path):
@@ -744,7 +744,7 @@ def test_a_call_that_fails_is_unscored(tmp_path, source, name, workers):
     with pytest.raises(RuntimeError, match="raised ConnectionError: no answer; the completion is 'broken'"):
         rewards.score(reward, ROWS, texts, 1.0)
     found = rewards.score(reward, ROWS[:2], ["slow", "good"], 1.0)
-    assert found[0] == ({"most": 0.0, "right": 0.0}, [], rewards.TIMED_OUT) and found[1][0]["right"] == 1.0
+    assert found[0] == ({"most": 0.0, "right": 0.0}, [], {}, rewards.TIMED_OUT) and found[1][0]["right"] == 1.0
 
 
 def test_a_batch_that_fails_is_unscored_where_it_fails(tmp_path):

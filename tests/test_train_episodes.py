@@ -284,7 +284,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
 
 
 @pytest.mark.parametrize("settings, message", [
-    (["--max_turns=0"], "max_turns=0: must be above 0"),
+    (["--max_turns=-1"], "max_turns=-1: must not be negative"),
     (["--environment_workers=-1"], "environment_workers=-1: must not be negative"),
     (["--environment_timeout=-1"], "environment_timeout=-1.0: must not be negative"),
     (["--environment=GAMES:Letters", "--timeout=5", "--reward_step_timeout=1", "--environment_timeout=5"],

@@ -1,0 +1,31 @@
+"""
+Settings of the training scripts and of evaluate_model.py: how a prompt is written, what replies to the model, how
+its answers are scored. A script takes them in like those of config/shared.py, which imports them.
+"""
+# ------------------------------------------------------------------------------------------------------------
+# prompts
+difficulty = 1                  # of generated problems: 1 suits the tiny model, 3 a model of 1 B parameters
+chat = True                     # apply the chat template to messages; False joins them, for base models
+system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
+chat_template = ""              # a file with a Jinja template that takes the place of the tokenizer's
+response_template = ""          # a JSON file that says how calls and thinking are read from an answer
+chat_template_kwargs = ""       # a JSON object of what the template takes: {"enable_thinking": false}
+# reward
+reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
+reward_workers = 0              # calls at once of an async reward (0: 64), or of one in verl's form (0: 1)
+reward_errors = "stop"          # what a call that raises does: stop the run, or unscored: leave it, and one
+                                # that takes too long, without a score
+reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; 1 if
+                                # it is not named
+# episodes: docs/episodes.md
+environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
+tools = ""                      # file.py:function,... that the model may call, with or without an environment
+max_turns = 0                   # of an episode; 0 sets no limit except max_completion_length, which counts all
+                                # turns and replies
+max_turn_length = 0             # in tokens; a longer turn is cut off, which ends the episode; 0 sets no limit
+max_reply_length = 0            # in tokens, of a tool's result or an observation; the rest of a longer one is
+                                # left out, and a mark says so; 0 sets no limit
+max_environments = 0            # instances per rank; further episodes wait for one; 0 sets no limit
+environment_workers = 0         # threads for environments; a run repeats bit for bit only with 0, no threads
+environment_timeout = 0.0       # seconds for a call that is async or in a thread; 0 sets no limit
+# ------------------------------------------------------------------------------------------------------------

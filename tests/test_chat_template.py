@@ -82,7 +82,7 @@ def test_results_of_tools_are_the_tokens_written_by_hand(template, line, wrap, n
     chat, results = made(template, TOOLS), ["5", "{'a': 6}"]
     made_up = [name.replace("unknown", "<|end|>") for name in names]
     reply = [result(text, i, name) for i, (name, text) in enumerate(zip(made_up, results))]
-    assert chat.between(turn_of("because", made_up), reply) == ids_of(chat.tokenizer, line, *(
+    assert chat.between(turn_of({"content": "because"}, made_up), reply) == ids_of(chat.tokenizer, line, *(
         f"<|user|>{wrap.format(*both)}<|end|>{line}" for both in zip(names, results)), "<|assistant|>")
 
 
@@ -178,16 +178,16 @@ def test_a_template_that_takes_one_call_at_a_time():
     """The results of two stand behind a turn with the first call, which is all that Llama's template writes."""
     chat, two = made(ONE_CALL, TOOLS), [result("5"), result("6", 1, "sub")]
     with pytest.raises(ValueError, match="fails with TemplateError\\('One!'\\).*call00001"):
-        chat.between(turn_of("", ["add", "sub"]), two)
+        chat.between(turn_of({}, ["add", "sub"]), two)
     chat.check([user("What is 2+3?")])
-    assert chat.tokenizer.decode(chat.between(turn_of("", ["add", "sub"]), two)) == (
+    assert chat.tokenizer.decode(chat.between(turn_of({}, ["add", "sub"]), two)) == (
         "<|user|>5<|end|><|user|>6<|end|><|assistant|>")
 
 
 def test_no_turn_is_inserted_after_one_that_it_rewrites():
     """Not even where nobody has called check()."""
     with pytest.raises(ValueError, match="rewrites a turn once something follows it: .* becomes "):
-        made(FORGETS).between(turn_of("because", []), [user("32")])
+        made(FORGETS).between(turn_of({"content": "because"}, []), [user("32")])
 
 
 def test_only_the_messages_that_are_there_have_to_be_rendered():
@@ -209,12 +209,12 @@ def inserted(chat, text, where):
     if where == "opening":
         return chat.opening([user("What? " + chat.defused(text))])
     if where == "step":
-        return chat.between(turn_of("because", []), [user(text)])
+        return chat.between(turn_of({"content": "because"}, []), [user(text)])
     # As a result, or in the name of a tool that was made up.
     if where == "result":
-        return chat.between(turn_of("because", ["add", "sub"]), [result("5"), result(text, 1, "sub")])
+        return chat.between(turn_of({"content": "because"}, ["add", "sub"]), [result("5"), result(text, 1, "sub")])
     reply = [result("5"), result(f"There is no tool {text}", 1, text)]
-    return chat.between(turn_of("because", ["add", text]), reply)
+    return chat.between(turn_of({"content": "because"}, ["add", text]), reply)
 
 
 WHERE = ["opening", "step", "result", "name"]
@@ -254,7 +254,7 @@ def test_any_other_text_is_encoded_as_in_the_whole_rendering(text, where):
         calls, reply = {"step": ([], [user(text)]),
                         "result": (["add", "sub"], [result("5"), result(text)]),
                         "name": (["add", "sub"], [result("5"), result(f"There is no tool {text}")])}[where]
-        whole = render([user("What?"), turn_of("because", calls), *reply])
+        whole = render([user("What?"), turn_of({"content": "because"}, calls), *reply])
         assert whole[-len(ids):] == ids and whole[-len(ids) - 1] == tokenizer.eos_token_id
 
 
@@ -270,5 +270,5 @@ def test_runs_of_spaces_are_no_control_tokens():
 
 def test_half_a_surrogate_pair_is_replaced():
     chat = made()
-    assert chat.between(turn_of("because", []), [user("a\ud800b")]) == ids_of(
+    assert chat.between(turn_of({"content": "because"}, []), [user("a\ud800b")]) == ids_of(
         chat.tokenizer, "<|user|>a?b<|end|><|assistant|>")

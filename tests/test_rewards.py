@@ -409,8 +409,9 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder):
     digits = sum(c.isdigit() for c in text)
     assert rollouts[0].rewards == {places[0]: 0.25, places[1]: -0.5, places[2]: 1.0, 0: 0.375, last: digits}
     assert rollouts[0].score == 2.25 / 2 + digits
-    with pytest.raises(RuntimeError, match="scores characters of a completion, but with environment=some"):
-        scorer(source, environment="some")(rollouts)
+    with pytest.raises(RuntimeError, match="scores characters of a completion, but an episode has several"):
+        scores.plays = True
+        scores(rollouts)
 
 
 def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, monkeypatch):

@@ -108,8 +108,8 @@ def reader(s):
 
 
 def file_rows(path, prompt=None):
-    # All of a file, as pairs (file:line, row). prompt: that of rows that have none. Takes TRL's rows (with answer, ground_truth, solution or
-    # reference) and verl's (with reward_model and data_source).
+    # All of a file, as pairs (file:line, row). prompt: that of rows that have none. Takes TRL's rows (with
+    # answer, ground_truth, solution or reference) and verl's (with reward_model and data_source).
     names, rows, lacking = [], [], None
     for where, row in read_rows(path):
         if prompt and row.get("prompt") is None:
@@ -371,10 +371,10 @@ def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
     kinds = {}
     for number, (name, row) in enumerate(prompts.named):
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
-        played = f"environment={s.environment}" if s.environment else s.tools and f"tools={s.tools}"
-        if played and (not messages or messages[-1]["role"] == "assistant"):
-            raise ValueError(f"{name}: {played} needs prompts that are lists of messages, the last one not the "
-                             "assistant's")
+        key = "environment" if s.environment else "tools"
+        if getattr(s, key) and (not messages or messages[-1]["role"] == "assistant"):
+            raise ValueError(f"{name}: {key}={getattr(s, key)} needs prompts that are lists of messages, the "
+                             "last one not the assistant's")
         kinds.setdefault(tuple((m["role"], bool(m.get("tool_calls"))) for m in messages), number)
     prompts.encoded(kinds.values())
     order = epoch_order(total, 0, seed, s.shuffle) if split == "train" else range(total)

@@ -33,7 +33,7 @@ from transformers.utils import get_json_schema
 
 from runtime import closing
 from runtime.chat_template import Template, tool_call
-from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer, escaped, figure, load_from,
+from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closers, escaped, figure, load_from,
                                name_of, outcome, shown)
 from rollout import Answer, Request, Rollout
 
@@ -71,9 +71,9 @@ class Player:
         if not s.chat or tokenizer.chat_template is None:
             raise ValueError(f"{self.key} answers by the chat template, but "
                              + ("the tokenizer has none" if s.chat else "chat is False"))
-        # All instances, and those that play no episode now.
-        self.opened, self.idle = [], []
-        closing.callback(lambda: close(self.opened, CLOSING))
+        # {id: instance} of all, and those that play no episode now.
+        self.opened, self.idle = {}, []
+        closing.callback(lambda: close([*self.opened.values()], CLOSING))
         environment, error, _ = outcome(self._open, s.environment_timeout)
         if error:
             raise ValueError(f"{self.key}: {self.name}() {self._told(error)}")
@@ -86,7 +86,7 @@ class Player:
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
-        own = ("reset", "get_reward", getattr(closer(environment), "__name__", ""))
+        own = {"reset", "get_reward", *closers(environment)}
         tools = functions + [method for name, method in methods.items() if name not in own]
         if not self.has_step:
             if not tools:
@@ -98,13 +98,13 @@ class Player:
         self.template = Template(tokenizer, eos_ids, self.tools)
 
     def _open(self):
-        self.opened.append(self.make())
-        return self.opened[-1]
+        environment = self.make()
+        self.opened[id(environment)] = environment
+        return environment
 
     def _drop(self, environment):
         # One whose reset has failed, or that still works on a call, plays no more episodes.
-        del self.opened[next(i for i, one in enumerate(self.opened) if one is environment)]
-        close([environment], 0)
+        close([self.opened.pop(id(environment))], 0)
 
     def _schema(self, tool):
         try:
@@ -201,7 +201,8 @@ class Player:
                 except (Failed, TimeUp) as error:
                     problem = f"reset {self._told(error)}"
             # An episode that cannot begin is one answer to its prompt, without a score.
-            rollout = yield from self._turns(None if problem else environment, row, ids, seed, sampling, counts)
+            playing = None if problem else environment
+            rollout = yield from self._turns(playing, row, ids, seed, sampling, counts)
             rollout.extra, hung = extra, problem or rollout.finish_reason == "timeout"
             if problem:
                 rollout.finish_reason, counts["problem"] = "error", str(self._broken(problem, row))
@@ -276,7 +277,7 @@ class Player:
         return "timeout" if isinstance(error, TimeUp) else "error"
 
     def _reset(self, environment, row, extra):
-        # A function that resets the environment for a row. extra: gets what it logs by name, if it asks for it.
+        # A function that resets the environment for a row. extra: what it logs by name, if it asks for that.
         def log(name, value):
             extra[name] = figure(value)
 
@@ -334,7 +335,7 @@ class Player:
     # ------------------------------------------------------------ tools
 
     def _read(self, before, sampled):
-        # The message that a turn is, and its calls: each as transformers writes it, with what is wrong, or "".
+        # A turn as a message, and its calls: each as transformers writes it, with what is wrong, or "".
         said = {"role": "assistant", "content": self.tokenizer.decode(sampled, skip_special_tokens=True)}
         found = []
         try:
@@ -370,8 +371,8 @@ class Player:
         return said, calls
 
     def _results(self, environment, calls, counts, row):
-        # Part of an episode: makes these calls. Returns for each a message, and what the policy reads in it. A
-        # list or an object is in the message as it is, for rewards.
+        # Part of an episode: makes these calls. Returns for each a message, and what the policy reads in it.
+        # A list or an object is in the message as it is, for rewards.
         heard = []
         for call, problem in calls:
             counts["calls"] += 1
@@ -397,9 +398,9 @@ class Player:
             # It may be of any kind.
             except Exception as error:
                 text = problem = shown(error)
-            if blocks - {"text"}:
-                raise self._broken(f"the tool {name} returned a block of the type {max(blocks - {'text'})}, but "
-                                   "the policy reads text", row)
+            if strange := blocks - {"text"}:
+                raise self._broken(f"the tool {name} returned a block of the type {min(strange)}, but the "
+                                   "policy reads text", row)
             counts["failures"] += bool(problem)
             heard.append((message, text))
         return heard

@@ -338,8 +338,8 @@ class Scorer:
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
     def _load(self, spec):
-        # One of the user's may do anything, so it has a process of its own. Without a limit it is called here,
-        # for a debugger. What needs the environments, or stands in their file, has to be called here.
+        # One of the user's may do anything, so it has a process of its own. Without a limit it is called
+        # here, for a debugger, and so is what reads the environments or stands in their file.
         s, named = self.settings, (spec, self.settings.task, self.settings.reward_workers)
         file, place = spec.rpartition(":")[0], s.environment.rpartition(":")[0]
         if spec and s.reward_timeout and not (place and source_file(file) == source_file(place)):
@@ -463,12 +463,16 @@ def part_weights(text):
     return weights
 
 
-def part_means(rollouts, prefix):
-    """Returns {prefix/name/mean: the mean of a part's values that are not NaN, 0 if all are}."""
+def part_means(rollouts, prefix, of="parts"):
+    """Returns {prefix/name/mean: the mean of a part's values that are not NaN, 0 if all are}.
+
+    of: "extra" for what was logged instead of the parts of the score; of that only the numbers.
+    """
     values = defaultdict(list)
     for rollout in rollouts:
-        for name, value in rollout.parts.items():
-            values[name] += [] if math.isnan(value) else [value]
+        for name, value in getattr(rollout, of).items():
+            if not isinstance(value, str):
+                values[name] += [] if math.isnan(value) else [value]
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 
@@ -520,20 +524,12 @@ def rollout_metrics(rollouts, engines):
     scores = np.array([r.score for r in rollouts])
     figures = {"reward": 0.0 if np.isnan(scores).all() else float(np.nanmean(scores)),
                "rewards/unscored": int(np.isnan(scores).sum()), **part_means(rollouts, "rewards"),
+               **part_means(rollouts, "logged", "extra"),
                "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),
                "completions/mean_length": sum(lengths) / len(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
                "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}
-    logged = logged_means(rollouts) if any(r.extra for r in rollouts) else {}
-    return figures | logged | (episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else {})
-
-
-def logged_means(rollouts):
-    # The mean of each number that rewards and environments have logged.
-    values = defaultdict(list)
-    for name, value in (pair for r in rollouts for pair in r.extra.items()):
-        values[name] += [] if isinstance(value, str) else [value]
-    return {f"logged/{name}": sum(some) / len(some) for name, some in values.items() if some}
+    return figures | episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else figures
 
 
 def episode_metrics(rollouts, engines):
@@ -554,8 +550,8 @@ def sample_lines(rollouts, n):
     """What samples.jsonl says of a step: the first of n rollouts of each of its first eight prompts."""
     return [{"prompt": r.row["prompt"],
              "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
-             "finish_reason": r.finish_reason, "truth": r.row.get("answer")} | ({"extra": r.extra} if r.extra
-             else {}) for r in rollouts[:8 * n:n]]
+             "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
+             **({"extra": r.extra} if r.extra else {})} for r in rollouts[:8 * n:n]]
 
 
 def conversation(completion):
@@ -565,7 +561,6 @@ def conversation(completion):
     texts = []
     for message in completion:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
-        text = message["content"]
-        text = " ".join(part for part in [text if isinstance(text, str) else json.dumps(text), *calls] if part)
+        text = " ".join(str(part) for part in [message["content"], *calls] if part)
         texts.append(text if message["role"] == "assistant" else f"[{text}]")
     return " ".join(texts)

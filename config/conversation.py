@@ -1,6 +1,6 @@
 """
-Settings of the training scripts and of evaluate_model.py: how a prompt is written, what replies to the model, how
-its answers are scored. A script takes them in like those of config/shared.py, which imports them.
+Settings of the training scripts and of evaluate_model.py: how a prompt is written, what replies to the model,
+how its answers are scored. config/shared.py imports them for the training scripts.
 """
 # ------------------------------------------------------------------------------------------------------------
 # prompts
@@ -20,8 +20,8 @@ reward_weights = ""             # name:weight,... of rewards, their parts, an en
 # episodes: docs/episodes.md
 environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
 tools = ""                      # file.py:function,... that the model may call, with or without an environment
-max_turns = 0                   # of an episode; 0 sets no limit except max_completion_length, which counts all
-                                # turns and replies
+max_turns = 0                   # of an episode; with 0 only max_completion_length, which counts all turns and
+                                # replies, ends it
 max_turn_length = 0             # in tokens; a longer turn is cut off, which ends the episode; 0 sets no limit
 max_reply_length = 0            # in tokens, of a tool's result or an observation; the rest of a longer one is
                                 # left out, and a mark says so; 0 sets no limit

@@ -198,27 +198,19 @@ def load_tokenizer(path, key="model", settings=None):
     if beyond:
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
-    if settings and settings.chat_template:
-        tokenizer.chat_template = text_of("chat_template", settings.chat_template)
-    if settings and settings.response_template:
-        tokenizer.response_template = json_object("response_template", text_of(
-            "response_template", settings.response_template))
-    if settings and settings.chat_template_kwargs:
-        more = json_object("chat_template_kwargs", settings.chat_template_kwargs)
+    if settings:
+        for key, read in (("chat_template", str), ("response_template", json_object)):
+            if path := getattr(settings, key):
+                with reading(f"{key}={path}"), open(path, encoding="utf-8") as file:
+                    setattr(tokenizer, key, read(file.read()))
+        with reading(f"chat_template_kwargs={settings.chat_template_kwargs}"):
+            more = json_object(settings.chat_template_kwargs or "{}")
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **more)
     return tokenizer
 
 
-def text_of(key, path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key}={path} cannot be read: {error}") from error
-
-
-def json_object(key, text):
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(value := json.loads(text), dict):
-            return value
-    raise ValueError(f'{key}: not a JSON object, such as {{"enable_thinking": false}}, but {text!r:.200}')
+def json_object(text):
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError('not a JSON object, such as {"enable_thinking": false}')
+    return value

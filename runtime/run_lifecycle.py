@@ -51,7 +51,8 @@ class Run:
                 located = locate_run(settings.out_dir, settings.resume,
                                      f"out/{kind}-{settings.task}-{clock}")
         # An environment may go to another folder.
-        self.out_dir, self.resumed = (path and os.path.abspath(path) for path in distributed.from_master(located))
+        self.out_dir, self.resumed = (
+            path and os.path.abspath(path) for path in distributed.from_master(located))
         # From here on, beginning with the chat template, nothing may take for ever.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},

@@ -18,7 +18,8 @@ from runtime.safe_files import in_words, opened, rewind
 
 # What the console shows of a step: its word for it, the metric, the format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5.1f"),
-           ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"), ("explained var", "critic/vf_explained_var", ".2f"),
+           ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
+           ("explained var", "critic/vf_explained_var", ".2f"),
            ("grad norm", "grad_norm", ".2f"), ("logprob gap", "sampling/sampling_logp_difference/max", ".1e"))
 
 

@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -56,13 +55,9 @@ def load_from(spec, key, kind, others=""):
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {escaped(shown(error))}") from error
     if not callable(found):
-        with open(path) as file:
-            if re.search(rf"^\s+(class|def) {name}\b", file.read(), re.MULTILINE):
-                raise ValueError(f"{key}: {name} is defined inside a function or class of {given}, where "
-                                 "nothing else can reach it; docs/episodes.md says how to get it out")
         names = [other for other, value in vars(module).items() if callable(value)]
         near = ", ".join(difflib.get_close_matches(name, names) or names)
-        raise ValueError(f"{key}: {given} has no {kind} {name}; it has {near or 'none'}")
+        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {near or 'none'}")
     return found
 
 
@@ -228,13 +223,14 @@ def at_once(functions, count, timeout, seconds):
     return [results.get(number, TimeUp()) for number in range(len(functions))]
 
 
-def closer(instance):
-    """The method close or release of an environment, if it has one that takes no arguments."""
-    methods = [getattr(instance, name, None) for name in ("close", "release")]
-    return next((one for one in methods if callable(one) and not inspect.signature(one).parameters), None)
+def closers(instance):
+    """Those of the methods close and release that take no arguments; the first of them closes an instance."""
+    methods = {name: getattr(instance, name, None) for name in ("close", "release")}
+    return {name: method for name, method in methods.items()
+            if callable(method) and not inspect.signature(method).parameters}
 
 
 def close(instances, seconds):
     """Closes those environments that can be closed, and waits for all of them together for `seconds`."""
-    functions = [*filter(None, map(closer, instances))]
+    functions = [method for instance in instances for method in [*closers(instance).values()][:1]]
     at_once(functions, len(functions), 0, seconds)

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, Pipe
 class UserProcess:
     """Calls a function that make(*arguments) gives there, in a new Python that has our sys.path.
 
-    folder: where that Python runs. make is found there by its name. It returns the function and a dict of attributes for this object. Raises
-    what make raises.
+    folder: where that Python runs. make is found there by its name. It returns the function and a dict of
+    attributes for this object. Raises what make raises.
     """
 
     def __init__(self, folder, make, *arguments):

@@ -121,9 +121,9 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     ("my_reward:reward", "reward must be file.py:function"),
     ("my_reward.py:", "reward must be file.py:function"), ("accuracy", "reward must be file.py:function"),
     ("missing.py:reward", "no such file: .*missing.py"),
-    ("my_reward.py:rewards", "has no function rewards; it has reward$"),
-    ("my_reward.py:qqq", "has no function qqq; it has helper, reward$"),
-    ("my_reward.py:CONSTANT", "has no function CONSTANT; it has"),
+    ("my_reward.py:rewards", "has no function rewards; at its top level it has reward$"),
+    ("my_reward.py:qqq", "has no function qqq; at its top level it has helper, reward$"),
+    ("my_reward.py:CONSTANT", "has no function CONSTANT; at its top level it has"),
     ("broken.py:reward", "broken.py raised ZeroDivisionError: division by zero"),
     ("syntax.py:reward", "syntax.py raised SyntaxError"),
 ])

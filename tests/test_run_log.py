@@ -95,7 +95,7 @@ def test_the_metrics_of_episodes():
     assert {name: found[name] for name in found.keys() - rollout_metrics(plain, 1).keys()} == {
         "episodes/turns": 2.0, "episodes/inserted_tokens": 4.0, "episodes/ended/done": 0.25,
         "episodes/ended/length": 0.25, "episodes/ended/turns": 0.25, "episodes/ended/timeout": 0.0,
-        "episodes/ended/error": 0.25, "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25,
+        "episodes/ended/error": 0.25, "episodes/limited": 2, "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25,
         # Per engine.
         "timing_s/environment": 1.5}
     assert found["completions/mean_length"] == 6.0

@@ -83,7 +83,7 @@ def test_a_run_with_an_environment(train, talker, games, tmp_path, script):
 
 def console_line(sample):
     """The end of the console's line for a line of samples.jsonl."""
-    text = " ".join(message["content"] or "" for message in sample["completion"])
+    text = " ".join(str(message["content"] or "") for message in sample["completion"])
     return f" -> {text[-60:]!r:52} reward {sample['reward']:g}, truth {sample['truth']!r}\n"
 
 
@@ -131,7 +131,7 @@ def test_a_run_with_tools(train, games, tmp_path):
     assert all(console_line(sample) in output for sample in samples)
     messages = [message for sample in samples for message in sample["completion"]]
     replies = [message for message in messages if message["role"] == "tool"]
-    assert len(replies) > 3 and {message["name"] for message in replies} <= {"look", "open", "unknown"} | {
+    assert len(replies) > 2 and {message["name"] for message in replies} <= {"look", "open", "unknown"} | {
         message["name"] for message in replies if message["name"].startswith("leap")}
 
 
@@ -289,7 +289,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
     (["--environment_timeout=-1"], "environment_timeout=-1.0: must not be negative"),
     (["--environment=GAMES:Letters", "--timeout=5", "--reward_step_timeout=1", "--environment_timeout=5"],
      "timeout=5.0: not above environment_timeout=5.0"),
-    (["--environment=GAMES:Letter"], "games.py has no Class Letter; it has Letters"),
+    (["--environment=GAMES:Letter"], "games.py has no Class Letter; at its top level it has Letters"),
     (["--environment=GAMES:paid"], "paid() raised TypeError"),
     (["--environment=GAMES:Letters", "--chat=false"], "answers by the chat template, but chat is False")])
 def test_bad_input(talker, games, tmp_path, settings, message):

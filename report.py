@@ -26,27 +26,27 @@ from runtime.safe_files import opened
 HERE = os.path.dirname(os.path.abspath(__file__))
 # Of all runs together: with so many points of curves and bytes of samples a page stays under 5 MB.
 POINTS, SAMPLE_BYTES = 60_000, 3_200_000
+AT_END = 10_000_000             # bytes of logs of which a page is made in less than half a second
 
-# The panels: a title, the metrics in it as a regular expression, and "log" for a logarithmic scale.
+# The panels: a title, the metrics in it as a regular expression, and a scale: "", "log", or "share" (0 to 1).
 PANELS = (
     ("Reward", r"reward|rewards/.+/mean", ""),
-    ("Evaluation", r"eval/(mean|pass|maj)@\d+", ""),
-    ("Evaluation by set", r"eval/.+/mean@\d+", ""),
-    ("Tokens per completion", r"(completions|eval)/mean_length", ""),
-    ("Share of completions cut off", r"(completions|eval)/clipped_ratio", ""),
+    ("Evaluation", r"eval\w*/(mean|pass|maj)@\d+", ""),
+    ("Evaluation by set", r"eval\w*/.+/mean@\d+", ""),
+    ("Tokens per completion", r"(completions|eval\w*)/mean_length", ""),
+    ("Share of completions cut off", r"(completions|eval\w*)/clipped_ratio", "share"),
     ("Entropy, nats per token", r"entropy", ""),
-    ("Groups without a spread, share", r"frac_reward_zero_std", ""),
+    ("Share of groups without a spread", r"frac_reward_zero_std", "share"),
     ("Norm of the gradient", r"(.+/)?grad_norm", "log"),
-    ("Gap of engine and trainer, nats", r"sampling/sampling_logp_difference/(mean|max)", "log"),
-    ("KL to the reference, nats per token", r"kl", ""),
-    ("Clipped share of tokens", r"clip_ratio/(low|high)_mean", ""),
-    ("Updates skipped, completions not scored", r".+/skipped_updates|rewards/(unscored|timeouts)", ""),
+    ("Gap between engine and trainer, nats", r"sampling/sampling_logp_difference/(mean|max)", "log"),
+    ("KL to the reference model, nats per token", r"kl", ""),
+    ("Share of tokens clipped", r"clip_ratio/(low|high)_mean", ""),
+    ("Updates skipped, completions without a score", r".+/skipped_updates|rewards/(unscored|timeouts)", ""),
+    ("Explained variance of the critic", r"critic/vf_explained_var", ""),
     ("Seconds by phase", r"timing_s/.+", ""),
     ("Staleness, steps", r"async/staleness/.+", ""),
-    ("Turns and calls per episode", r"episodes/turns|tools/call_frequency", ""),
-    ("How episodes end, share", r"episodes/ended/.+", ""),
-    ("The critic", r"critic/vf_explained_var", ""),
-)
+    ("Turns and calls of tools per episode", r"episodes/turns|tools/call_frequency", ""),
+    ("How episodes end", r"episodes/ended/.+", "share"))
 
 
 def read_run(folder):
@@ -63,7 +63,7 @@ def read_run(folder):
                     with contextlib.suppress(ValueError):
                         defaults.setdefault(node.targets[0].id, ast.literal_eval(node.value))
     settings = {"script": ", ".join(map(os.path.basename, scripts))} | settings
-    return lines, {key: value for key, value in settings.items() if key != "checksums"}, defaults
+    return lines, {k: v for k, v in settings.items() if k not in ("checksums", "out_dir", "resume")}, defaults
 
 
 def parsed(line):
@@ -117,40 +117,36 @@ def summary(lines):
 
 def page(folders):
     """The HTML of the page, as a string."""
-    read = {folder: read_run(folder) for folder in folders}
-    keys = [*dict.fromkeys(key for _, settings, _ in read.values() for key in settings)]
-    differ = [key for key in keys if key not in ("out_dir", "resume")
-              and len({repr(settings.get(key)) for _, settings, _ in read.values()}) > 1]
-    names = sorted({name for lines, *_ in read.values() for line in lines for name in line})
-    panels = [{"title": title, "log": log == "log", "metrics": [n for n in names if re.fullmatch(pattern, n)]}
-              for title, pattern, log in PANELS]
-    if len(read) > 1:               # a color is a run, so each metric has a panel of its own
-        panels = [panel | {"title": metric, "metrics": [metric]}
-                  for panel in panels for metric in panel["metrics"]]
-    runs = []
-    for folder, (lines, settings, defaults) in read.items():
-        curves = {}
-        for panel in panels:
-            for metric in panel["metrics"]:
-                points = series(lines, metric)
-                # A curve that is 0 throughout, or that of another name again, says nothing.
-                if any(value for _, value in points) and points not in curves.values():
-                    curves[metric] = points
-        label = ", ".join(f"{key}={settings.get(key)}" for key in differ[:3])
-        runs.append({"name": label or os.path.basename(os.path.normpath(folder)), "summary": summary(lines),
-                     "findings": findings(lines, settings), "curves": curves,
-                     "samples": read_samples(folder, SAMPLE_BYTES // len(read)),
-                     "settings": {key: [str(settings.get(key, "")), str(defaults.get(key, ""))]
-                                  for key in keys}})
-    most = min(600, POINTS // max(sum(len(run["curves"]) for run in runs), 1))
-    for run in runs:
-        run["curves"] = {metric: thinned(points, most) for metric, points in run["curves"].items()}
-    panels = [panel for panel in panels if any(panel["metrics"] & run["curves"].keys() for run in runs)]
+    read = [read_run(folder) for folder in folders]
+    keys = [*dict.fromkeys(key for _, settings, _ in read for key in settings)]
+    differ = [key for key in keys if len({repr(settings.get(key)) for _, settings, _ in read}) > 1]
+    labels = [", ".join(f"{key}={settings.get(key)}" for key in differ[:2]) for _, settings, _ in read]
+    known, panels, drawn = sorted({name for lines, *_ in read for line in lines for name in line}), [], {}
+    for title, pattern, scale in PANELS:
+        metrics, least = [], 0.01 if title.startswith("Seconds") else 0.0
+        for metric in filter(re.compile(pattern).fullmatch, known):
+            curves = [series(lines, metric) for lines, *_ in read]
+            # What is 0 in all runs, or the same as another metric, says nothing.
+            if curves not in drawn.values() and any(abs(y) > least for curve in curves for _, y in curve):
+                drawn[metric] = curves
+                metrics.append(metric)
+        # With several runs a color is a run, so each metric has a panel of its own.
+        panels += [{"title": metric if len(read) > 1 else title, "scale": scale, "metrics": some}
+                   for some in ([[m] for m in metrics] if len(read) > 1 else [metrics]) for metric in some[:1]]
+    most = min(600, POINTS // max(len(read) * len(drawn), 1))
+    runs = [{"name": label if labels.count(label) == 1 and label else
+             " ".join([label, os.path.basename(os.path.normpath(folder))]).strip(),
+             "summary": [folder, *summary(lines)], "findings": findings(lines, settings),
+             "curves": {metric: thinned(curves[i], most) for metric, curves in drawn.items() if curves[i]},
+             "samples": read_samples(folder, SAMPLE_BYTES // len(read)),
+             "settings": {key: [str(settings.get(key, "")), str(defaults.get(key, settings.get(key, "")))]
+                          for key in keys}}
+            for i, (folder, label, (lines, settings, defaults)) in enumerate(zip(folders, labels, read))]
     text = json.dumps({"runs": runs, "panels": panels}, ensure_ascii=False, separators=(",", ":"))
     with open(os.path.join(HERE, "runtime", "report.html"), encoding="utf-8") as template:
         # Neither </script> nor <!-- may stand in a script element.
         return template.read().replace("DATA", text.replace("<", r"\u003c"), 1).replace(
-            "TITLE", html.escape(", ".join(run["name"] for run in runs)), 1)
+            "TITLE", html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"), 1)
 
 
 def write(folders):
@@ -161,6 +157,17 @@ def write(folders):
     with opened(path, "wb") as file:
         file.write(text.encode(errors="backslashreplace"))
     return path
+
+
+def at_end(folder):
+    """Write the page of a run that has just ended, if that takes less than half a second; returns what to say."""
+    logs = (os.path.join(folder, name) for name in ("metrics.jsonl", "samples.jsonl"))
+    if sum(map(os.path.getsize, logs)) > AT_END:
+        return f"python report.py {folder} writes a page with curves, samples and health."
+    try:
+        return f"{write([folder])}: curves, samples and health"
+    except OSError as error:
+        return f"the report could not be written: {error}"
 
 
 if __name__ == "__main__":

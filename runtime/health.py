@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections import defaultdict
 
-WINDOW = 5
+WINDOW, LEAST = 5, 3            # steps in a mean; means beyond a threshold that break its rule
 
 # For each metric: whether the rule is broken over (1) or under (-1) the threshold; the threshold, from the mean
 # of the metric's first WINDOW steps, the highest such mean so far, and the settings; what it means to be beyond
@@ -68,12 +68,13 @@ def findings(lines, settings):
             limit = threshold(smooth[0][1], best, settings)
             if sign * (mean - limit) > 0 and not (metric in UNLESS_SOLVED and step in solved):
                 beyond.append((step, mean, limit))
-        if beyond:
-            first, (last, mean, limit) = beyond[0][0], beyond[-1]
-            when = f"since step {first}" if last == smooth[-1][0] else f"in steps {first} to {last}"
+        if len(beyond) >= LEAST:
+            first, last = beyond[0][0], beyond[-1][0]
+            _, worst, limit = max(beyond, key=lambda one: sign * (one[1] - one[2]))
+            when = f"since step {first}" if last == smooth[-1][0] else f"between steps {first} and {last}"
             found.append({"metric": metric, "first": first, "last": last, "text": (
                 f"{meaning} {metric}, averaged over {WINDOW} steps, is {'over' if sign > 0 else 'under'} "
-                f"{limit:.2g} {when}, at last {mean:.2g}. "
+                f"{limit:.2g} {when}, at worst {worst:.2g}. "
                 f"Try {to_try.format_map(defaultdict(lambda: 'not set', settings))}.")})
     return found
 

@@ -107,7 +107,7 @@ def thinned(points, most):
 
 def summary(lines):
     """What the page says of a run in a line: its length, time and first evaluation against the last."""
-    texts = [f"{max((line['step'] for line in lines), default=0)} steps",
+    texts = [f"to step {max((line['step'] for line in lines), default=0)}",
              f"{sum(value for _, value in series(lines, 'timing_s/step')) / 60:.1f} min"]
     for name in ("reward", *sorted({key for line in lines for key in line if re.match(r"eval/[a-z]+@", key)})):
         if points := series(lines, name):

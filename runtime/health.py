@@ -51,26 +51,30 @@ UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
 
 
 def findings(lines, settings):
-    """The broken rules: a dict for each, with its metric, the first and last step beyond the threshold, a text.
+    """Returns a dict for each broken rule: its metric, the first and last step of the latest stretch in which it
+    was broken, and a text.
 
     lines: dicts of metrics, one per step, as in metrics.jsonl. settings: the run's, a dict.
     """
     ceiling, solved, found = -math.inf, set(), []
     rewards = dict(means(lines, "reward"))
     for line in lines:
-        ceiling = max([ceiling, *(line[name] or 0.0 for name in line if name.startswith("eval/pass@"))])
+        ceiling = max([ceiling, *(value for name, value in line.items()
+                                  if name.startswith("eval/pass@") and isinstance(value, float))])
         if rewards.get(line["step"], -math.inf) >= ceiling - 0.1 * abs(ceiling) > -math.inf:
             solved.add(line["step"])
     for metric, (sign, threshold, meaning, to_try) in RULES.items():
-        best, beyond, smooth = -math.inf, [], means(lines, metric)
-        for step, mean in smooth:
+        best, stretches, smooth = -math.inf, [], means(lines, metric)
+        for place, (step, mean) in enumerate(smooth):
             best = max(best, mean)
             limit = threshold(smooth[0][1], best, settings)
             if sign * (mean - limit) > 0 and not (metric in UNLESS_SOLVED and step in solved):
-                beyond.append((step, mean, limit))
-        if len(beyond) >= LEAST:
-            first, last = beyond[0][0], beyond[-1][0]
-            _, worst, limit = max(beyond, key=lambda one: sign * (one[1] - one[2]))
+                if not stretches or place - stretches[-1][-1][0] > WINDOW:
+                    stretches.append([])
+                stretches[-1].append((place, step, mean, limit))
+        if latest := [one for one in stretches if len(one) >= LEAST][-1:]:
+            (_, first, *_), (_, last, *_) = latest[0][0], latest[0][-1]
+            *_, worst, limit = max(latest[0], key=lambda one: sign * (one[2] - one[3]))
             when = f"since step {first}" if last == smooth[-1][0] else f"between steps {first} and {last}"
             found.append({"metric": metric, "first": first, "last": last, "text": (
                 f"{meaning} {metric}, averaged over {WINDOW} steps, is {'over' if sign > 0 else 'under'} "

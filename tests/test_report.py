@@ -1,0 +1,232 @@
+"""The report of a run: rules of health, what the page holds, and how a real browser shows it."""
+import html
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import report
+from runs import launch
+from runtime import health
+
+GAP, ZERO_STD = "sampling/sampling_logp_difference/mean", "frac_reward_zero_std"
+
+
+def broken(lines, **settings):
+    return [found["metric"] for found in health.findings(lines, settings)]
+
+
+def curve(name, *values):
+    return [{"step": step, name: value} for step, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("metric, healthy, ill, settings", [
+    (GAP, [1e-6] * 10 + [9e-5] * 20, [1e-6] * 10 + [1.1e-4] * 20, {}),
+    # Five times what it was.
+    (GAP, [0.01] * 10 + [0.049] * 20, [0.01] * 10 + [0.051] * 20, {}),
+    (GAP, [1e-6] * 10 + [0.09] * 20, [1e-6] * 10 + [0.11] * 20, {"max_staleness": 4}),
+    ("entropy", [1.0] * 10 + [0.11] * 20, [1.0] * 10 + [0.09] * 20, {}),
+    # It gained 0.4 and lost less, or more, than 0.2 and a fifth of 0.8.
+    ("reward", [0.4] * 5 + [0.8] * 10 + [0.61] * 10, [0.4] * 5 + [0.8] * 10 + [0.59] * 10, {}),
+    ("reward", [0.75] * 5 + [0.8] * 10 + [0.65] * 10, [0.75] * 5 + [0.8] * 10 + [0.63] * 10, {}),
+    ("reward", [-1.0] * 30, [-1.0] * 5 + [-0.5] * 10 + [-0.8] * 10, {}),
+    (ZERO_STD, [0.89] * 30, [0.91] * 30, {"num_generations": 8}),
+    ("completions/clipped_ratio", [0.19] * 30, [0.21] * 30, {}),
+    ("actor/skipped_updates", [0] * 30, [0] * 10 + [1] + [0] * 19, {}),
+    ("kl", [0.29] * 30, [0.001] * 5 + [0.31] * 20, {}),
+    ("kl", [0.2] * 5 + [0.99] * 20, [0.2] * 5 + [1.01] * 20, {})])
+def test_a_rule_fires_beyond_its_threshold_only(metric, healthy, ill, settings):
+    assert broken(curve(metric, *healthy), **settings) == []
+    (found,) = health.findings(curve(metric, *ill), settings)
+    assert found["metric"] == metric and metric in found["text"] and "Try " in found["text"]
+    assert "{" not in found["text"]
+
+
+def test_a_finding_says_when_how_far_and_what_to_try():
+    values = [1.0] * 10 + [0.05] * 10 + [1.0] * 10
+    (found,) = health.findings(curve("entropy", *values), {"learning_rate": 3e-4})
+    # The mean over five steps is under 0.1 where all five are low.
+    assert (found["first"], found["last"]) == (14, 19)
+    assert "under 0.1 between steps 14 and 19, at worst 0.05. Try a smaller learning_rate (now 0.0003)" in \
+        found["text"]
+    (found,) = health.findings(curve("entropy", *values[:20]), {})
+    assert "since step 14" in found["text"] and "(now not set)" in found["text"]
+
+
+def test_rules_need_their_figures():
+    """No rule fires in a run of four steps, without metrics, for NaN and None, or for an outlier."""
+    assert broken([]) == [] and broken([{"step": 0}]) == []
+    assert broken(curve("completions/clipped_ratio", *[1.0] * 4)) == []
+    assert broken(curve("entropy", *[1.0] * 8, *[float("nan"), None] * 10)) == []
+    assert broken(curve("reward", *[0.5] * 8, 0.0, *[0.5] * 8)) == []
+    # A group of one has no spread.
+    assert broken(curve(ZERO_STD, *[1.0] * 30), num_generations=1) == []
+
+
+def test_a_solved_task_needs_neither_entropy_nor_spread():
+    def run(rewards, best):
+        return [{"step": i, "reward": reward, "entropy": 1.0 if i < 10 else 0.01, ZERO_STD: min(i / 20, 1.0)}
+                | ({"eval/pass@4": best} if i % 10 == 0 else {}) for i, reward in enumerate(rewards)]
+    climbing = [0.2] * 10 + [0.95] * 20
+    assert broken(run(climbing, 1.0)) == []
+    # The best of four samples would still gain 0.3.
+    assert broken(run([0.2] * 10 + [0.7] * 20, 1.0)) == ["entropy", ZERO_STD]
+    assert broken(run([0.2] * 10 + [0.7] * 20, 0.75)) == []
+    # Without an evaluation nobody knows what could be gained.
+    assert broken([{**line, "eval/pass@4": None} for line in run(climbing, 1.0)]) == ["entropy", ZERO_STD]
+
+
+def test_a_run_says_what_is_broken_now_and_once(tmp_path):
+    path, written = tmp_path / "metrics.jsonl", []
+    path.write_text("")
+    watch = health.Watch(str(path), {"max_completion_length": 64})
+
+    def go_on(*values):
+        for value in values:
+            written.append({"step": len(written), "completions/clipped_ratio": value})
+        path.write_text("".join(json.dumps(line) + "\n" for line in written))
+        return watch.news()
+    assert go_on() == [] and go_on(*[0.0] * 10) == []
+    # It is over before the evaluation: no news.
+    assert go_on(*[1.0] * 6, *[0.0] * 12) == []
+    (text,) = go_on(*[1.0] * 8)
+    words = " ".join(text.split())
+    assert "over 0.2 since step 29, at worst 1. Try a larger max_completion_length (now 64)" in words, words
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert go_on(*[1.0] * 8) == []
+
+
+# ------------------------------------------------------------------------------------------------------------
+EVIL = '</script><script>document.title = "taken"</script><b>bold</b><!-- &lt; \ud800 \u2028 \x1b'
+
+
+def write_run(folder, count=20, samples=8, tokens=6, text="a", **settings):
+    """A made-up run: a script, settings, metrics and samples."""
+    os.makedirs(folder)
+    randoms = random.Random(0)
+    (folder / "train_made.py").write_text("learning_rate = 1e-4\nseed = 0\ntask = 'algebra'\n")
+    (folder / "config.json").write_text(json.dumps(
+        {"learning_rate": 1e-4, "seed": 0, "task": "algebra", "out_dir": str(folder), "checksums": {}} | settings))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(count):
+            line = {"step": step, "reward": step / count + randoms.random() / 10, "entropy": 1 - 0.5 * step / count,
+                    "grad_norm": randoms.random() + 0.1, GAP: 1e-6 + 1e-7 * randoms.random(),
+                    "sampling/sampling_logp_difference/max": 1e-5, ZERO_STD: 0.25,
+                    "completions/mean_length": 20 + randoms.random(), "completions/clipped_ratio": 0.0,
+                    "kl": 0.0, "timing_s/gen": randoms.random(), "timing_s/step": 2 + randoms.random()}
+            line |= {f"rewards/part{i}/mean": randoms.random() for i in range(30)}
+            if step % 10 == 0:
+                line |= {"eval/mean@4": step / count, "eval/pass@4": 1.0, "eval/hard/mean@4": step / 2 / count}
+            file.write(json.dumps(line) + "\n")
+        file.write('{"step": 999, "rewa')
+    with open(folder / "samples.jsonl", "w") as file:
+        for step in range(count):
+            for _ in range(samples):
+                file.write(json.dumps({
+                    "step": step, "prompt": [{"role": "user", "content": f"{text}?"}], "completion": text,
+                    "reward": float("nan"), "finish_reason": "stop", "truth": text,
+                    "tokens": [[text, *["xyzw"] * (tokens - 1)]], "logprobs": [-0.123] * tokens}) + "\n")
+    return str(folder)
+
+
+def content(path):
+    """What a page's script gets."""
+    with open(path) as file:
+        text = file.read()
+    assert text.count("<script") == text.count("</script>") == 2
+    return json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
+
+
+def test_the_page_of_a_run(tmp_path):
+    path = report.write([write_run(tmp_path / "run", learning_rate=1e-3, text=EVIL)])
+    assert path == str(tmp_path / "run" / "report.html")
+    found = content(path)
+    (run,) = found["runs"]
+    assert run["name"] == "run" and run["findings"] == [] and "to step 19" in run["summary"]
+    assert run["settings"]["learning_rate"] == ["0.001", "0.0001"] and run["settings"]["seed"] == ["0", "0"]
+    assert not {"out_dir", "checksums"} & run["settings"].keys()
+    # What is 0 throughout is not drawn. Each metric has its values.
+    metrics = [metric for panel in found["panels"] for metric in panel["metrics"]]
+    assert set(metrics) == set(run["curves"]) and "kl" not in metrics and "eval/hard/mean@4" in metrics
+    assert run["curves"]["eval/mean@4"] == [[0, 10], [0.0, 0.5]]
+    # Text comes as it was, whatever it holds.
+    assert run["samples"][0]["truth"] == EVIL and run["samples"][0]["reward"] is None
+    assert len(run["samples"]) == 160 and "taken" not in html.unescape(open(path).read().split("<body>")[0])
+
+
+def test_several_runs_are_named_by_what_differs(tmp_path):
+    folders = [write_run(tmp_path / name, **given) for name, given in (
+        ("one", {}), ("two", {"seed": 1}), ("three", {"seed": 1, "learning_rate": 1e-3}), ("four", {"seed": 1}))]
+    found = content(report.write(folders))
+    assert [run["name"] for run in found["runs"]] == [
+        "learning_rate=0.0001, seed=0", "learning_rate=0.0001, seed=1 two", "learning_rate=0.001, seed=1",
+        "learning_rate=0.0001, seed=1 four"]
+    assert all(len(panel["metrics"]) == 1 for panel in found["panels"])
+    assert not os.path.exists(os.path.join(folders[1], "report.html"))
+    found = content(report.write([folders[1], folders[3]]))
+    assert [run["name"] for run in found["runs"]] == ["two", "four"]
+
+
+def test_a_long_run_fits_into_five_megabytes(tmp_path):
+    folder = write_run(tmp_path / "run", count=10_000, samples=8, tokens=30)
+    path = report.write([folder])
+    (run,) = content(path)["runs"]
+    assert os.path.getsize(path) < 5e6 and len(run["samples"]) == 1000
+    assert [run["samples"][i]["step"] for i in (0, -1)] == [0, 9999]
+    assert all(len(xs) == len(ys) <= 600 for xs, ys in run["curves"].values())
+    # Its peaks stay.
+    with open(os.path.join(folder, "metrics.jsonl")) as file:
+        values = [json.loads(line)["grad_norm"] for line in file if not line.endswith("rewa")]
+    for pick in (min, max):
+        assert pick(run["curves"]["grad_norm"][1]) == pytest.approx(pick(values), rel=1e-4)
+    assert run["curves"]["grad_norm"][0] == sorted(run["curves"]["grad_norm"][0])
+    assert report.at_end(folder).startswith("python report.py ")
+
+
+def test_long_samples_fit_as_well(tmp_path):
+    path = report.write([write_run(tmp_path / "run", count=40, samples=8, tokens=10_000)])
+    (run,) = content(path)["runs"]
+    assert os.path.getsize(path) < 5e6 and 8 <= len(run["samples"]) < 100
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    assert f"{tmp_path} is not the folder of a run" in launch("report.py", tmp_path, code=2)
+    assert "python report.py out/" in launch("report.py", code=2)
+
+
+# ------------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Debian's package chromium")
+def test_a_browser_draws_it(tmp_path):
+    """No error on its console, curves and samples are drawn, and a sample's text stays text."""
+    folders = [write_run(tmp_path / name, text=EVIL, **given) for name, given in (("a", {}), ("b", {"seed": 1}))]
+    talk = [{"role": "assistant", "content": "48"}, {"role": "user", "content": "lower"},
+            {"role": "assistant", "content": "40"}]
+    with open(tmp_path / "a" / "samples.jsonl", "a") as file:
+        file.write(json.dumps({"step": 20, "prompt": "Guess.", "completion": talk, "reward": 1.0, "truth": None,
+                               "finish_reason": "stop", "tokens": [["4", "8"], ["4", "0", "<|end|>"]],
+                               "logprobs": [-0.5, -1.0, -2.0, -3.0, -4.0]}) + "\n")
+    for chosen in (folders[:1], folders):
+        shown = subprocess.run(
+            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync",
+             f"--user-data-dir={tmp_path / f'profile{len(chosen)}'}", "--enable-logging=stderr",
+             "--virtual-time-budget=3000", "--dump-dom", f"file://{report.write(chosen)}"],
+            capture_output=True, text=True, errors="replace", timeout=120)
+        dom = shown.stdout
+        assert "CONSOLE" not in shown.stderr, shown.stderr[-2000:]
+        found = content(report.write(chosen))
+        assert dom.count('class="curve"') == sum(len(run["curves"]) for run in found["runs"])
+        assert "NaN" not in re.search("<svg.*</svg>", dom, re.S)[0]
+        assert "<title>taken" not in dom and "<b>bold" not in dom
+    # Of the run alone: the episode in turns, each token with its logprob.
+    dom = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--virtual-time-budget=3000", "--dump-dom", f"file://{report.write(folders[:1])}"],
+        capture_output=True, text=True, errors="replace", timeout=120).stdout
+    sample = dom[dom.rindex('class="sample"'):]
+    assert re.findall(r'title="logprob (\S+), probability', sample) == ["-0.5", "-1", "-2", "-3", "-4"]
+    assert "user: lower</pre>" in sample and "&lt;|end|&gt;" in sample

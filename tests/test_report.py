@@ -110,17 +110,21 @@ def write_run(folder, count=20, samples=8, tokens=6, text="a", **settings):
     randoms = random.Random(0)
     (folder / "train_made.py").write_text("learning_rate = 1e-4\nseed = 0\ntask = 'algebra'\n")
     (folder / "config.json").write_text(json.dumps(
-        {"learning_rate": 1e-4, "seed": 0, "task": "algebra", "out_dir": str(folder), "checksums": {}} | settings))
+        {"learning_rate": 1e-4, "seed": 0, "task": "algebra", "out_dir": str(folder), "checksums": {}}
+        | settings))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(count):
-            line = {"step": step, "reward": step / count + randoms.random() / 10, "entropy": 1 - 0.5 * step / count,
-                    "grad_norm": randoms.random() + 0.1, GAP: 1e-6 + 1e-7 * randoms.random(),
+            reward = step / count + randoms.random() / 10
+            line = {"step": step, "reward": reward, "rewards/same/mean": reward,
+                    "entropy": 1 - 0.5 * step / count, "grad_norm": randoms.random() + 0.1,
+                    GAP: 1e-6 + 1e-7 * randoms.random(),
                     "sampling/sampling_logp_difference/max": 1e-5, ZERO_STD: 0.25,
                     "completions/mean_length": 20 + randoms.random(), "completions/clipped_ratio": 0.0,
                     "kl": 0.0, "timing_s/gen": randoms.random(), "timing_s/step": 2 + randoms.random()}
             line |= {f"rewards/part{i}/mean": randoms.random() for i in range(30)}
             if step % 10 == 0:
-                line |= {"eval/mean@4": step / count, "eval/pass@4": 1.0, "eval/hard/mean@4": step / 2 / count}
+                line |= {"eval/mean@4": step / count, "eval/pass@4": 1.0,
+                         "eval/hard/mean@4": step / 2 / count}
             file.write(json.dumps(line) + "\n")
         file.write('{"step": 999, "rewa')
     with open(folder / "samples.jsonl", "w") as file:
@@ -141,31 +145,39 @@ def content(path):
     return json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
 
 
+def drawn(found):
+    return {metric: each for panel in found["panels"] for metric, each in panel["curves"].items()}
+
+
 def test_the_page_of_a_run(tmp_path):
     path = report.write([write_run(tmp_path / "run", learning_rate=1e-3, text=EVIL)])
     assert path == str(tmp_path / "run" / "report.html")
     found = content(path)
     (run,) = found["runs"]
     assert run["name"] == "run" and run["findings"] == [] and "to step 19" in run["summary"]
-    assert run["settings"]["learning_rate"] == ["0.001", "0.0001"] and run["settings"]["seed"] == ["0", "0"]
-    assert not {"out_dir", "checksums"} & run["settings"].keys()
-    # What is 0 throughout is not drawn. Each metric has its values.
-    metrics = [metric for panel in found["panels"] for metric in panel["metrics"]]
-    assert set(metrics) == set(run["curves"]) and "kl" not in metrics and "eval/hard/mean@4" in metrics
-    assert run["curves"]["eval/mean@4"] == [[0, 10], [0.0, 0.5]]
+    settings = {key: values for key, *values in found["settings"]}
+    assert settings["learning_rate"] == ["0.001", "0.0001"] and settings["seed"] == ["0", "0"]
+    assert not {"out_dir", "checksums"} & settings.keys()
+    # What is 0 throughout is not drawn, and what is twice in a panel once.
+    curves = drawn(found)
+    assert "kl" not in curves and curves["eval/mean@4"] == [[[0, 10], [0.0, 0.5]]]
+    assert "reward" in curves and "rewards/same/mean" not in curves
     # Text comes as it was, whatever it holds.
-    assert run["samples"][0]["truth"] == EVIL and run["samples"][0]["reward"] is None
-    assert len(run["samples"]) == 160 and "taken" not in html.unescape(open(path).read().split("<body>")[0])
+    first = run["samples"]["0"][0]
+    assert first["truth"] == first["completion"] == EVIL.replace("\ud800", "?") and first["reward"] is None
+    assert {step: len(some) for step, some in run["samples"].items()} == {str(step): 8 for step in range(20)}
 
 
 def test_several_runs_are_named_by_what_differs(tmp_path):
     folders = [write_run(tmp_path / name, **given) for name, given in (
-        ("one", {}), ("two", {"seed": 1}), ("three", {"seed": 1, "learning_rate": 1e-3}), ("four", {"seed": 1}))]
+        ("one", {}), ("two", {"seed": 1}), ("three", {"seed": 1, "learning_rate": 1e-3}),
+        ("four", {"seed": 1}))]
     found = content(report.write(folders))
     assert [run["name"] for run in found["runs"]] == [
         "learning_rate=0.0001, seed=0", "learning_rate=0.0001, seed=1 two", "learning_rate=0.001, seed=1",
         "learning_rate=0.0001, seed=1 four"]
-    assert all(len(panel["metrics"]) == 1 for panel in found["panels"])
+    assert all(len(each) == 4 for each in drawn(found).values())
+    assert ["seed", "0", "1", "1", "1", "0"] in found["settings"]
     assert not os.path.exists(os.path.join(folders[1], "report.html"))
     found = content(report.write([folders[1], folders[3]]))
     assert [run["name"] for run in found["runs"]] == ["two", "four"]
@@ -174,59 +186,70 @@ def test_several_runs_are_named_by_what_differs(tmp_path):
 def test_a_long_run_fits_into_five_megabytes(tmp_path):
     folder = write_run(tmp_path / "run", count=10_000, samples=8, tokens=30)
     path = report.write([folder])
-    (run,) = content(path)["runs"]
-    assert os.path.getsize(path) < 5e6 and len(run["samples"]) == 1000
-    assert [run["samples"][i]["step"] for i in (0, -1)] == [0, 9999]
-    assert all(len(xs) == len(ys) <= 600 for xs, ys in run["curves"].values())
+    found = content(path)
+    samples, (steps, values) = found["runs"][0]["samples"], drawn(found)["grad_norm"][0]
+    assert os.path.getsize(path) < 5e6 and sum(map(len, samples.values())) == 1000
+    assert {"0", "9999"} < samples.keys()
+    assert all(len(xs) == len(ys) <= 600 for each in drawn(found).values() for xs, ys in each)
     # Its peaks stay.
     with open(os.path.join(folder, "metrics.jsonl")) as file:
-        values = [json.loads(line)["grad_norm"] for line in file if not line.endswith("rewa")]
-    for pick in (min, max):
-        assert pick(run["curves"]["grad_norm"][1]) == pytest.approx(pick(values), rel=1e-4)
-    assert run["curves"]["grad_norm"][0] == sorted(run["curves"]["grad_norm"][0])
+        logged = [json.loads(line)["grad_norm"] for line in file if line.endswith("}\n")]
+    assert [min(values), max(values)] == pytest.approx([min(logged), max(logged)], rel=1e-4)
+    assert steps == sorted(steps) and values == pytest.approx([logged[step] for step in steps], rel=1e-4)
     assert report.at_end(folder).startswith("python report.py ")
 
 
 def test_long_samples_fit_as_well(tmp_path):
     path = report.write([write_run(tmp_path / "run", count=40, samples=8, tokens=10_000)])
     (run,) = content(path)["runs"]
-    assert os.path.getsize(path) < 5e6 and 8 <= len(run["samples"]) < 100
+    assert os.path.getsize(path) < 5e6 and 8 <= sum(map(len, run["samples"].values())) < 100
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    assert f"{tmp_path} is not the folder of a run" in launch("report.py", tmp_path, code=2)
+    said = launch("report.py", tmp_path, code=2)
+    assert f"there is no report: [Errno 2] No such file or directory: '{tmp_path}/config.json'" in said
     assert "python report.py out/" in launch("report.py", code=2)
 
 
 # ------------------------------------------------------------------------------------------------------------
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Debian's package chromium")
+def in_browser(page, profile):
+    """The page's DOM once its script has run, and what it wrote to the console."""
+    shown = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         f"--user-data-dir={profile}", "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom",
+         f"file://{page}"], capture_output=True, text=True, errors="replace", timeout=120)
+    assert "</html>" in shown.stdout, shown.stderr
+    return shown.stdout, [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser: apt-get install chromium")
 def test_a_browser_draws_it(tmp_path):
     """No error on its console, curves and samples are drawn, and a sample's text stays text."""
-    folders = [write_run(tmp_path / name, text=EVIL, **given) for name, given in (("a", {}), ("b", {"seed": 1}))]
+    folders = [write_run(tmp_path / name, text=EVIL, seed=seed) for seed, name in enumerate("ab")]
     talk = [{"role": "assistant", "content": "48"}, {"role": "user", "content": "lower"},
             {"role": "assistant", "content": "40"}]
     with open(tmp_path / "a" / "samples.jsonl", "a") as file:
-        file.write(json.dumps({"step": 20, "prompt": "Guess.", "completion": talk, "reward": 1.0, "truth": None,
-                               "finish_reason": "stop", "tokens": [["4", "8"], ["4", "0", "<|end|>"]],
-                               "logprobs": [-0.5, -1.0, -2.0, -3.0, -4.0]}) + "\n")
-    for chosen in (folders[:1], folders):
-        shown = subprocess.run(
-            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-             f"--user-data-dir={tmp_path / f'profile{len(chosen)}'}", "--enable-logging=stderr",
-             "--virtual-time-budget=3000", "--dump-dom", f"file://{report.write(chosen)}"],
-            capture_output=True, text=True, errors="replace", timeout=120)
-        dom = shown.stdout
-        assert "CONSOLE" not in shown.stderr, shown.stderr[-2000:]
-        found = content(report.write(chosen))
-        assert dom.count('class="curve"') == sum(len(run["curves"]) for run in found["runs"])
+        file.write(json.dumps({
+            "step": 20, "prompt": "Guess.", "completion": talk, "reward": 1.0, "truth": None,
+            "finish_reason": "stop", "tokens": [["4", "8"], ["4", "0", "<|end|>"]],
+            "logprobs": [-0.5, -1.0, -2.0, -3.0, -4.0]}) + "\n")
+    for chosen in (folders, folders[:1]):
+        page = report.write(chosen)
+        dom, errors = in_browser(page, tmp_path / f"profile{len(chosen)}")
+        assert errors == []
+        assert dom.count('class="curve"') == sum(map(len, drawn(content(page)).values())) >= 10
         assert "NaN" not in re.search("<svg.*</svg>", dom, re.S)[0]
         assert "<title>taken" not in dom and "<b>bold" not in dom
-    # Of the run alone: the episode in turns, each token with its logprob.
-    dom = subprocess.run(
-        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-         "--virtual-time-budget=3000", "--dump-dom", f"file://{report.write(folders[:1])}"],
-        capture_output=True, text=True, errors="replace", timeout=120).stdout
+    # The last sample comes first. Its turns are apart, and each token has its logprob.
     sample = dom[dom.rindex('class="sample"'):]
     assert re.findall(r'title="logprob (\S+), probability', sample) == ["-0.5", "-1", "-2", "-3", "-4"]
-    assert "user: lower</pre>" in sample and "&lt;|end|&gt;" in sample
+    assert re.search("prompt: Guess.</pre>.*>8</span>.*user: lower</pre>.*>0</span>", sample, re.S)
+    assert "&lt;|end|&gt;</span>" in sample
+    # A prompt, a token, the truth and the end of a sample are text, whatever they hold.
+    (tmp_path / "a" / "samples.jsonl").write_text(json.dumps(
+        {"step": 0, "prompt": EVIL, "completion": EVIL, "reward": 0.0, "truth": EVIL, "finish_reason": EVIL,
+         "tokens": [[EVIL]], "logprobs": [0.0]}))
+    dom, errors = in_browser(report.write(folders[:1]), tmp_path / "profile")
+    assert errors == [] and "<title>taken" not in dom and "<b>bold" not in dom
+    assert html.unescape(dom).count("</script><script>document.title") == 4

@@ -100,7 +100,7 @@ def summary(folder, lines, metrics):
     minutes = sum(seconds for _, seconds in series(lines, "timing_s/step")) / 60
     return [folder, f"to step {max((line['step'] for line in lines), default=0)}", f"{minutes:.1f} min",
             *(f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}" for metric in metrics
-              if (points := series(lines, metric)))]
+              if re.fullmatch(r"reward|eval/[a-z]+@\d+", metric) and (points := series(lines, metric)))]
 
 
 def page(folders):
@@ -121,9 +121,8 @@ def page(folders):
             if any(any(ys) for _, ys in found) and found not in curves.values():
                 curves[metric] = found
         panels += [{"title": title, "scale": scale, "curves": curves}] if curves else []
-    scores = ["reward", *(metric for metric in metrics if re.match(r"eval/[a-z]+@", metric))]
     runs = [{"name": name if names.count(name) == 1 and name else f"{name} {os.path.basename(run)}".strip(),
-             "summary": summary(run, lines, scores), "findings": findings(lines, settings),
+             "summary": summary(run, lines, metrics), "findings": findings(lines, settings),
              "samples": read_samples(run, SAMPLE_BYTES // len(read))}
             for run, name, (lines, settings, _) in zip(folders, names, read)]
     text = json.dumps({"runs": runs, "panels": panels, "settings": [

@@ -477,10 +477,7 @@ def episode_metrics(rollouts, engines):
 
 
 def sample_lines(rollouts, n, tokenizer):
-    """What samples.jsonl says of a step: the first of n rollouts of each of its first eight prompts.
-
-    tokens: the texts of the sampled tokens, a list per span. logprobs: the engine's, one list for all spans.
-    """
+    """What samples.jsonl says of a step: the first of n rollouts of each of its first eight prompts."""
     return [{"prompt": r.row["prompt"],
              "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
              "finish_reason": r.finish_reason, "truth": r.row.get("answer"),

@@ -124,8 +124,8 @@ def screenshot(folder, name, height, scheme):
              f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=3000",
              f"--screenshot={os.path.abspath(path)}", f"file://{os.path.abspath(report.write([folder]))}"],
             check=True, capture_output=True, timeout=120)
-    # 64 colors are a quarter of the bytes.
-    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+    # A palette is a third of the bytes.
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
     print(path)
 
 

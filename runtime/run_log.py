@@ -132,8 +132,9 @@ class RunLog:
         self.say(textwrap.fill(f"step\0{self.metrics['step']:3d}  " + "  ".join(
             f"{name}\0{value:.3f}" for name, value in results.items() if name.count("/") == least),
             80, subsequent_indent="    ", break_on_hyphens=False).replace("\0", " "))
-        if self.master:
-            for text in self.health.news():
+        # A log that cannot be read back says nothing of the run's health.
+        with contextlib.suppress(OSError):
+            for text in self.health.news() if self.master else ():
                 self.say(text)
 
     def end(self, tokens, samples):

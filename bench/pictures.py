@@ -149,7 +149,7 @@ if ppo:
         for left, by, x_label, x in (
             (LEFT[0], "samples", "completions sampled for training", "completions"),
             (LEFT[1], "time", "seconds, without evaluation and saving", "seconds"))))
-for folder, name, height, scheme in ((healthy, "report_healthy.png", 1240, 1),
+for folder, name, height, scheme in ((healthy, "report_healthy.png", 1760, 1),
                                      (broken, "report_broken.png", 1100, 0)):
     if folder:
         screenshot(folder, name, height, scheme)

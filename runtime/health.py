@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections import defaultdict
 
-WINDOW, LEAST = 5, 3            # steps in a mean; means beyond a threshold that break its rule
+WINDOW, LEAST = 5, 5            # steps in a mean; means beyond a threshold that break its rule
 
 # For each metric: whether its rule is broken over (1) or under (-1) the threshold; the threshold, from the
 # mean over the first WINDOW steps, the highest mean so far, and the settings; what it means to be beyond it;
@@ -22,8 +22,8 @@ RULES = {
     "entropy": (-1, lambda first, best, s: 0.1 * first,
         "The entropy has collapsed: samples hardly differ any more, so there is little to learn from.",
         "a smaller learning_rate (now {learning_rate}), epsilon_high=0.28, or entropy_coef=0.001"),
-    "reward": (-1, lambda first, best, s: min((first + best) / 2, best - 0.2 * abs(best)),
-        "The reward has lost a fifth of its best value, and more than half of what it had gained.",
+    "reward": (-1, lambda first, best, s: min((first + best) / 2, best - abs(best) / 3),
+        "The reward has lost a third of its best value, and more than half of what it had gained.",
         "a smaller learning_rate (now {learning_rate}), or kl_coef=0.01"),
     "frac_reward_zero_std": (1, lambda first, best, s: 0.9 if s.get("num_generations") != 1 else 1.0,
         "Nearly all groups are without a spread: their completions score the same, so they teach nothing.",

@@ -546,11 +546,13 @@ def episode_metrics(rollouts, engines):
             "timing_s/environment": sum(r.counts["seconds"] for r in rollouts) / engines}
 
 
-def sample_lines(rollouts, n):
+def sample_lines(rollouts, n, tokenizer):
     """What samples.jsonl says of a step: the first of n rollouts of each of its first eight prompts."""
     return [{"prompt": r.row["prompt"],
              "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
              "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
+             "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
+             "logprobs": (r.logprobs.astype(float).round(3) + 0.0).tolist(),
              **({"extra": r.extra} if r.extra else {})} for r in rollouts[:8 * n:n]]
 
 

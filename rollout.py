@@ -19,6 +19,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import logging
 import math
 import os
 import warnings
@@ -32,8 +33,8 @@ from transformers import AutoConfig, DynamicCache
 
 from runtime.logprobs import head_logits
 from runtime.check_model import model_class, reading
-from runtime.vllm_workarounds import (compute_logits_in_float32, has_head, shared_memory_of_its_own,
-                                      take_kernels)
+from runtime.vllm_workarounds import (compute_logits_in_float32, has_head, leave_memory_unbound,
+                                      shared_memory_of_its_own, take_kernels)
 
 
 @dataclass
@@ -237,8 +238,12 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
+            leave_memory_unbound()
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        # vLLM sets its own level after its first warning. PyTorch misses Triton, which a CPU does not need.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+        logging.getLogger("torch._library.triton").setLevel("WARNING" if self.cuda else "ERROR")
         import vllm
         from vllm.sampling_params import RequestOutputKind
         self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY

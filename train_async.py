@@ -357,7 +357,7 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 7 log
     log.metrics["perf/trainers_busy"] = bridge.busy()
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, bridge.engines),
-                 rewards.sample_lines(rollouts, G))
+                 rewards.sample_lines(rollouts, G, tokenizer))
 
 # ---------------------------------------------------------------- teardown
 run.end()

@@ -302,7 +302,8 @@ for step in range(run.first_step, max_steps + 1):
         rollout_engine.load_weights(tensors, version=step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(sampled, rewards.rollout_metrics(sampled, world_size), rewards.sample_lines(sampled, G))
+    run.end_step(sampled, rewards.rollout_metrics(sampled, world_size),
+                 rewards.sample_lines(sampled, G, tokenizer))
 
 # ---------------------------------------------------------------- teardown
 run.end()

@@ -278,7 +278,8 @@ for step in range(run.first_step, max_steps + 1):
         rollout_engine.load_weights(tensors, version=step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, world_size), rewards.sample_lines(rollouts, G))
+    run.end_step(rollouts, rewards.rollout_metrics(rollouts, world_size),
+                 rewards.sample_lines(rollouts, G, tokenizer))
 
 # ---------------------------------------------------------------- teardown
 run.end()

@@ -1,22 +1,29 @@
 """
 Draw the pictures of README.md and docs/ from what runs have logged: default_run.svg, with runs of PPO also
-ppo_and_grpo.svg, and episodes.svg.
+ppo_and_grpo.svg, and episodes.svg. And, by Chromium, what report.py makes of a healthy run and of a broken one.
 
     for seed in 0 1 2; do torchrun train_grpo.py --seed=$seed --out_dir=out/grpo$seed; done
     for seed in 0 1 2; do torchrun train_ppo.py --seed=$seed --out_dir=out/ppo$seed; done
     python -m bench.pictures --grpo=out/grpo0,out/grpo1,out/grpo2 --ppo=out/ppo0,out/ppo1,out/ppo2
+    python train_grpo.py --learning_rate=5e-3 --out_dir=out/broken
+    python -m bench.pictures --healthy=out/grpo0 --broken=out/broken
     python -m bench.pictures --guess=out/game0,out/game1,out/game2 --calculator=out/sums0,out/sums1,out/sums2
 """
 import json
 import math
 import os
+import subprocess
+import tempfile
 
+import report
 from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 grpo = ""                       # folders of runs of train_grpo.py, with commas between them
 ppo = ""                        # folders of runs of train_ppo.py; empty: only default_run.svg is drawn
 guess = ""                      # folders of runs of train_grpo.py with config/guess.py
 calculator = ""                 # the same with config/calculator.py
+healthy = ""                    # the folder of a run; with Debian's package chromium its report is drawn
+broken = ""                     # the same, drawn in dark colors
 out = "assets"                  # the folder for the pictures
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
@@ -106,7 +113,23 @@ def picture(name, description, *panels):
     print(path)
 
 
-check(grpo or guess and calculator, "name the folders of runs: grpo, or guess and calculator")
+def screenshot(folder, name, height, scheme):
+    """Draw the upper part of the report of a run. scheme: 0 for dark, 1 for light."""
+    from PIL import Image
+    path = os.path.join(out, name)
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run(
+            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
+             "--disable-background-networking", f"--user-data-dir={profile}", f"--window-size=1180,{height}",
+             f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=3000",
+             f"--screenshot={os.path.abspath(path)}", f"file://{os.path.abspath(report.write([folder]))}"],
+            check=True, capture_output=True, timeout=120)
+    # A palette is a third of the bytes.
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
+    print(path)
+
+
+check(grpo or guess and calculator or healthy or broken, "name the folders of runs, see --help")
 check(grpo or not ppo, "ppo needs grpo to compare with")
 if grpo:
     grpo_runs = read(grpo)
@@ -126,6 +149,10 @@ if ppo:
         for left, by, x_label, x in (
             (LEFT[0], "samples", "completions sampled for training", "completions"),
             (LEFT[1], "time", "seconds, without evaluation and saving", "seconds"))))
+for folder, name, height, scheme in ((healthy, "report_healthy.png", 1760, 1),
+                                     (broken, "report_broken.png", 1100, 0)):
+    if folder:
+        screenshot(folder, name, height, scheme)
 if guess and calculator:
     games, sums = read(guess), read(calculator)
     picture("episodes.svg", "Episodes: held-out success in a game and with a tool, and calls of the tool",

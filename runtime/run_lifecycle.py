@@ -231,7 +231,10 @@ class Run:
                 f"; --out_dir={self.out_dir} --resume=auto resumes it" if step else ": nothing is saved"))
 
     def end(self):
-        """Close the log and the engine and leave the process group."""
+        """Close the log, write the report of a short run, close the engine and leave the process group."""
         self.log.close()
+        if self.log.master:
+            import report
+            self.log.say(report.at_end(self.out_dir))
         self.engine.close()
         distributed.leave()

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import sys
+import textwrap
 import time
 from collections import defaultdict
 
@@ -13,14 +14,14 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from runtime import distributed
+from runtime import distributed, health
 from runtime.safe_files import in_words, opened, rewind
 
-# What the console shows of a step: its word for it, the metric, the format.
-CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "5.1f"),
+# What the console shows of a step, in 80 columns: its word for it, the metric, the format.
+CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
-           ("explained var", "critic/vf_explained_var", ".2f"),
-           ("grad norm", "grad_norm", ".2f"), ("logprob gap", "sampling/sampling_logp_difference/max", ".1e"))
+           ("var", "critic/vf_explained_var", ".2f"),
+           ("grad", "grad_norm", ".2f"), ("gap", "sampling/sampling_logp_difference/max", ".0e"))
 
 
 class Lenient:
@@ -65,6 +66,7 @@ class RunLog:
         self.master, self.out_dir = dist.get_rank() == 0, out_dir
         self.sample_interval = settings["sample_interval"]
         self.waiting, self.files = {"metrics.jsonl": [], "samples.jsonl": []}, {}
+        self.health = health.Watch(os.path.join(out_dir, "metrics.jsonl"), settings)
         self.start(first_step)
         self.eval_scores = {}
         if self.master:
@@ -127,8 +129,14 @@ class RunLog:
         self.metrics |= results
         self._note_score(self.metrics)
         least = min((name.count("/") for name in results), default=0)
-        self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
-            f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == least))
+        # A figure and its name stay on one line of 80 columns: \0 is no space to break at.
+        self.say(textwrap.fill(f"step\0{self.metrics['step']:3d}  " + "  ".join(
+            f"{name}\0{value:.3f}" for name, value in results.items() if name.count("/") == least),
+            80, subsequent_indent="    ", break_on_hyphens=False).replace("\0", " "))
+        # A log that cannot be read back says nothing of the run's health.
+        with contextlib.suppress(OSError):
+            for text in self.health.news() if self.master else ():
+                self.say(text)
 
     def end(self, tokens, samples):
         """Write the step: a line to metrics.jsonl and TensorBoard, a few samples, a line on the console.
@@ -142,14 +150,11 @@ class RunLog:
             self._append("samples.jsonl", [{"step": self.metrics["step"]} | sample for sample in samples])
         if self.sample_interval and self.metrics["step"] % self.sample_interval == 0:
             self.say("\n".join(
-                f"    {plain_text(s['prompt'])[-60:]!r:36} -> {plain_text(s['completion'])[-60:]!r:52} "
+                f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
-        timing = {name.removeprefix("timing_s/"): value for name, value in self.metrics.items()
-                  if name.startswith("timing_s/")}
-        self.say(f"step {self.metrics['step']:4d} | " + " | ".join(
-            f"{word} {self.metrics[name]:{form}}" for word, name, form in CONSOLE if name in self.metrics)
-            + f" | {timing.pop('step'):.1f} s: "
-            + ", ".join(f"{name} {value:.1f}" for name, value in timing.items() if value >= 0.05))
+        self.say(f"step {self.metrics['step']:3d}  " + "".join(
+            f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE if name in self.metrics)
+            + f"{seconds:.1f} s")
         self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}")
         self.bar.update()
 

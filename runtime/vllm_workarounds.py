@@ -7,6 +7,7 @@ import contextlib
 import glob
 import os
 
+import torch
 import torch.distributed as dist
 
 
@@ -20,6 +21,14 @@ def compute_logits_in_float32(head_logits, model):
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
             method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
+
+
+def leave_memory_unbound():
+    """Keep vLLM 0.32's CPU build from binding all memory of this process, the trainer's too, to a NUMA node.
+
+    VLLM_CPU_OMP_THREADS_BIND=nobind does this for threads only. To be removed once it does it for memory.
+    """
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
 
 
 def has_head(model):

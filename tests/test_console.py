@@ -34,6 +34,22 @@ def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
         assert "caf\\xe9 \\ud800" in (tmp_path / "out").read_text()
 
 
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_no_library_warns_of_what_is_fine(tmp_path, engine):
+    """On stderr is only the bar, also with vLLM, which sets up its own logging."""
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    said = subprocess.run(
+        [sys.executable, "train_grpo.py", f"--engine={engine}", "--max_steps=1", "--prompts_per_step=4",
+         "--train_prompts=16", "--eval_prompts=4", f"--out_dir={tmp_path}/run"], cwd=ROOT, capture_output=True,
+        text=True, timeout=300)
+    assert said.returncode == 0 and said.stdout.startswith(f"{tmp_path}/run: tiny, ")
+    # A bar is drawn over itself, and wiped with spaces.
+    assert [line for line in said.stderr.replace("\r", "\n").splitlines()
+            if line.strip() and "step/s" not in line and "s/step" not in line] == []
+    assert said.stdout.endswith("run/report.html: curves, samples and health\n")
+
+
 @pytest.mark.parametrize("text, shown", [
     ("a\x1b[2Jb", r"a\x1b[2Jb"), ("two\nlines", "two\nlines"), ("café", "café"), ("\ud800", r"\ud800"),
     ("\u202eabc", r"\u202eabc"), ("a\rb\0", r"a\rb\x00"), (None, "None"),

@@ -116,7 +116,8 @@ def end_step(log, rollouts, n=2):
     """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
     run = SimpleNamespace(log=log, state={"step": log.metrics["step"], "num_tokens": 100},
                           engine=SimpleNamespace(allocated=0))
-    Run.end_step(run, rollouts, rollout_metrics(rollouts, 1), sample_lines(rollouts, n))
+    numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
+    Run.end_step(run, rollouts, rollout_metrics(rollouts, 1), sample_lines(rollouts, n, numbers))
     return run.state
 
 
@@ -154,11 +155,12 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     # The first completion of each of the first eight prompts, though two of them are alike.
     assert lines(tmp_path / "run", "samples.jsonl") == [
         {"step": step, "prompt": row["prompt"], "completion": f"{step} {row['answer']} 0", "reward": 0.0,
-         "finish_reason": "stop", "truth": row["answer"]} for step in range(2) for row in rows[:8]]
+         "finish_reason": "stop", "truth": row["answer"], "tokens": [["0", "1", "2"]],
+         "logprobs": [-1.0] * 3} for step in range(2) for row in rows[:8]]
     output = capsys.readouterr().out
     assert "'0?'" in output and "'0 3 0'" in output and "reward 0, truth '3'" in output
     assert "'0 4 0'" not in output and "'1 0 0'" not in output
-    assert "step    1 | reward 0.500 | length   3.0 | " in output
+    assert "step   1  reward 0.500  length    3  " in output
     assert "eval/mean@2 0.250" in output and "sums" not in output
 
     board = EventAccumulator(str(tmp_path / "run")).Reload()
@@ -170,6 +172,33 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {
         "sample_interval": 20, "max_steps": 3, "out_dir": str(tmp_path / "run")}
     assert (tmp_path / "run" / "test_run_log.py").exists()
+
+
+def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys):
+    """Of a run with the default settings, also where a rule of health is broken: it is said once."""
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 1, "learning_rate": 1e-4}, 0, 30)
+    row = {"prompt": "What is the larger root of the equation x^2-11x+27=9? Show your work, step by step.",
+           "answer": "9"}
+    for step in range(30):
+        log.start(step)
+        if step % 10 == 0:
+            log.evaluation({"eval/mean@4": 0.25, "eval/pass@4": 0.75, "eval/maj@4": 0.375,
+                            "eval/hard/mean@4": 0.0, "eval/mean_length": 14.031, "eval/clipped_ratio": 0.0,
+                            "eval/right_ended": 1.0})
+        log.metrics |= {"entropy": 0.22 if step < 5 else 0.001, "grad_norm": 0.29,
+                        "sampling/sampling_logp_difference/max": 9.8e-6}
+        log.started -= 12.3
+        end_step(log, [sampled(row, "x^2-11x+18=0\n(x-2)(x-9)=0\nThe larger one is 9.\nAnswer: 9", 0.1, {})])
+    log.close()
+    lines_shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines_shown)) <= 80
+    assert "step  10  reward 0.100  length    3  entropy 0.001  grad 0.29  gap 1e-05  12.3 s" in lines_shown
+    assert "    eval/mean_length 14.031  eval/clipped_ratio 0.000  eval/right_ended 1.000" in lines_shown
+    assert sum("The entropy has collapsed" in line for line in lines_shown) == 1
+    # At the next evaluation, not in between.
+    place = next(i for i, line in enumerate(lines_shown) if "The entropy has collapsed" in line)
+    assert "eval/" in lines_shown[place - 1] and lines_shown[place - 2].startswith("step  20 ")
 
 
 def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
@@ -187,11 +216,13 @@ def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
     log.close()
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert [line["completion"] for line in samples] == [said] * 3
+    # Of each turn what was sampled, and not what stands between turns.
+    assert samples[0]["tokens"] == [["0"] * 3] * 2 and samples[0]["logprobs"] == [0.0] * 6
     (line,) = lines(tmp_path / "run")
     assert line["timing_s/environment"] == 0.5 and line["episodes/ended/timeout"] == pytest.approx(1 / 3)
     output = capsys.readouterr().out
     assert "step 0: 2 completions failed or took too long; the first: first\n" in output
-    assert "environment 0.5" in output and "'a on b'" in output
+    assert "'a on b'" in output
 
 
 @pytest.mark.parametrize("bad", ["", "   ", "\0\0\0", "half a li", "[1]", '"step"', '{"reward": 1}',

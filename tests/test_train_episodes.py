@@ -84,7 +84,7 @@ def test_a_run_with_an_environment(train, talker, games, tmp_path, script):
 def console_line(sample):
     """The end of the console's line for a line of samples.jsonl."""
     text = " ".join(str(message["content"] or "") for message in sample["completion"])
-    return f" -> {text[-60:]!r:52} reward {sample['reward']:g}, truth {sample['truth']!r}\n"
+    return f"     -> {text[-40:]!r:44} reward {sample['reward']:g}, truth {sample['truth']!r}\n"
 
 
 def episodes_are_as_logged(out_dir, line, model):
@@ -202,7 +202,7 @@ def test_threads_play_the_same_episodes_in_another_order(train, games, tmp_path)
     alone, output = train(game, "alone", max_steps=1)
     assert said not in output
     many, output = train(game, "many", max_steps=1, environment_workers=3)
-    assert said in output[:output.index("step    0 |")]
+    assert said in output[:output.index("step   0  ")]
     for key in ("reward", "loss", "grad_norm", "num_tokens", *OWN[:-1]):
         assert many[0][key] == pytest.approx(alone[0][key], rel=1e-4, abs=1e-6), key
     assert many[0]["timing_s/environment"] > 0.1 and many[0]["grad_norm"] > 0

@@ -53,13 +53,17 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
         assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/nested_linear/mean@2"} <= set(line)
         assert line["eval/pass@2"] >= line["eval/mean@2"] > 0
     assert sorted(os.listdir(out_dir)) == sorted(
-        [".lock", "checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "samples.jsonl",
-         "train_grpo.py"]
+        [".lock", "checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "report.html",
+         "samples.jsonl", "train_grpo.py"]
         + [name for name in os.listdir(out_dir) if "tfevents" in name])
     samples = lines(out_dir, "samples.jsonl")
     assert {s["step"] for s in samples} == {0, 1} and set(samples[0]) == {
-        "step", "prompt", "completion", "reward", "finish_reason", "truth"}
-    assert all(isinstance(sample["completion"], str) for sample in samples)
+        "step", "prompt", "completion", "reward", "finish_reason", "truth", "tokens", "logprobs"}
+    for sample in samples:
+        (tokens,) = sample["tokens"]
+        # Letters outside ASCII are several tokens, each of them half a letter.
+        assert "".join(tokens).startswith(sample["completion"]) or "\ufffd" in "".join(tokens)
+        assert len(tokens) == len(sample["logprobs"]) and all(-30 < logp <= 0 for logp in sample["logprobs"])
     with open(os.path.join(out_dir, "config.json")) as file:
         assert json.load(file)["prompts_per_step"] == 4
     assert "4 prompts x 4 completions = 16 sequences" in output and "engine hf" in output

@@ -1,0 +1,160 @@
+"""
+One HTML page of a run, or of several over each other: curves, samples, settings, and health in words.
+
+    python report.py out/grpo-algebra-...               # writes report.html into the folder
+    python report.py out/run0 out/run1 out/run2         # into the first; runs are named by what differs
+
+The page needs neither a network nor a server. runtime/report.html draws it, and runtime/health.py has the
+rules of health. Of long runs the page holds a part: curves are thinned out, but keep their peaks, and samples
+are those of evenly spaced steps.
+"""
+import ast
+import contextlib
+import glob
+import json
+import math
+import os
+import re
+import sys
+from collections import defaultdict
+
+from configurator import check, fail
+from runtime.health import findings, series
+from runtime.safe_files import opened
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# Points of all curves and bytes of all samples, with which a page stays under 5 MB; and the bytes of a run's
+# logs up to which its page takes less than half a second.
+POINTS, SAMPLE_BYTES, AT_END = 60_000, 3_200_000, 5_000_000
+
+# The panels: a title, the metrics in it as a regular expression, and a scale: "", "log", or "share" (0 to 1).
+PANELS = (
+    ("Reward", r"reward|rewards/.+/mean", ""),
+    ("Evaluation", r"eval\w*/(mean|pass|maj)@\d+", ""),
+    ("Evaluation by set", r"eval\w*/.+/mean@\d+", ""),
+    ("Tokens per completion", r"(completions|eval\w*)/mean_length", ""),
+    ("Share of completions cut off", r"(completions|eval\w*)/clipped_ratio", "share"),
+    ("Entropy, nats per token", r"entropy", ""),
+    ("Share of groups without a spread", r"frac_reward_zero_std", "share"),
+    ("Norm of the gradient", r"(.+/)?grad_norm", "log"),
+    ("Gap between engine and trainer, nats", r"sampling/sampling_logp_difference/(mean|max)", "log"),
+    ("KL to the reference model, nats per token", r"kl", ""),
+    ("Share of tokens clipped", r"clip_ratio/(low|high)_mean", ""),
+    ("Updates skipped, completions without a score", r".+/skipped_updates|rewards/(unscored|timeouts)", ""),
+    ("Seconds by phase", r"timing_s/.+", ""),
+    ("Staleness, steps", r"async/staleness/.+", ""),
+    ("Turns and calls of tools per episode", r"episodes/turns|tools/call_frequency", ""),
+    ("How episodes end", r"episodes/ended/.+", "share"))
+
+
+def read_run(folder):
+    """A run's lines of metrics, its settings, and the defaults of the script as it ran."""
+    scripts, defaults = sorted(glob.glob(os.path.join(glob.escape(folder), "*.py"))), {}
+    with open(f"{folder}/config.json", "rb") as config, open(f"{folder}/metrics.jsonl", "rb") as metrics:
+        settings = {"script": ", ".join(map(os.path.basename, scripts))} | json.load(config)
+        lines = [*filter(None, map(parsed, metrics))]
+    for path in [*scripts, os.path.join(HERE, "config", "shared.py")]:
+        with open(path, "rb") as file:
+            for node in ast.parse(file.read()).body:
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    with contextlib.suppress(ValueError):
+                        defaults.setdefault(node.targets[0].id, ast.literal_eval(node.value))
+    return lines, {k: v for k, v in settings.items() if k not in ("checksums", "out_dir", "resume")}, defaults
+
+
+def parsed(line):
+    # The last line of a run that was killed may be cut off. JavaScript's JSON has no NaN.
+    with contextlib.suppress(ValueError):
+        return json.loads(line, parse_constant=lambda name: None)
+
+
+def read_samples(folder, budget):
+    """{step: samples} of evenly spaced steps, 125 at most, as far as they fit into a budget of bytes."""
+    places, end, found = defaultdict(list), 0, defaultdict(list)
+    with open(os.path.join(folder, "samples.jsonl"), "rb") as file:
+        for line in file:
+            if step := re.match(rb'\{"step": (\d+)', line):
+                places[int(step[1])].append((end, len(line)))
+            end += len(line)
+        steps, count = sorted(places), min(len(places), 125, 1 + budget * len(places) // (end + 1))
+        for step in [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]:
+            for offset, size in places[step]:
+                file.seek(offset)
+                budget -= size
+                if (budget >= 0 or not found) and (sample := parsed(file.read(size))):
+                    found[step].append(sample)
+    return found
+
+
+def thinned(points, most):
+    """Steps and values of a curve, in most points: the lowest and highest of each of most / 2 stretches."""
+    size = math.ceil(2 * len(points) / most) if len(points) > most else 1
+    parts = [points[i:i + size] for i in range(0, len(points), size)]
+    kept = [point for part in parts
+            for point in sorted({pick(part, key=lambda point: point[1]) for pick in (min, max)})]
+    return [step for step, _ in kept], [float(f"{value:.5g}") for _, value in kept]
+
+
+def summary(folder, lines, metrics):
+    """What the page says of a run in a line: how far it is, its time, its first and its last scores."""
+    minutes = sum(seconds for _, seconds in series(lines, "timing_s/step")) / 60
+    return [folder, f"to step {max((line['step'] for line in lines), default=0)}", f"{minutes:.1f} min",
+            *(f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}" for metric in metrics
+              if re.fullmatch(r"reward|eval/[a-z]+@\d+", metric) and (points := series(lines, metric)))]
+
+
+def page(folders):
+    """The HTML of the page, as a string."""
+    read, panels = [read_run(folder) for folder in folders], []
+    values = {key: [str(settings.get(key, "")) for _, settings, _ in read]
+              for _, settings, _ in read for key in settings}
+    defaults = {key: str(default) for *_, defaults in read for key, default in defaults.items()}
+    differ = [key for key in values if len(set(values[key])) > 1][:2]
+    names = [", ".join(f"{key}={values[key][i]}" for key in differ) for i in range(len(read))]
+    metrics = sorted({metric for lines, *_ in read for line in lines for metric in line})
+    most = min(600, POINTS // (len(read) * len(metrics) + 1))
+    for title, pattern, scale in PANELS:
+        curves = {}                                             # {metric: (steps, values) of each run}
+        for metric in filter(re.compile(pattern).fullmatch, metrics):
+            found = [thinned(series(lines, metric), most) for lines, *_ in read]
+            # What is 0 in all runs, or another curve of the panel again, says nothing.
+            if any(any(ys) for _, ys in found) and found not in curves.values():
+                curves[metric] = found
+        panels += [{"title": title, "scale": scale, "curves": curves}] if curves else []
+    runs = [{"name": name if names.count(name) == 1 and name else f"{name} {os.path.basename(run)}".strip(),
+             "summary": summary(run, lines, metrics), "findings": findings(lines, settings),
+             "samples": read_samples(run, SAMPLE_BYTES // len(read))}
+            for run, name, (lines, settings, _) in zip(folders, names, read)]
+    text = json.dumps({"runs": runs, "panels": panels, "settings": [
+        [key, *each, defaults.get(key, each[0])] for key, each in values.items()]}, ensure_ascii=False)
+    with open(os.path.join(HERE, "runtime", "report.html"), encoding="utf-8") as template:
+        # Neither </script> nor <!-- may stand in a script element.
+        return template.read().replace("DATA", text.replace("<", r"\u003c"), 1)
+
+
+def write(folders):
+    """Write report.html into the first of the folders, and return its path."""
+    path = os.path.join(folders[0], "report.html")
+    # Half a surrogate pair, which a sample may hold and a browser may fail at, becomes a question mark.
+    text = page([os.path.normpath(folder) for folder in folders]).encode(errors="replace")
+    with opened(path, "wb") as file:
+        file.write(text)
+    return path
+
+
+def at_end(folder):
+    """Write the page of a run that ends, if that takes less than half a second; returns what to tell."""
+    if sum(os.path.getsize(f"{folder}/{name}.jsonl") for name in ("metrics", "samples")) > AT_END:
+        return f"python report.py {folder} writes a page with curves, samples and health"
+    try:
+        return f"{write([folder])}: curves, samples and health"
+    except OSError as error:
+        return f"the report could not be written: {error}"
+
+
+if __name__ == "__main__":
+    check(len(sys.argv) > 1 and not sys.argv[1].startswith("-"), __doc__.strip())
+    try:
+        print(write(sys.argv[1:]))
+    except OSError as error:
+        fail(f"there is no report: {error}")

@@ -1,0 +1,106 @@
+"""
+What the figures of a run say of its health, in words: on the console at evaluations, and in report.py's page.
+
+A rule compares the mean of a metric over WINDOW steps with a threshold. These are rules of thumb: a healthy
+run may break one, and a run that breaks none may still learn the wrong thing.
+"""
+import json
+import math
+import textwrap
+from collections import defaultdict
+
+WINDOW, LEAST = 5, 5            # steps in a mean; means beyond a threshold that break its rule
+
+# For each metric: whether its rule is broken over (1) or under (-1) the threshold; the threshold, from the
+# mean over the first WINDOW steps, the highest mean so far, and the settings; what it means to be beyond it;
+# and what to try, with {settings}. Where rollouts are stale on purpose, the gap is mostly between policies.
+RULES = {
+    "sampling/sampling_logp_difference/mean": (
+        1, lambda first, best, s: max(0.1 if s.get("max_staleness") else 1e-4, 5 * first),
+        "The gap between engine and trainer has grown: other weights sample than are trained.",
+        "a smaller max_staleness (now {max_staleness}); without staleness, look at section 6, weight sync"),
+    "entropy": (-1, lambda first, best, s: 0.1 * first,
+        "The entropy has collapsed: samples hardly differ any more, so there is little to learn from.",
+        "a smaller learning_rate (now {learning_rate}), epsilon_high=0.28, or entropy_coef=0.001"),
+    "reward": (-1, lambda first, best, s: min((first + best) / 2, best - abs(best) / 3),
+        "The reward has lost a third of its best value, and more than half of what it had gained.",
+        "a smaller learning_rate (now {learning_rate}), or kl_coef=0.01"),
+    "frac_reward_zero_std": (1, lambda first, best, s: 0.9 if s.get("num_generations") != 1 else 1.0,
+        "Nearly all groups are without a spread: their completions score the same, so they teach nothing.",
+        "easier or harder prompts, a finer reward, or more num_generations (now {num_generations})"),
+    "completions/clipped_ratio": (1, lambda first, best, s: 0.2,
+        "Many completions are cut off at the length limit.",
+        "a larger max_completion_length (now {max_completion_length}), or a reward that is blind to length"),
+    "actor/skipped_updates": (1, lambda first, best, s: 0.0,
+        "Updates are skipped, because their gradient is not finite.",
+        "a smaller learning_rate (now {learning_rate}), or dtype=float32 (now {dtype})"),
+    "kl": (1, lambda first, best, s: max(0.3, 5 * first),
+        "The KL to the reference model runs away.",
+        "a larger kl_coef (now {kl_coef}), or a smaller learning_rate (now {learning_rate})")}
+# These two are normal once the reward is nearly as high as the best of k samples ever was (eval/pass@k).
+UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
+
+
+def findings(lines, settings):
+    """A dict for each broken rule: its metric, the first and last step of the latest stretch in which it was
+    broken, and a text.
+
+    lines: dicts of metrics, one per step, as in metrics.jsonl. settings: the run's, a dict.
+    """
+    ceiling, solved, found, rewards = -math.inf, set(), [], dict(means(lines, "reward"))
+    for line in lines:
+        ceiling = max([ceiling, *(value for name, value in line.items()
+                                  if name.startswith("eval/pass@") and isinstance(value, float))])
+        if rewards.get(line["step"], -math.inf) >= ceiling - 0.1 * abs(ceiling) > -math.inf:
+            solved.add(line["step"])
+    for metric, (sign, threshold, meaning, to_try) in RULES.items():
+        best, stretches, smooth = -math.inf, [[]], means(lines, metric)
+        for place, (step, mean) in enumerate(smooth):
+            best = max(best, mean)
+            limit = threshold(smooth[0][1], best, settings)
+            if sign * (mean - limit) > 0 and not (metric in UNLESS_SOLVED and step in solved):
+                if stretches[-1] and place - stretches[-1][-1][0] > WINDOW:
+                    stretches.append([])
+                stretches[-1].append((place, step, mean, limit))
+        for stretch in [one for one in stretches if len(one) >= LEAST][-1:]:
+            first, last = stretch[0][1], stretch[-1][1]
+            *_, worst, limit = max(stretch, key=lambda one: sign * (one[2] - one[3]))
+            when = f"since step {first}" if last == smooth[-1][0] else f"between steps {first} and {last}"
+            found.append({"metric": metric, "first": first, "last": last, "text": (
+                f"{meaning} {metric}, averaged over {WINDOW} steps, is {'over' if sign > 0 else 'under'} "
+                f"{limit:.2g} {when}, at worst {worst:.2g}. "
+                f"Try {to_try.format_map(defaultdict(lambda: 'not set', settings))}.")})
+    return found
+
+
+def series(lines, metric):
+    """[(step, value)] of a metric, where it is a finite number."""
+    return [(line["step"], line[metric]) for line in lines
+            if isinstance(line.get(metric), (int, float)) and math.isfinite(line[metric])]
+
+
+def means(lines, metric):
+    """[(step, mean over the WINDOW values that end with this step's)] of a metric."""
+    steps, values = [*zip(*series(lines, metric))] or [(), ()]
+    ends = range(WINDOW, len(values) + 1)
+    return [(steps[end - 1], sum(values[end - WINDOW:end]) / WINDOW) for end in ends]
+
+
+class Watch:
+    """Reads a run's metrics.jsonl as it grows, and tells of each rule once."""
+
+    def __init__(self, path, settings):
+        self.path, self.settings, self.lines, self.offset, self.told = path, settings, [], 0, set()
+
+    def news(self):
+        """The texts, in lines of 80 columns, for rules that are broken now and were not told of before."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                self.offset += len(line)
+                self.lines.append({name: value for name, value in json.loads(line).items()
+                                   if name in RULES or name == "step" or name.startswith("eval/pass@")})
+        now = [f for f in findings(self.lines, self.settings)
+               if f["metric"] not in self.told and f["last"] == self.lines[-1]["step"]]
+        self.told |= {f["metric"] for f in now}
+        return [textwrap.fill(f["text"], 80, initial_indent="    ", subsequent_indent="    ") for f in now]

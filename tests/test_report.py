@@ -1,0 +1,257 @@
+"""The report of a run: rules of health, what the page holds, and how a real browser shows it."""
+import html
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import report
+from runs import launch
+from runtime import health
+
+GAP, ZERO_STD = "sampling/sampling_logp_difference/mean", "frac_reward_zero_std"
+
+
+def broken(lines, **settings):
+    return [found["metric"] for found in health.findings(lines, settings)]
+
+
+def curve(name, *values):
+    return [{"step": step, name: value} for step, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("metric, healthy, ill, settings", [
+    (GAP, [1e-6] * 10 + [9e-5] * 20, [1e-6] * 10 + [1.1e-4] * 20, {}),
+    # Five times what it was.
+    (GAP, [0.01] * 10 + [0.049] * 20, [0.01] * 10 + [0.051] * 20, {}),
+    (GAP, [1e-6] * 10 + [0.09] * 20, [1e-6] * 10 + [0.11] * 20, {"max_staleness": 4}),
+    ("entropy", [1.0] * 10 + [0.11] * 20, [1.0] * 10 + [0.09] * 20, {}),
+    # Half of what it gained, and a third of its best.
+    ("reward", [0.0] * 5 + [0.9] * 10 + [0.46] * 10, [0.0] * 5 + [0.9] * 10 + [0.44] * 10, {}),
+    ("reward", [0.7] * 5 + [0.9] * 10 + [0.61] * 10, [0.7] * 5 + [0.9] * 10 + [0.59] * 10, {}),
+    ("reward", [-1.0] * 30, [-1.0] * 5 + [-0.5] * 10 + [-0.8] * 10, {}),
+    (ZERO_STD, [0.89] * 30, [0.91] * 30, {"num_generations": 8}),
+    ("completions/clipped_ratio", [0.19] * 30, [0.21] * 30, {}),
+    ("actor/skipped_updates", [0] * 30, [0] * 10 + [1] + [0] * 19, {}),
+    ("kl", [0.29] * 30, [0.001] * 5 + [0.31] * 20, {}),
+    ("kl", [0.2] * 5 + [0.99] * 20, [0.2] * 5 + [1.01] * 20, {})])
+def test_a_rule_fires_beyond_its_threshold_only(metric, healthy, ill, settings):
+    assert broken(curve(metric, *healthy), **settings) == []
+    (found,) = health.findings(curve(metric, *ill), settings)
+    assert found["metric"] == metric and metric in found["text"] and "Try " in found["text"]
+    assert "{" not in found["text"]
+
+
+def test_a_finding_says_when_how_far_and_what_to_try():
+    values = [1.0] * 10 + [0.05] * 10 + [1.0] * 10
+    (found,) = health.findings(curve("entropy", *values), {"learning_rate": 3e-4})
+    # The mean over five steps is under 0.1 where all five are low.
+    assert (found["first"], found["last"]) == (14, 19)
+    assert "under 0.1 between steps 14 and 19, at worst 0.05. Try a smaller learning_rate (now 0.0003)" in \
+        found["text"]
+    (found,) = health.findings(curve("entropy", *values[:20]), {})
+    assert "since step 14" in found["text"] and "(now not set)" in found["text"]
+
+
+def test_rules_need_their_figures():
+    """No rule fires in a run of four steps, without metrics, for NaN and None, or for an outlier."""
+    assert broken([]) == [] and broken([{"step": 0}]) == []
+    assert broken(curve("completions/clipped_ratio", *[1.0] * 4)) == []
+    assert broken(curve("entropy", *[1.0] * 8, *[float("nan"), None] * 10)) == []
+    assert broken(curve("reward", *[0.5] * 8, 0.0, *[0.5] * 8)) == []
+    noise = random.Random(0)
+    assert broken(curve("reward", *(0.3 + 0.2 * noise.random() for _ in range(1000)))) == []
+    # A group of one has no spread.
+    assert broken(curve(ZERO_STD, *[1.0] * 30), num_generations=1) == []
+
+
+def test_a_solved_task_needs_neither_entropy_nor_spread():
+    def run(rewards, best):
+        return [{"step": i, "reward": reward, "entropy": 1.0 if i < 10 else 0.01, ZERO_STD: min(i / 20, 1.0)}
+                | ({"eval/pass@4": best} if i % 10 == 0 else {}) for i, reward in enumerate(rewards)]
+    climbing = [0.2] * 10 + [0.95] * 20
+    assert broken(run(climbing, 1.0)) == []
+    # The best of four samples would still gain 0.3.
+    assert broken(run([0.2] * 10 + [0.7] * 20, 1.0)) == ["entropy", ZERO_STD]
+    assert broken(run([0.2] * 10 + [0.7] * 20, 0.75)) == []
+    # Without an evaluation nobody knows what could be gained.
+    assert broken([{**line, "eval/pass@4": None} for line in run(climbing, 1.0)]) == ["entropy", ZERO_STD]
+
+
+def test_a_run_says_what_is_broken_now_and_once(tmp_path):
+    path, written = tmp_path / "metrics.jsonl", []
+    path.write_text("")
+    watch = health.Watch(str(path), {"max_completion_length": 64})
+
+    def go_on(*values):
+        for value in values:
+            written.append({"step": len(written), "completions/clipped_ratio": value})
+        path.write_text("".join(json.dumps(line) + "\n" for line in written))
+        return watch.news()
+    assert go_on() == [] and go_on(*[0.0] * 10) == []
+    # It was over before the evaluation: no news.
+    assert go_on(*[1.0] * 6, *[0.0] * 12) == []
+    (text,) = go_on(*[1.0] * 8)
+    words = " ".join(text.split())
+    assert "over 0.2 since step 29, at worst 1. Try a larger max_completion_length (now 64)" in words, words
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert go_on(*[1.0] * 8) == []
+
+
+# ------------------------------------------------------------------------------------------------------------
+EVIL = '</script><script>document.title = "taken"</script><b>bold</b><!-- &lt; \ud800 \u2028 \x1b'
+
+
+def write_run(folder, count=20, samples=8, tokens=6, text="a", **settings):
+    """A made-up run: a script, settings, metrics and samples."""
+    os.makedirs(folder)
+    randoms = random.Random(0)
+    (folder / "train_made.py").write_text("learning_rate = 1e-4\nseed = 0\ntask = 'algebra'\n")
+    (folder / "config.json").write_text(json.dumps(
+        {"learning_rate": 1e-4, "seed": 0, "task": "algebra", "out_dir": str(folder), "checksums": {}}
+        | settings))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(count):
+            reward = step / count + randoms.random() / 10
+            line = {"step": step, "reward": reward, "rewards/same/mean": reward,
+                    "entropy": 1 - 0.5 * step / count, "grad_norm": randoms.random() + 0.1,
+                    GAP: 1e-6 + 1e-7 * randoms.random(),
+                    "sampling/sampling_logp_difference/max": 1e-5, ZERO_STD: 0.25,
+                    "completions/mean_length": 20 + randoms.random(), "completions/clipped_ratio": 0.0,
+                    "kl": 0.0, "timing_s/gen": randoms.random(), "timing_s/step": 2 + randoms.random()}
+            line |= {f"rewards/part{i}/mean": randoms.random() for i in range(30)}
+            if step % 10 == 0:
+                line |= {"eval/mean@4": step / count, "eval/pass@4": 1.0,
+                         "eval/hard/mean@4": step / 2 / count}
+            file.write(json.dumps(line) + "\n")
+        file.write('{"step": 999, "rewa')
+    with open(folder / "samples.jsonl", "w") as file:
+        for step in range(count):
+            for _ in range(samples):
+                file.write(json.dumps({
+                    "step": step, "prompt": [{"role": "user", "content": f"{text}?"}], "completion": text,
+                    "reward": float("nan"), "finish_reason": "stop", "truth": text,
+                    "tokens": [[text, *["xyzw"] * (tokens - 1)]], "logprobs": [-0.123] * tokens}) + "\n")
+    return str(folder)
+
+
+def content(path):
+    """What a page's script gets."""
+    with open(path) as file:
+        text = file.read()
+    assert text.count("<script") == text.count("</script>") == 2
+    return json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
+
+
+def drawn(found):
+    return {metric: each for panel in found["panels"] for metric, each in panel["curves"].items()}
+
+
+def test_the_page_of_a_run(tmp_path):
+    path = report.write([write_run(tmp_path / "run", learning_rate=1e-3, text=EVIL)])
+    assert path == str(tmp_path / "run" / "report.html")
+    found = content(path)
+    (run,) = found["runs"]
+    assert run["name"] == "run" and run["findings"] == [] and "to step 19" in run["summary"]
+    settings = {key: values for key, *values in found["settings"]}
+    assert settings["learning_rate"] == ["0.001", "0.0001"] and settings["seed"] == ["0", "0"]
+    assert not {"out_dir", "checksums"} & settings.keys()
+    # What is 0 throughout is not drawn, and what is twice in a panel once.
+    curves = drawn(found)
+    assert "kl" not in curves and curves["eval/mean@4"] == [[[0, 10], [0.0, 0.5]]]
+    assert "reward" in curves and "rewards/same/mean" not in curves
+    # Text comes as it was, whatever it holds.
+    first = run["samples"]["0"][0]
+    assert first["truth"] == first["completion"] == EVIL.replace("\ud800", "?") and first["reward"] is None
+    assert {step: len(some) for step, some in run["samples"].items()} == {str(step): 8 for step in range(20)}
+
+
+def test_several_runs_are_named_by_what_differs(tmp_path):
+    folders = [write_run(tmp_path / name, **given) for name, given in (
+        ("one", {}), ("two", {"seed": 1}), ("three", {"seed": 1, "learning_rate": 1e-3}),
+        ("four", {"seed": 1}))]
+    found = content(report.write(folders))
+    assert [run["name"] for run in found["runs"]] == [
+        "learning_rate=0.0001, seed=0", "learning_rate=0.0001, seed=1 two", "learning_rate=0.001, seed=1",
+        "learning_rate=0.0001, seed=1 four"]
+    assert all(len(each) == 4 for each in drawn(found).values())
+    assert ["seed", "0", "1", "1", "1", "0"] in found["settings"]
+    assert not os.path.exists(os.path.join(folders[1], "report.html"))
+    found = content(report.write([folders[1], folders[3]]))
+    assert [run["name"] for run in found["runs"]] == ["two", "four"]
+
+
+def test_a_long_run_fits_into_five_megabytes(tmp_path):
+    folder = write_run(tmp_path / "run", count=10_000, samples=8, tokens=30)
+    path = report.write([folder])
+    found = content(path)
+    samples, (steps, values) = found["runs"][0]["samples"], drawn(found)["grad_norm"][0]
+    assert os.path.getsize(path) < 5e6 and sum(map(len, samples.values())) == 1000
+    assert {"0", "9999"} < samples.keys()
+    assert all(len(xs) == len(ys) <= 600 for each in drawn(found).values() for xs, ys in each)
+    # Its peaks stay.
+    with open(os.path.join(folder, "metrics.jsonl")) as file:
+        logged = [json.loads(line)["grad_norm"] for line in file if line.endswith("}\n")]
+    assert [min(values), max(values)] == pytest.approx([min(logged), max(logged)], rel=1e-4)
+    assert steps == sorted(steps) and values == pytest.approx([logged[step] for step in steps], rel=1e-4)
+    assert report.at_end(folder).startswith("python report.py ")
+
+
+def test_long_samples_fit_as_well(tmp_path):
+    path = report.write([write_run(tmp_path / "run", count=40, samples=8, tokens=10_000)])
+    (run,) = content(path)["runs"]
+    assert os.path.getsize(path) < 5e6 and 8 <= sum(map(len, run["samples"].values())) < 100
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    said = launch("report.py", tmp_path, code=2)
+    assert f"there is no report: [Errno 2] No such file or directory: '{tmp_path}/config.json'" in said
+    assert "python report.py out/" in launch("report.py", code=2)
+
+
+# ------------------------------------------------------------------------------------------------------------
+def in_browser(page, profile):
+    """The page's DOM once its script has run, and what it wrote to the console."""
+    shown = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         f"--user-data-dir={profile}", "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom",
+         f"file://{page}"], capture_output=True, text=True, errors="replace", timeout=120)
+    assert "</html>" in shown.stdout, shown.stderr
+    return shown.stdout, [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser: apt-get install chromium")
+def test_a_browser_draws_it(tmp_path):
+    """No error on its console, curves and samples are drawn, and a sample's text stays text."""
+    folders = [write_run(tmp_path / name, text=EVIL, seed=seed) for seed, name in enumerate("ab")]
+    talk = [{"role": "assistant", "content": "48"}, {"role": "user", "content": "lower"},
+            {"role": "assistant", "content": "40"}]
+    with open(tmp_path / "a" / "samples.jsonl", "a") as file:
+        file.write(json.dumps({
+            "step": 20, "prompt": "Guess.", "completion": talk, "reward": 1.0, "truth": None,
+            "finish_reason": "stop", "tokens": [["4", "8"], ["4", "0", "<|end|>"]],
+            "logprobs": [-0.5, -1.0, -2.0, -3.0, -4.0]}) + "\n")
+    for chosen in (folders, folders[:1]):
+        page = report.write(chosen)
+        dom, errors = in_browser(page, tmp_path / f"profile{len(chosen)}")
+        assert errors == []
+        assert dom.count('class="curve"') == sum(map(len, drawn(content(page)).values())) >= 10
+        assert "NaN" not in re.search("<svg.*</svg>", dom, re.S)[0]
+        assert "<title>taken" not in dom and "<b>bold" not in dom
+    # The last sample comes first. Its turns are apart, and each token has its logprob.
+    sample = dom[dom.rindex('class="sample"'):]
+    assert re.findall(r'title="logprob (\S+), probability', sample) == ["-0.5", "-1", "-2", "-3", "-4"]
+    assert re.search("prompt: Guess.</pre>.*>8</span>.*user: lower</pre>.*>0</span>", sample, re.S)
+    assert "&lt;|end|&gt;</span>" in sample
+    # A prompt, a token, the truth and the end of a sample are text, whatever they hold.
+    (tmp_path / "a" / "samples.jsonl").write_text(json.dumps(
+        {"step": 0, "prompt": EVIL, "completion": EVIL, "reward": 0.0, "truth": EVIL, "finish_reason": EVIL,
+         "tokens": [[EVIL]], "logprobs": [0.0]}))
+    dom, errors = in_browser(report.write(folders[:1]), tmp_path / "profile")
+    assert errors == [] and "<title>taken" not in dom and "<b>bold" not in dom
+    assert html.unescape(dom).count("</script><script>document.title") == 4

@@ -153,25 +153,25 @@ def mean(values):
 
 
 def gathered(items):
-    """The lists of all ranks joined into one, in the order of the ranks.
-
-    What NumPy's arrays hold is sent as it is, and the rest pickled. The arrays that arrive are views of what
-    their rank has sent.
-    """
+    """The lists of all ranks joined into one, in the order of the ranks."""
     # On one rank the list is not sent, because gloo's thread would start OpenMP threads of its own to pass on
     # a large one, and on two cores everything after that would take one and a half times as long.
-    if dist.get_world_size() == 1:
-        return list(items)
+    return list(items) if dist.get_world_size() == 1 else received(items)
+
+
+def received(items):
+    # Arrays of NumPy are sent as they are and the rest pickled: pickle would copy a step's tokens three times.
+    # The arrays that arrive are views of what their rank has sent.
     pieces, sizes = [], [None] * dist.get_world_size()
     rest = pickle.dumps(items, 5, buffer_callback=lambda array: pieces.append(array.raw()))
     pieces.append(rest)                                         # last, so that the arrays stay aligned
     dist.all_gather_object(sizes, [*map(len, pieces)])
     longest = max(map(sum, sizes))
     sent = bytearray().join([*pieces, bytes(longest - sum(map(len, pieces)))])
-    received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(received, torch.frombuffer(sent, dtype=torch.uint8))
+    flats = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(flats, torch.frombuffer(sent, dtype=torch.uint8))
     joined = []
-    for flat, cuts in zip(received, sizes):
+    for flat, cuts in zip(flats, sizes):
         *arrays, rest, _ = np.split(flat.numpy(), np.cumsum(cuts))
         joined += pickle.loads(rest, buffers=arrays)
     return joined

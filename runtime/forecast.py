@@ -15,17 +15,15 @@ import functools
 import importlib.util
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
-from torch import nn
 from transformers import AutoConfig
 
+from config import shared
 from configurator import check, configure, input_errors, read_value
-from runtime import distributed
 from runtime.check_model import ROOT, SHIPPED, model_class, reading
-from runtime.check_settings import check_values
 from runtime.logprobs import LOGITS
 
 PHASES = ("sampling", "update", "sync")
@@ -38,9 +36,10 @@ def shape(path):
         config = AutoConfig.from_pretrained(SHIPPED.get(path, path))
         hf = model_class(config)(config)
     text, decoder, head = config.get_text_config(), hf.get_decoder(), hf.get_output_embeddings()
-    named = lambda key, default: getattr(text, key, None) or default
+    text = [*getattr(text, "per_layer_config", [text])][0]      # of Gemma 4 each layer has its own
+    named = lambda key, default: np.max(getattr(text, key, None) or default).item()
     count = lambda *parts: sum(p.numel() for p in {p for part in parts for p in part.parameters()})
-    layers = next((part for part in decoder.modules() if isinstance(part, nn.ModuleList)), [decoder])
+    layers = next((part for part in decoder.modules() if isinstance(part, torch.nn.ModuleList)), [decoder])
     H, heads = text.hidden_size, named("num_attention_heads", 1)
     d, inner = named("head_dim", H // heads), named("intermediate_size", 4 * H)
     return SimpleNamespace(
@@ -52,7 +51,7 @@ def shape(path):
         whole=count(hf), trained=count(decoder, head), layer=max(map(count, layers)),
         root=count(decoder, head) - sum(map(count, layers)),
         ends=sum(sum(part.weight.shape) for layer in layers for part in layer.modules()
-                 if type(part) is nn.Linear))
+                 if type(part) is torch.nn.Linear))
 
 
 def kept_by_layer(m, b, full=True):
@@ -68,8 +67,8 @@ def kept_by_layer(m, b, full=True):
 def moments(m, s, b, shards, cuda):
     """What an update takes besides weights, gradients and Adam's moments, each time it may take most."""
     T, full, again = s.token_budget / s.sequence_parallel_size, not s.lora_rank, s.gradient_checkpointing
-    layer, root = kept_by_layer(m, b, full), {"gathered weights": b * m.root}
-    kept = root | {"activations": T * m.depth * (b * m.H if again else layer)}
+    layer = kept_by_layer(m, b, full)
+    kept = {"gathered weights": b * m.root, "activations": T * m.depth * (b * m.H if again else layer)}
     # Logits: three chunks in the forward pass. In the backward pass one, in bfloat16 copies of it as well,
     # and the gradient of the head in float32, in bfloat16 twice.
     chunk = 4 * m.V * min(max(1, LOGITS["cuda" if cuda else "cpu"] // m.V), T)
@@ -78,9 +77,10 @@ def moments(m, s, b, shards, cuda):
     # way to their ranks in float32. Of its MLP six tensors stand where four were kept.
     one = (2 * b * m.layer + 4 * (m.layer if full else s.lora_rank * m.ends / m.depth) + b * m.own_head * full
            + T * (again * layer + 2 * b * m.I + 8 * m.H))
-    # At the end the root's gradients are added up over the ranks.
+    # At the end the root's gradients: made, that of a tied weight twice, and added up over the ranks.
+    root = m.root * max(b + 4, 4 + 4 / shards, 0 if m.own_head else 3 * b) * full
     return [kept | {"logits": max(3 * chunk, back)}, kept | {"layer's backward pass": one},
-            root | {"root's gradients": (b + 4 + 4 / shards) * m.root * full}]
+            {"root's gradients": root}]
 
 
 def forecast(s, ranks, memory, cuda):
@@ -90,7 +90,7 @@ def forecast(s, ranks, memory, cuda):
     Raises ValueError if weights, gradients and Adam's moments alone exceed it.
     """
     s = SimpleNamespace(**{"lora_rank": 0, "shard_ranks": 0, "rollout_ranks": 0} | vars(s))
-    b = distributed.precision(s.dtype, 1, torch.device("cuda" if cuda else "cpu"))[0].itemsize
+    b = 2 if s.dtype == "bfloat16" or s.dtype == "auto" and cuda else 4
     m, shards = shape(s.model), s.shard_ranks or ranks
     trained = [s.lora_rank * m.ends or m.trained]
     held = {"policy": b * m.whole + 4 * trained[0] if s.lora_rank else 4 * m.whole}
@@ -129,30 +129,29 @@ def forecast(s, ranks, memory, cuda):
 def says(s, ranks, memory, cuda, table=True):
     """The forecast: lines of roles, one of phases, and one that says what to set where it does not fit."""
     parts, gb = forecast(s, ranks, memory, cuda), lambda n: f"{n / 1e9:.2f}" if n else "-"
-    lines = [f"{role:24}" + "".join(f"{cell:>10}" for cell in cells) for role, cells in
-             {f"GB on each of {ranks} ranks": PHASES, **{role: map(gb, parts[role]) for role in parts}}.items()]
+    cells = {f"GB on each of {ranks} ranks": PHASES} | {role: map(gb, parts[role]) for role in parts}
     phases = ", ".join(f"{phase} {gb(sum(sizes))}" for phase, sizes in zip(PHASES, zip(*parts.values())))
-    lines = lines * table + [f"forecast of memory per rank: {phases} of {gb(memory)} GB"]
+    lines = [f"{role:24}{a:>10}{b:>10}{c:>10}" for role, (a, b, c) in cells.items()] * table
+    lines.append(f"forecast of memory per rank: {phases} of {gb(memory)} GB")
     peak = lambda s: max(map(sum, zip(*forecast(s, ranks, memory, cuda).values())))
     found, longest = {}, s.max_prompt_length + s.max_completion_length
     while (now := peak(s)) > memory:
-        tried = {key: SimpleNamespace(**vars(s) | {key: value}) for key, value in (
-            ("gradient_checkpointing", True), ("offload_optimizer", True),
-            ("token_budget", max(longest, s.token_budget // 2)),
-            ("vllm_gpu_memory_utilization", s.vllm_gpu_memory_utilization / 2),
-            ("sequence_parallel_size", 2 * s.sequence_parallel_size),
-            ("vllm_tensor_parallel_size", 2 * s.vllm_tensor_parallel_size))
-                 if not key.endswith("parallel_size") or ranks % value == 0}
+        choices = {"gradient_checkpointing": True, "offload_optimizer": True,
+                   "token_budget": max(longest, s.token_budget // 2),
+                   "vllm_gpu_memory_utilization": s.vllm_gpu_memory_utilization / 2}
+        choices |= {f"{key}_parallel_size": 2 * vars(s)[f"{key}_parallel_size"] for key in (
+            "sequence", "vllm_tensor") if ranks % (2 * vars(s)[f"{key}_parallel_size"]) == 0}
+        tried = {key: SimpleNamespace(**vars(s) | {key: choices[key]}) for key in choices}
         best = min(tried, key=lambda key: peak(tried[key]))
         if peak(tried[best]) > 0.99 * now:
             break
-        s, found[best] = tried[best], getattr(tried[best], best)
-    parts = forecast(s, ranks, memory, cuda)
-    awake = sum(parts[role][0] for role in ("engine", "KV cache") if role in parts) / memory
-    if cuda and s.engine != "hf" and awake > s.vllm_gpu_memory_utilization + 1e-6:
-        found["vllm_gpu_memory_utilization"] = round(awake + 0.005, 2)          # or vLLM would not start
+        s, found[best] = tried[best], choices[best]
+    parts = {"engine": [0], "KV cache": [0]} | forecast(s, ranks, memory, cuda)
+    least = (parts["engine"][0] + parts["KV cache"][0]) / memory        # or vLLM would not start
+    if cuda and s.engine != "hf" and least > s.vllm_gpu_memory_utilization + 1e-6:
+        found["vllm_gpu_memory_utilization"] = round(least + 0.005, 2)
+    settings = " ".join(f"--{key}={value}" for key, value in found.items()) or "other settings"
     if found or now > memory:
-        settings = " ".join(f"--{key}={value}" for key, value in found.items()) or "other settings"
         lines.append(f"it does not fit; with {settings} it takes {gb(now)} GB" + (
             ": take more ranks" if now > memory else ", and the first of these helps most"))
     return "\n".join(lines)
@@ -167,20 +166,23 @@ def device_memory():
 
 
 def main():
-    own, key_of = {"script": "train_grpo.py", "ranks": "1", "memory": "0"}, lambda argument: argument[2:].partition("=")[0]
-    own |= {key_of(argument): argument.partition("=")[2] for argument in sys.argv[1:] if key_of(argument) in own}
-    ranks, memory = read_value(own["ranks"], int), read_value(own["memory"], float)
-    check((ranks or 0) > 0 and memory is not None and memory >= 0,
-          f"ranks={own['ranks']}, memory={own['memory']}: must be a whole number above 0, and a number of GB")
-    path = Path(ROOT, own["script"])
-    with input_errors(), reading(f"script={own['script']}"):
-        statements = ast.parse(path.read_bytes()).body
+    own, rest = {"script": "train_grpo.py", "ranks": "1", "memory": "0"}, []
+    for argument in sys.argv[1:]:
+        key, _, text = argument.removeprefix("--").partition("=")
+        own, rest = (own | {key: text}, rest) if key in own else (own, [*rest, argument])
+    ranks, memory = read_value(own["ranks"], int) or 0, read_value(own["memory"], float)
+    check(ranks > 0, f"ranks={own['ranks']}: must be a whole number above 0")
+    check(memory is not None and memory >= 0, f"memory={own['memory']}: must be a number of GB")
+    path = os.path.join(ROOT, own["script"])
+    with input_errors(), reading(f"script={own['script']}"), open(path) as file:
+        statements = ast.parse(file.read()).body
     # The script's defaults, without running it.
-    namespace = vars(importlib.import_module("config.shared")) | {"__file__": str(path), "__doc__": __doc__} | {
+    settings = configure(vars(shared) | {"__file__": path, "__doc__": __doc__} | {
         node.targets[0].id: node.value.value for node in statements
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}
-    settings = configure(namespace, [argument for argument in sys.argv[1:] if key_of(argument) not in own])
-    check_values(settings)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}, rest)
+    for key, ok in [("dtype", ("auto", "float32", "bfloat16")), ("engine", ("auto", "vllm", "hf")),
+                    *((key, range(1, 10 ** 9)) for key in vars(settings) if key.endswith(("_size", "_budget")))]:
+        check(vars(settings)[key] in ok, f"{key}={vars(settings)[key]}: no script takes it")
     with input_errors():
         print(says(settings, ranks, *((memory * 1e9, True) if memory else device_memory())))
 

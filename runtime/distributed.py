@@ -160,7 +160,7 @@ def gathered(items):
 
 
 def received(items):
-    # Arrays of NumPy are sent as they are and the rest pickled: with long rows that takes two thirds of the time
+    # NumPy's arrays are sent as they are and the rest pickled: with long rows that takes two thirds of the time
     # that pickling all of it takes. The arrays that arrive are views of what their rank has sent.
     pieces, sizes = [], [None] * dist.get_world_size()
     rest = pickle.dumps(items, 5, buffer_callback=lambda array: pieces.append(array.raw()))

@@ -50,6 +50,7 @@ for _ in range(repeats):
     seconds.append(time.perf_counter() - start)
 total = sum(len(r.ids) for r in found)
 if rank == 0:
-    print(f"{world_size} ranks, {len(found):,} rollouts, {total:,} tokens: {statistics.median(seconds):.3f} s "
-          f"(smallest of {repeats}: {min(seconds):.3f}), {sum(received) / repeats / total:.1f} bytes per token")
+    print(f"{world_size} ranks, {len(found):,} rollouts, {total:,} tokens: "
+          f"{statistics.median(seconds):.3f} s (smallest of {repeats}: {min(seconds):.3f}), "
+          f"{sum(received) / repeats / total:.1f} bytes per token")
 distributed.leave()

@@ -160,8 +160,8 @@ def gathered(items):
 
 
 def received(items):
-    # NumPy's arrays are sent as they are and the rest pickled: with long rows that takes two thirds of the time
-    # that pickling all of it takes. The arrays that arrive are views of what their rank has sent.
+    # NumPy's arrays are sent as they are and the rest pickled: with long rows two thirds of the time that
+    # pickling all of it takes. The arrays that arrive are views of what their rank has sent.
     pieces, sizes = [], [None] * dist.get_world_size()
     rest = pickle.dumps(items, 5, buffer_callback=lambda array: pieces.append(array.raw()))
     pieces.append(rest)                                         # last, so that the arrays stay aligned

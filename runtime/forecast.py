@@ -180,9 +180,10 @@ def main():
     settings = configure(vars(shared) | {"__file__": path, "__doc__": __doc__} | {
         node.targets[0].id: node.value.value for node in statements
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}, rest)
-    for key, ok in [("dtype", ("auto", "float32", "bfloat16")), ("engine", ("auto", "vllm", "hf")),
-                    *((key, range(1, 10 ** 9)) for key in vars(settings) if key.endswith(("_size", "_budget")))]:
-        check(vars(settings)[key] in ok, f"{key}={vars(settings)[key]}: no script takes it")
+    for key, value in vars(settings).items():
+        names = {"dtype": ("auto", "float32", "bfloat16"), "engine": ("auto", "vllm", "hf")}
+        check(value in names.get(key, (value,)) and (value or not key.endswith(("_size", "_budget", "_generations"))),
+              f"{key}={value}: no script takes it")
     with input_errors():
         print(says(settings, ranks, *((memory * 1e9, True) if memory else device_memory())))
 

@@ -182,7 +182,8 @@ def main():
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}, rest)
     for key, value in vars(settings).items():
         names = {"dtype": ("auto", "float32", "bfloat16"), "engine": ("auto", "vllm", "hf")}
-        check(value in names.get(key, (value,)) and (value or not key.endswith(("_size", "_budget", "_generations"))),
+        counts = key.endswith(("_size", "_budget"))
+        check(value in names.get(key, (value,)) and (not counts or value > 0),
               f"{key}={value}: no script takes it")
     with input_errors():
         print(says(settings, ranks, *((memory * 1e9, True) if memory else device_memory())))

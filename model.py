@@ -133,8 +133,8 @@ def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None)
     ours = (token_logprobs(policy, rollouts, share, token_budget, temperature) if policy else
             {s: torch.from_numpy(rollouts[s].logprobs) for s in share})
     device = next(reference.parameters()).device
-    gathered = distributed.gathered([(s, (ours[s].to(device) - theirs[s]).cpu()) for s in share])
-    return {s: kl.to(device) for s, kl in gathered}
+    gathered = distributed.gathered([(s, (ours[s].to(device) - theirs[s]).cpu().numpy()) for s in share])
+    return {s: torch.from_numpy(kl).to(device) for s, kl in gathered}
 
 
 def token_values(critic, rollouts, chosen, token_budget):

@@ -10,12 +10,14 @@ import faulthandler
 import functools
 import gc
 import os
+import pickle
 import platform
 import socket
 import sys
 import threading
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -155,11 +157,25 @@ def gathered(items):
     """The lists of all ranks joined into one, in the order of the ranks."""
     # On one rank the list is not sent, because gloo's thread would start OpenMP threads of its own to pass on
     # a large one, and on two cores everything after that would take one and a half times as long.
-    if dist.get_world_size() == 1:
-        return list(items)
-    lists = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, items)
-    return sum(lists, [])
+    return list(items) if dist.get_world_size() == 1 else received(items)
+
+
+def received(items):
+    # NumPy's arrays are sent as they are and the rest pickled: with long rows two thirds of the time that
+    # pickling all of it takes. The arrays that arrive are views of what their rank has sent.
+    pieces, sizes = [], [None] * dist.get_world_size()
+    rest = pickle.dumps(items, 5, buffer_callback=lambda array: pieces.append(array.raw()))
+    pieces.append(rest)                                         # last, so that the arrays stay aligned
+    dist.all_gather_object(sizes, [*map(len, pieces)])
+    longest = max(map(sum, sizes))
+    sent = bytearray().join([*pieces, bytes(longest - sum(map(len, pieces)))])
+    flats = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(flats, torch.frombuffer(sent, dtype=torch.uint8))
+    joined = []
+    for flat, cuts in zip(flats, sizes):
+        *arrays, rest, _ = np.split(flat.numpy(), np.cumsum(cuts))
+        joined += pickle.loads(rest, buffers=arrays)
+    return joined
 
 
 def from_master(value):

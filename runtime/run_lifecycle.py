@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import check, input_errors, printable
-from runtime import checkpoint, distributed
+from runtime import checkpoint, distributed, forecast
 from runtime.run_folder import locate_run
 from runtime.run_log import RunLog, make_lenient
 from runtime.user_code import source_file
@@ -77,7 +77,8 @@ class Run:
               f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
 
     def check_data(self, train_set, eval_set):
-        """Refuse prompts that are not those of the resumed run: their file may have changed."""
+        """Refuse prompts that are not those of the resumed run, because their file may have changed, and
+        models whose weights no device can hold. Raises ValueError."""
         s, before = self.settings, self.state["settings"]
         checksums = {"train_prompts": checkpoint.checksum_of_rows(train_set.rows),
                      "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
@@ -95,6 +96,8 @@ class Run:
                              f"{self.resumed}, so this would not be the same run")
         self.changed = [key for key in CODE if not same.get(key, True)]
         self.state["checksums"] = checksums
+        memory, cuda = forecast.device_memory()
+        self.forecast = forecast.says(s, self.world_size, memory, cuda, table=cuda)
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, networks, engine, data_note, updates):
@@ -123,7 +126,7 @@ class Run:
             f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
             f"The run has {self.max_steps} steps and evaluates "
             f"{f'every {s.eval_interval}' if s.eval_interval else 'its first and last model'}, with "
-            f"{s.eval_samples} completions per held-out prompt.\n{printable(data_note)}")
+            f"{s.eval_samples} completions per held-out prompt.\n{printable(data_note)}\n{self.forecast}")
         if (s.environment or s.tools) and s.environment_workers:
             self.log.say("environment_workers: turns begin when the environments answer, so the run does not "
                          "repeat bit for bit")

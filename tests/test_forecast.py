@@ -1,0 +1,255 @@
+"""The forecast of memory: against PyTorch's own peaks, against bytes that are counted, and its advice."""
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from model import load_critic, load_policy, micro_batches
+from rollout import Rollout
+from runs import forked, launch, on_ranks, refused
+from runtime import forecast
+
+SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
+                entropy_coef=0.0, offload_optimizer=False, sequence_parallel_size=1, engine="hf",
+                max_prompt_length=64, max_completion_length=64, prompts_per_step=8, num_generations=4,
+                reference_model="",
+                vllm_tensor_parallel_size=1, vllm_gpu_memory_utilization=0.4)
+LLAMA = dict(vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
+TIED, CHECKPOINTED = {"tie_word_embeddings": True}, {"gradient_checkpointing": True}
+QWEN3, LLAMA3 = (Qwen3ForCausalLM, Qwen3Config), (LlamaForCausalLM, LlamaConfig)
+# What differs from LLAMA, and from SETTINGS.
+SHAPES = {
+    "dense": (QWEN3, {}, {"token_budget": 2048}),
+    "tied": (LLAMA3, TIED | {"vocab_size": 32000}, {}),
+    "untied": (LLAMA3, {"vocab_size": 32000}, {}),
+    "few tokens": (LLAMA3, {"vocab_size": 32000, "hidden_size": 256}, {"token_budget": 64}),
+    "few tokens, tied": (LLAMA3, TIED | {"vocab_size": 32000, "hidden_size": 256}, {"token_budget": 64}),
+    "deep": (QWEN3, {"vocab_size": 512, "num_hidden_layers": 12}, {"token_budget": 1024}),
+    "wide": (QWEN3, {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048},
+             CHECKPOINTED | {"token_budget": 1024}),
+    "checkpointed": (QWEN3, {"num_hidden_layers": 8}, CHECKPOINTED | {"token_budget": 2048}),
+    "few tokens, bfloat16": (LLAMA3, TIED | {"vocab_size": 32000, "hidden_size": 256},
+                             {"dtype": "bfloat16", "token_budget": 64}),
+    "bfloat16": (LLAMA3, {"vocab_size": 8192}, {"dtype": "bfloat16", "token_budget": 2048})}
+
+
+def settings(model, **changes):
+    return SimpleNamespace(**SETTINGS | {"model": str(model)} | changes)
+
+
+def make(name, folder):
+    (kind, config), changes, others = SHAPES[name]
+    torch.manual_seed(0)
+    kind(config(**LLAMA | changes)).save_pretrained(folder)
+    return settings(folder, **others)
+
+
+def bytes_of(tensors):
+    return sum(x.to_local().nbytes for x in tensors)
+
+
+def trained(network, s):
+    """Two functions: one makes an update in two micro-batches without a step, the other makes the step."""
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-4, fused=True)
+    rng, length = np.random.default_rng(0), min(128, s.token_budget)
+    count, size = 2 * s.token_budget // length, network.hf.config.vocab_size
+    draw = lambda count: rng.integers(0, size, count)
+    rollouts = [Rollout.single(draw(4), draw(length - 4), np.zeros(length - 4), "") for _ in range(count)]
+
+    def update():
+        for batch in micro_batches(network, rollouts, range(count), s.token_budget):
+            found = network(batch, 1.0)[0] if "Policy" in type(network).__name__ else network(batch)
+            found.sum().backward()
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+    return update, step, optimizer
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_peaks_of_an_update_are_those_of_pytorch(mesh, tmp_path, name):
+    """Within 6% of what its profiler counts, with what was there before the profiler began."""
+    s = make(name, tmp_path)
+    policy = load_policy(tmp_path, mesh, getattr(torch, s.dtype), s.gradient_checkpointing)
+    update, step, optimizer = trained(policy, s)
+    update()
+    step()
+    before = bytes_of(policy.parameters()) + bytes_of(
+        x for state in optimizer.state.values() for key, x in state.items() if key != "step")
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        update()
+        step()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    peak = before + max(np.cumsum([change for _, change in changes]))
+    parts = forecast.forecast(settings(**vars(s) | {"rollout_ranks": 1}), 1, 1e12, False)
+    forecasted = sum(update for _, update, _ in parts.values())
+    print(f"{name}: {peak / 1e6:.1f} MB, forecast {forecasted / 1e6:.1f} MB ({forecasted / peak - 1:+.1%})")
+    assert forecasted == pytest.approx(peak, rel=0.06)
+
+
+def held(folder, kind):
+    """Bytes on this rank: of parameters, gradients, and Adam's moments."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    network = kind(folder, mesh, torch.float32)
+    update, step, optimizer = trained(network, settings(folder, token_budget=128))
+    update()
+    gradients = bytes_of(p.grad for p in network.parameters() if p.grad is not None)
+    step()
+    moments = bytes_of(x for state in optimizer.state.values() for key, x in state.items() if key != "step")
+    return bytes_of(network.parameters()), gradients, moments
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["tied", "dense"])
+def test_shards_are_those_of_fsdp(mesh, tmp_path, name, ranks):
+    make(name, tmp_path / "model")
+    s = settings(tmp_path / "model", critic_model="", kl_coef=0.1)
+    parts = forecast.forecast(s, ranks, 1e12, False)
+    policy, critic = (held(s.model, kind) if ranks == 1 else
+                      np.mean(on_ranks(ranks, tmp_path, held, s.model, kind), axis=0)
+                      for kind in (load_policy, load_critic))
+    assert parts["policy"] == pytest.approx([policy[0]] * 3, rel=1e-6)
+    assert parts["gradients"] == pytest.approx([0, max(policy[1], critic[1]), 0], rel=1e-3)
+    assert parts["critic"][0] == pytest.approx(critic[0], rel=2e-3)            # its head has a row and a bias
+    assert parts["Adam's moments"] == pytest.approx([policy[2] + critic[2]] * 3, rel=2e-3)
+    assert parts["reference"] == pytest.approx(parts["policy"])
+    halved = forecast.forecast(settings(**vars(s) | {"dtype": "bfloat16"}), ranks, 1e12, False)
+    assert halved["reference"][0] == parts["reference"][0] / 2 and halved["policy"] == parts["policy"]
+
+
+def test_an_engine_holds_its_weights_and_its_cache(folder):
+    s = settings(folder)
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    cache = hf(input_ids=torch.zeros(32, 128, dtype=torch.long), use_cache=True).past_key_values
+    keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    weights = sum(p.nbytes for p in hf.parameters())
+    parts = forecast.forecast(s, 1, 1e12, False)
+    assert parts["engine"] == [weights] * 3 and parts["KV cache"] == [keys, 0, 0]
+    assert parts["whole tensors"] == [0, 0, 2 * max(p.nbytes for p in hf.parameters())]
+    # Two ranks share the rows, and vLLM on a GPU takes what it may and sleeps in the update.
+    assert forecast.forecast(s, 2, 1e12, False)["KV cache"][0] == keys / 2
+    parts = forecast.forecast(settings(folder, engine="vllm"), 1, 1e9, True)
+    assert parts["engine"] == [weights, 0, weights] and parts["KV cache"] == [0.4e9 - weights, 0, 0]
+    parts = forecast.forecast(settings(folder, engine="vllm", vllm_tensor_parallel_size=2), 2, 1e6, True)
+    assert parts["engine"][0] == weights / 2 and parts["KV cache"][0] == keys / 4      # 16 of 32 rows, halved
+    assert "engine" not in forecast.forecast(settings(folder, rollout_ranks=1), 1, 1e12, False)
+
+
+def test_settings_that_move_it_move_it(folder):
+    update = lambda **changes: sum(part[1] for part in forecast.forecast(
+        settings(folder, **{"token_budget": 8192} | changes), 2, 1e12, True).values())
+    base, kept = update(), forecast.kept_by_layer(forecast.shape(folder), 4)
+    assert base - update(token_budget=4096) > 4096 * 2 * kept * 0.99
+    assert base - update(sequence_parallel_size=2) == pytest.approx(base - update(token_budget=4096))
+    assert base - update(gradient_checkpointing=True) > 0
+    # Moments that wait in host memory are there for the step alone.
+    moments = forecast.forecast(settings(folder), 2, 1e12, True)["Adam's moments"][1]
+    assert base - update(offload_optimizer=True) == pytest.approx(moments)
+    assert update(offload_optimizer=True, token_budget=1) > moments
+
+
+def test_adapters_leave_gradients_and_moments_to_themselves(folder):
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    ends = sum(sum(part.weight.shape) for part in hf.model.layers.modules() if type(part) is torch.nn.Linear)
+    whole = sum(p.numel() for p in hf.parameters())
+    parts = forecast.forecast(settings(folder, lora_rank=8, dtype="bfloat16"), 1, 1e12, False)
+    assert parts["gradients"][1] == 4 * 8 * ends and parts["Adam's moments"][0] == 2 * 4 * 8 * ends
+    assert parts["policy"][0] == 2 * whole + 4 * 8 * ends
+
+
+# ---------------------------------------------------------------- what it says
+
+LARGE = LLAMA | dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
+                     head_dim=64, vocab_size=32000)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The config.json of a model of 0.5 B parameters, with nothing else in its folder."""
+    path = tmp_path_factory.mktemp("large")
+    LlamaConfig(**LARGE).save_pretrained(path)
+    return path / "config.json"
+
+
+def test_what_fits_needs_no_advice(large):
+    assert "does not fit" not in forecast.says(settings(large), 8, 80e9, True)
+    assert forecast.says(settings(large), 8, 80e9, True, table=False).count("\n") == 0
+
+
+@pytest.mark.parametrize("changes, memory, first", [
+    ({"token_budget": 32768, "offload_optimizer": True}, 22, "gradient_checkpointing=True"),
+    ({"token_budget": 4096, "gradient_checkpointing": True}, 9.5, "offload_optimizer=True"),
+    (CHECKPOINTED | {"token_budget": 65536, "offload_optimizer": True}, 12, "token_budget=16384"),
+    ({"engine": "vllm", "vllm_gpu_memory_utilization": 0.9}, 40, "vllm_gpu_memory_utilization=0.45")])
+def test_where_it_does_not_fit_the_setting_is_named_that_helps_most(large, changes, memory, first):
+    s = settings(large, **changes)
+    said = forecast.says(s, 1, memory * 1e9, True).splitlines()[-1]
+    assert said.startswith(f"it does not fit; with --{first}") and said.endswith("helps most"), said
+    # With all that it names it does.
+    found = dict(re.findall(r"--(\w+)=(\S+)", said))
+    other = settings(**vars(s) | {key: type(vars(s)[key])(eval(value)) for key, value in found.items()})
+    assert "does not fit" not in forecast.says(other, 1, memory * 1e9, True)
+
+
+def test_where_no_setting_helps_it_says_so(large):
+    said = forecast.says(settings(large, engine="hf"), 1, 8.4e9, True)
+    assert "it takes" in said and said.endswith("take more ranks")
+
+
+def test_vllm_has_to_hold_the_weights(large):
+    said = forecast.says(settings(large, engine="vllm", vllm_gpu_memory_utilization=0.01), 1, 40e9, True)
+    assert "--vllm_gpu_memory_utilization=0.0" in said and "=0.01 " not in said
+
+
+def test_only_shards_that_exceed_the_device_are_refused(large):
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**LARGE)).parameters())
+    edge = 16 * parameters / 2
+    assert "does not fit" in forecast.says(settings(large), 2, edge + 1, True)
+    with pytest.raises(ValueError, match=r"alone take .* GB on each of 2 ranks, a device has"):
+        forecast.says(settings(large), 2, edge - 1, True)
+
+
+def test_command(large, tmp_path):
+    (tmp_path / "own.py").write_text("token_budget = 4096\nlearning_rate = 1e-6\n")
+    command = "-m", "runtime.forecast", tmp_path / "own.py", f"--model={large}"
+    said = launch(*command, "--memory=80", "--ranks=8")
+    assert "GB on each of 8 ranks" in said and "of 80.00 GB" in said
+    table = {line[:24].strip(): line[24:].split() for line in said.splitlines() if len(line) == 54}
+    parameters = forecast.shape(str(large)).whole
+    assert float(table["policy"][1]) == pytest.approx(4 * parameters / 8 / 1e9, abs=0.006)
+    assert "critic" in launch(*command, "--script=train_ppo.py", "--memory=80", "--engine=hf")
+    assert "alone take" in launch(*command, "--memory=1", code=2)
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("--ranks=0", "ranks=0: must be a whole number above 0"),
+    ("--memory=x", "memory=x: must be a number of GB"), ("--dtype=bf16", "dtype=bf16: no script takes it"),
+    ("--script=none.py", "script=none.py cannot be read"), ("--rank=2", "unknown setting --rank"),
+    ("--model=/nowhere", "model=/nowhere: its config cannot be read"),
+    ("--sequence_parallel_size=0", "sequence_parallel_size=0: no script takes it")])
+def test_what_it_cannot_answer(tmp_path, argument, message):
+    refused([argument], message, tmp_path, "runtime/forecast.py")
+
+
+def test_a_run_says_it_and_refuses_what_no_device_can_hold(folder, tmp_path):
+    run = ["--train_prompts=16", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
+           "--engine=hf", "--num_generations=2", "--max_steps=1", "--token_budget=256"]
+    said = forked(tmp_path / "log", "train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run", *run)
+    (line,) = [line for line in said.splitlines() if "forecast" in line]
+    assert re.fullmatch(r"forecast of memory per rank: sampling \S+, update \S+, sync \S+ of \S+ GB", line)
+    assert len(line) <= 80
+    shutil.copytree(folder, tmp_path / "giant")
+    config = json.loads((tmp_path / "giant/config.json").read_text())
+    (tmp_path / "giant/config.json").write_text(json.dumps(config | {"intermediate_size": 2 ** 34}))
+    refused([f"--model={tmp_path}/giant", *run], "weights, gradients and Adam's moments alone take", tmp_path)

@@ -20,17 +20,45 @@ def full_weights(policy, dtype=None, names=None):
     """
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
-    for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None):
+    tensors = (gathered(policy.hf, dtype, names) if not policy.adapters else
+               policy.adapters.merged() if names else policy.adapters.tensors())
+    for name, tensor in tensors:
+        if names == "checkpoint":
+            yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
+        else:
+            yield name, tensor
+
+
+def gathered(hf, dtype, names):
+    for name, parameter in hf.named_parameters(remove_duplicate=names is None):
         # Frozen parameters, those that read images, never change, and the engine may not have them.
         if names and not parameter.requires_grad:
             continue
         # Cast before the gather: there is less to send.
         shard = parameter.detach().to(dtype) if dtype else parameter.detach()
-        tensor = shard.full_tensor()
-        if names == "checkpoint":
-            yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
-        else:
-            yield name, tensor
+        yield name, shard.full_tensor()
+
+
+def spread(weight):
+    """An int16 for each place of a weight: always the same, and spread evenly over rows and columns."""
+    along = lambda count, step: (torch.arange(count, device=weight.device) * step).to(torch.int16)  # it wraps
+    columns = weight.shape[-1] if weight.dim() else 1
+    return (along(weight.numel() // columns, 49471)[:, None] + along(columns, 37345)).view(weight.shape)
+
+
+@torch.no_grad()
+def spread_master(weight):
+    """Move a float32 weight, in place, off the grid of bfloat16 without changing what it is rounded to.
+
+    A step of the optimizer that is far smaller than the grid's would otherwise change no rounded weight, and
+    neither trainer nor engine would compute anything new. With weights all over the interval that is rounded to
+    the same bfloat16, as many of them come to the next one as the step is a share of the grid's. A weight
+    that is not on the grid, as in a checkpoint of a run, is left as it is, and so is every 0.
+    """
+    bits = weight.view(torch.int32)
+    if not (bits & 0xffff).any():
+        # Half a step itself might be rounded up.
+        bits.add_(torch.where(weight == 0, 0, spread(weight).clamp_(min=1 - 2 ** 15)))
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_stale=False):

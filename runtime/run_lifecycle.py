@@ -25,7 +25,7 @@ from runtime.user_code import source_file
 # A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "max_prompt_length", "chat", "system_prompt",
-        "prompts_per_step", "num_generations", "seed", "shuffle")
+        "prompts_per_step", "num_generations", "seed", "shuffle", "lora_rank", "lora_alpha")
 
 
 class Run:
@@ -49,6 +49,9 @@ class Run:
                 located = locate_run(settings.out_dir, settings.resume,
                                      f"out/{kind}-{settings.task}-{clock}")
         self.out_dir, self.resumed = distributed.from_master(located)
+        # What load_policy needs of the adapters, if there are any.
+        rank = getattr(settings, "lora_rank", 0)
+        self.adapter = (rank, settings.lora_alpha, self.resumed) if rank else None
         # From here on, beginning with the chat template, nothing may take for ever.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
@@ -64,7 +67,8 @@ class Run:
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: resume it with the script, in the version, that wrote it")
             self.state |= loaded
-        before = {"shuffle": True} | self.state["settings"]     # an older checkpoint does not name it
+        # What an older checkpoint does not name.
+        before = {"shuffle": True, "lora_rank": 0, "lora_alpha": 32.0} | self.state["settings"]
         for key in SAME:
             now, then = getattr(settings, key, ""), before.get(key, "")
             check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")

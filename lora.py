@@ -1,6 +1,6 @@
 """
-LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a frozen weight W acts as W + alpha / rank * B A. Only
-A [rank, in] and B [out, rank] are trained, so gradients, moments and master weights take next to no memory.
+LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a frozen weight W acts as W + alpha / rank * B A.
+Only A [rank, in] and B [out, rank] are trained, so gradients, moments and master weights take little memory.
 
     python lora.py out/.../checkpoint-60            # writes a plain model to out/.../checkpoint-60-merged
 
@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import zlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,19 +34,18 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 # What keys of an adapter's config may say, and keys that change nothing here. All others have to be empty:
 # what they stand for is not computed here.
 KNOWN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
-HARMLESS = """base_model_name_or_path r lora_alpha target_modules exclude_modules layers_to_transform
-    layers_pattern task_type auto_mapping inference_mode lora_dropout qalora_group_size megatron_core revision
-    peft_version""".split()
+HARMLESS = """base_model_name_or_path r lora_alpha target_modules layers_to_transform task_type auto_mapping
+    inference_mode lora_dropout qalora_group_size megatron_core peft_version""".split()
 
 
 def merge(weight, A, B, scale):
     """weight + scale * B A in the weight's dtype, which is float32 or bfloat16.
 
     A bfloat16 is the first half of a float32's bits. Rounded to the nearest one, the sum would be the base
-    weight until B A reaches half a step, which is 1 / 500 of it: a young adapter would do nothing. So a number
-    from 0 to 65535, which is always the same for the same place (weights.spread), is added below the last
-    bit before the second half is cut off. A third of the way to the next bfloat16, a third of the weights
-    then get there. Where B is 0 the result is the base weight, because its second half is 0.
+    weight until B A reaches half a step, which is 1 / 500 of it: most of a small adapter would be lost. So a
+    number from 0 to 65535, always the same for the same place (weights.spread), is added to the second half
+    before that is cut off. Of the sums that are a third of the way to the next bfloat16, a third then get
+    there. Where B is 0 the result is the base weight, because its second half is 0.
     """
     exact = torch.addmm(weight.float(), B, A, alpha=scale)
     if weight.dtype != torch.bfloat16:
@@ -55,7 +55,7 @@ def merge(weight, A, B, scale):
 
 
 class Merged(torch.autograd.Function):
-    """F.linear(x, merge(weight, A, B, scale), bias), with the gradients for x, A and B of a sum that is exact.
+    """F.linear(x, merge(weight, A, B, scale), bias), with the gradients of a sum that is not rounded.
 
     The backward pass merges again instead of keeping the sum, and makes no gradient [out, in]. With d for the
     gradient of the output, dB = scale * d' (x A') and dA = scale * (d B)' x.
@@ -82,55 +82,39 @@ class Adapted(nn.Linear):
     on = True                                               # for all of them; Base switches it
 
     def forward(self, x):
-        if not Adapted.on:
-            return super().forward(x)
-        return Merged.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+        adapter = self.lora_A, self.lora_B, self.scale
+        return Merged.apply(x, self.weight, self.bias, *adapter) if Adapted.on else super().forward(x)
 
 
 class Adapters:
-    """The adapters of a policy, as policy.adapters; base is the policy without them."""
+    """The adapters of a policy, as policy.adapters. layers: {name: Adapted}; base: the policy without any."""
 
-    def __init__(self, policy, rank, alpha):
-        self.hf, self.base, self.rank, self.alpha = policy.hf, Base(policy), rank, alpha
-
-    def layers(self):
-        return {name: part for name, part in self.hf.named_modules() if isinstance(part, Adapted)}
-
-    def tensors(self):
-        """Yield (name, whole tensor in float32) of every lora_A and lora_B. A collective."""
-        for name, parameter in self.hf.named_parameters():
-            if parameter.requires_grad:
-                yield name, parameter.detach().full_tensor()
+    def __init__(self, policy, layers, rank, alpha):
+        self.hf, self.base, self.layers, self.rank, self.alpha = policy.hf, Base(policy), layers, rank, alpha
 
     def merged(self):
-        """Yield (name, whole tensor) of every weight that has an adapter, as the engine needs it. A collective."""
-        for name, part in self.layers().items():
+        """Yield (name, whole tensor) of every weight with an adapter, for the engine. A collective."""
+        for name, part in self.layers.items():
             weight, A, B = (x.detach().full_tensor() for x in (part.weight, part.lora_A, part.lora_B))
             yield f"{name}.weight", merge(weight, A, B, part.scale)
 
-    def save(self, folder, tensors):
-        """Write a folder with the {name: tensor} of self.tensors, in the form that PEFT and vLLM read."""
+    def save_pretrained(self, folder, state_dict):
+        """Write the lora_A and lora_B of a state dict to a folder, in the form that PEFT and vLLM read."""
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, CONFIG), "w") as file:
-            json.dump({"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.rank, "lora_alpha": self.alpha,
-                       "base_model_name_or_path": self.hf.name_or_path, "target_modules": [*self.layers()],
-                       "bias": "none", "inference_mode": True}, file, indent=2)
-        save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()},
-                  os.path.join(folder, WEIGHTS), {"format": "pt"})
+        path = self.hf.name_or_path
+        Path(folder, CONFIG).write_text(json.dumps(
+            {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
+             "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
+             "r": self.rank, "lora_alpha": self.alpha, "target_modules": [*self.layers]}, indent=2))
+        save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state_dict.items()
+                   if ".lora_" in name}, os.path.join(folder, WEIGHTS), {"format": "pt"})
 
     @torch.no_grad()
     def load(self, folder):
         """Take over the tensors of such a folder. Raises ValueError if they do not fit."""
-        _, rank, alpha = read_config(folder)
-        if (rank, alpha) != (self.rank, self.alpha):
-            raise ValueError(f"lora_rank={self.rank}, lora_alpha={self.alpha}: {folder} has {rank} and {alpha}")
-        layers = self.layers()
-        found = list(read_tensors(folder, rank, layers))
-        if len(found) != len(layers):
-            raise ValueError(f"{folder}: adapters of {len(found)} layers, but the model has {len(layers)}")
-        for part, A, B in found:
-            part.lora_A.copy_(A)
-            part.lora_B.copy_(B)
+        for name, A, B in read_tensors(folder, self.rank, self.layers):
+            self.layers[name].lora_A.copy_(A)
+            self.layers[name].lora_B.copy_(B)
 
 
 class Base:
@@ -157,53 +141,52 @@ def adapt(policy, layers, rank, alpha, folder=None):
     1 / sqrt(in), drawn by the layer's name, so that all ranks draw the same. Raises ValueError if there is no
     such layer, or if the folder does not fit.
     """
-    hf, policy.adapters = policy.hf.requires_grad_(False), Adapters(policy, rank, alpha)
-    linear = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}
+    policy.requires_grad_(False)
+    inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}
+    linear = {name: part for name, part in policy.hf.named_modules() if part in inside}
     if not linear:
         raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
-    for name, part in hf.named_modules():
-        if part in linear:
-            draw, bound = torch.Generator().manual_seed(zlib.crc32(name.encode())), part.in_features ** -0.5
-            A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
-            part.__class__, part.scale = Adapted, alpha / rank
-            part.lora_A = nn.Parameter(A.to(part.weight.device))
-            part.lora_B = nn.Parameter(torch.zeros(part.out_features, rank, device=part.weight.device))
+    for name, part in linear.items():
+        draw, bound = torch.Generator().manual_seed(zlib.crc32(name.encode())), part.in_features ** -0.5
+        A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
+        part.__class__, part.scale = Adapted, alpha / rank
+        part.lora_A = nn.Parameter(A.to(part.weight.device))
+        part.lora_B = nn.Parameter(torch.zeros(part.out_features, rank, device=part.weight.device))
+    policy.adapters = Adapters(policy, linear, rank, alpha)
     if folder:
         policy.adapters.load(folder)
     if dist.get_rank() == 0:
         # Experts that are stored as one tensor, for example.
-        left = sorted({name for layer in layers for owner, part in layer.named_modules() if part not in linear
+        left = sorted({name for layer in layers for owner, part in layer.named_modules() if part not in inside
                        for name, x in part.named_parameters(owner, recurse=False) if x.dim() > 1})
-        trained = sum(x.numel() for x in hf.parameters() if x.requires_grad) / 1e6
-        print(f"lora_rank={rank}: {trained:.2f} M parameters are trained, in {len(linear)} linear layers"
-              + f"; without an adapter, and frozen, are {', '.join(left)}" * bool(left), file=sys.stderr)
+        print(f"lora_rank={rank}: {len(linear)} linear layers have adapters"
+              + f"; without one, and frozen, are {', '.join(left)}" * bool(left), file=sys.stderr)
 
 
 # ---------------------------------------------------------------- folders
 
 def read_config(folder):
-    """(base model, rank, alpha) of an adapter folder. Raises ValueError if it is damaged or of another kind."""
+    """(base model, rank, alpha) of an adapter folder. ValueError if it is damaged or of another kind."""
     with reading(f"{folder}/{CONFIG}"):
-        with open(os.path.join(folder, CONFIG)) as file:
-            config = json.load(file)
+        config = json.loads(Path(folder, CONFIG).read_text())
         base, rank, alpha = (config[key] for key in ("base_model_name_or_path", "r", "lora_alpha"))
-    for key, value in config.items():
-        if value and key not in HARMLESS and value not in KNOWN.get(key, []):
-            raise ValueError(f"{folder}/{CONFIG}: {key}={value!r:.100} is not supported")
+        for key, value in config.items():
+            if value and key not in HARMLESS and value not in KNOWN.get(key, []):
+                raise ValueError(f"{key}={value!r:.100} is not supported")
     return base, rank, alpha
 
 
 def read_tensors(folder, rank, parts):
-    """Yield (layer, A, B) of an adapter folder. parts: {name: layer}. Raises ValueError if they do not fit."""
+    """Yield (name, A, B) of the layers in an adapter folder. ValueError if they are not among the parts."""
     with reading(f"{folder}/{WEIGHTS}"):
         left = load_file(os.path.join(folder, WEIGHTS))
     for name in sorted({key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in left}):
+        pair = [left.pop(f"{PREFIX}{name}.lora_{one}.weight", torch.empty(0)).float() for one in "AB"]
         part = parts.get(name)
-        A, B = (left.pop(f"{PREFIX}{name}.lora_{one}.weight", torch.empty(0)) for one in "AB")
-        if not isinstance(part, nn.Linear) or (A.shape, B.shape) != ((rank, part.in_features),
-                                                                     (part.out_features, rank)):
-            raise ValueError(f"{folder}: lora_A and lora_B of {name or 'something'} fit no layer of the model")
-        yield part, A.float(), B.float()
+        shapes = [(rank, part.in_features), (part.out_features, rank)] if isinstance(part, nn.Linear) else []
+        if [tensor.shape for tensor in pair] != shapes:
+            raise ValueError(f"{folder}: lora_A and lora_B of {name!r} fit no linear layer of the model")
+        yield name, *pair
     if left:
         raise ValueError(f"{folder}/{WEIGHTS}: {min(left)} is not supported")
 
@@ -212,8 +195,8 @@ def read_tensors(folder, rank, parts):
 def merge_folder(folder):
     """Write the model that an adapter folder stands for next to it, and return where.
 
-    A base model in bfloat16 is merged in bfloat16, as in training: to the bits that the engine had. All others
-    are merged in float32.
+    A base model in bfloat16 is merged in bfloat16, to the bits that the engine had in such a training. All
+    others are merged in float32.
     """
     base, rank, alpha = read_config(folder)
     base, out = check_trainable(base, f"{folder}: base_model_name_or_path"), f"{folder.rstrip('/')}-merged"
@@ -221,18 +204,17 @@ def merge_folder(folder):
     dtype = torch.bfloat16 if config.dtype == torch.bfloat16 else torch.float32
     with reading(f"{base}: its weights"):
         hf = model_class(config).from_pretrained(base, dtype=dtype)
-    for part, A, B in read_tensors(folder, rank, dict(hf.named_modules())):
-        part.weight.copy_(merge(part.weight, A, B, alpha / rank))
+    parts = dict(hf.named_modules())
+    for name, A, B in read_tensors(folder, rank, parts):
+        parts[name].weight.copy_(merge(parts[name].weight, A, B, alpha / rank))
     if hf.generation_config:
         # Without this, a generation config that names a temperature cannot be saved.
         hf.generation_config.do_sample = True
-    hf.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    for part in (hf, tokenizer):
+        part.save_pretrained(out)
     return out
 
 
 if __name__ == "__main__":
     with input_errors():
-        if len(sys.argv) != 2:
-            raise ValueError("python lora.py FOLDER: name the folder of an adapter")
-        print(merge_folder(sys.argv[1]))
+        print(merge_folder(sys.argv[-1]))

@@ -240,7 +240,7 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, ad
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
         elif dtype == torch.bfloat16:
-            spread_master(parameter)
+            spread_master(parameter.data)
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:

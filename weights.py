@@ -20,8 +20,8 @@ def full_weights(policy, dtype=None, names=None):
     """
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
-    tensors = (gathered(policy.hf, dtype, names) if not policy.adapters else
-               policy.adapters.merged() if names else policy.adapters.tensors())
+    tensors = (policy.adapters.merged() if policy.adapters and names else
+               gathered(policy.hf, dtype, names is None, names or policy.adapters))
     for name, tensor in tensors:
         if names == "checkpoint":
             yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
@@ -29,10 +29,10 @@ def full_weights(policy, dtype=None, names=None):
             yield name, tensor
 
 
-def gathered(hf, dtype, names):
-    for name, parameter in hf.named_parameters(remove_duplicate=names is None):
+def gathered(hf, dtype, once, only_trained):
+    for name, parameter in hf.named_parameters(remove_duplicate=once):
         # Frozen parameters, those that read images, never change, and the engine may not have them.
-        if names and not parameter.requires_grad:
+        if only_trained and not parameter.requires_grad:
             continue
         # Cast before the gather: there is less to send.
         shard = parameter.detach().to(dtype) if dtype else parameter.detach()
@@ -46,14 +46,13 @@ def spread(weight):
     return (along(weight.numel() // columns, 49471)[:, None] + along(columns, 37345)).view(weight.shape)
 
 
-@torch.no_grad()
 def spread_master(weight):
     """Move a float32 weight, in place, off the grid of bfloat16 without changing what it is rounded to.
 
     A step of the optimizer that is far smaller than the grid's would otherwise change no rounded weight, and
-    neither trainer nor engine would compute anything new. With weights all over the interval that is rounded to
-    the same bfloat16, as many of them come to the next one as the step is a share of the grid's. A weight
-    that is not on the grid, as in a checkpoint of a run, is left as it is, and so is every 0.
+    neither trainer nor engine would compute anything new. With weights all over the interval that is rounded
+    to the same bfloat16, the share of them that comes to the next one is the step as a share of the grid's.
+    A weight that is not on the grid, as in a checkpoint of a run, is left as it is, and so is every 0.
     """
     bits = weight.view(torch.int32)
     if not (bits & 0xffff).any():

@@ -50,8 +50,7 @@ class Run:
                                      f"out/{kind}-{settings.task}-{clock}")
         self.out_dir, self.resumed = distributed.from_master(located)
         # What load_policy needs of the adapters, if there are any.
-        rank = getattr(settings, "lora_rank", 0)
-        self.adapter = (rank, settings.lora_alpha, self.resumed) if rank else None
+        self.adapter = settings.lora_rank and (settings.lora_rank, settings.lora_alpha, self.resumed)
         # From here on, beginning with the chat template, nothing may take for ever.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},

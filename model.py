@@ -36,7 +36,6 @@ class Policy(nn.Module):
     The head is applied here, in the forward of FSDP's root, because only there is its weight whole.
     """
     packed, sequence_group = True, None     # whether a row may hold several sequences; ranks that share it
-    adapters = None                         # lora.Adapters, if it has any
 
     def __init__(self, hf, float32_head=True):
         super().__init__()
@@ -53,7 +52,7 @@ class Policy(nn.Module):
 
 class Critic(nn.Module):
     """A transformer with a scalar head whose forward returns the value of the state before each token."""
-    packed, sequence_group, adapters = True, None, None     # as in Policy; it has no adapters
+    packed, sequence_group = True, None     # as in Policy
 
     def __init__(self, hf):
         super().__init__()

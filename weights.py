@@ -11,7 +11,7 @@ def full_weights(policy, dtype=None, names=None):
 
     Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. On top
     of the shards it takes about two copies of the largest parameter: the gathered pieces and the whole.
-    names: where it is given, frozen parameters are left out.
+    names: where it is given, frozen parameters are left out, and of a policy with adapters these come merged.
     None        each parameter once, under its name in the module
     module      the same, but a head that shares the embedding's weight comes under its own name as well
     checkpoint  as module, but under the names that a checkpoint has, so that what the module stores fused
@@ -20,8 +20,9 @@ def full_weights(policy, dtype=None, names=None):
     """
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
-    tensors = (policy.adapters.merged() if policy.adapters and names else
-               gathered(policy.hf, dtype, names is None, names or policy.adapters))
+    adapters = getattr(policy, "adapters", None)
+    tensors = (adapters.merged() if adapters and names else
+               gathered(policy.hf, dtype, names is None, names or adapters))
     for name, tensor in tensors:
         if names == "checkpoint":
             yield from revert_weight_conversion(policy.hf, {name: tensor}).items()

@@ -59,8 +59,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
             if master:
                 names = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
                 buffers = {name: x for name, x in model.hf.state_dict().items() if name not in names}
-                (model.adapters or model.hf).save_pretrained(os.path.join(part, place),
-                                                             state_dict=whole | buffers)
+                saved = getattr(model, "adapters", model.hf)
+                saved.save_pretrained(os.path.join(part, place), state_dict=whole | buffers)
         # On a full disk libraries raise all kinds of errors; PyTorch's own, the second, is no Exception.
         except (Exception, CheckpointException) as error:
             problem = in_words(error, part)

@@ -100,8 +100,8 @@ class Adapters:
 
     def save_pretrained(self, folder, state_dict):
         """Write the lora_A and lora_B of a state dict to a folder, in the form that PEFT and vLLM read."""
-        os.makedirs(folder, exist_ok=True)
         path = self.hf.name_or_path
+        os.makedirs(folder, exist_ok=True)
         Path(folder, CONFIG).write_text(json.dumps(
             {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
              "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
@@ -109,12 +109,11 @@ class Adapters:
         save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state_dict.items()
                    if ".lora_" in name}, os.path.join(folder, WEIGHTS), {"format": "pt"})
 
-    @torch.no_grad()
     def load(self, folder):
         """Take over the tensors of such a folder. Raises ValueError if they do not fit."""
         for name, A, B in read_tensors(folder, self.rank, self.layers):
-            self.layers[name].lora_A.copy_(A)
-            self.layers[name].lora_B.copy_(B)
+            self.layers[name].lora_A.data.copy_(A)
+            self.layers[name].lora_B.data.copy_(B)
 
 
 class Base:
@@ -191,7 +190,6 @@ def read_tensors(folder, rank, parts):
         raise ValueError(f"{folder}/{WEIGHTS}: {min(left)} is not supported")
 
 
-@torch.no_grad()
 def merge_folder(folder):
     """Write the model that an adapter folder stands for next to it, and return where.
 
@@ -206,7 +204,8 @@ def merge_folder(folder):
         hf = model_class(config).from_pretrained(base, dtype=dtype)
     parts = dict(hf.named_modules())
     for name, A, B in read_tensors(folder, rank, parts):
-        parts[name].weight.copy_(merge(parts[name].weight, A, B, alpha / rank))
+        weight = parts[name].weight.data
+        weight.copy_(merge(weight, A, B, alpha / rank))
     if hf.generation_config:
         # Without this, a generation config that names a temperature cannot be saved.
         hf.generation_config.do_sample = True

@@ -21,23 +21,15 @@ def full_weights(policy, dtype=None, names=None):
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
     adapters = getattr(policy, "adapters", None)
-    tensors = (adapters.merged() if adapters and names else
-               gathered(policy.hf, dtype, names is None, names or adapters))
-    for name, tensor in tensors:
-        if names == "checkpoint":
-            yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
-        else:
-            yield name, tensor
-
-
-def gathered(hf, dtype, once, only_trained):
-    for name, parameter in hf.named_parameters(remove_duplicate=once):
-        # Frozen parameters, those that read images, never change, and the engine may not have them.
-        if only_trained and not parameter.requires_grad:
-            continue
+    tensors = adapters.merged() if adapters and names else (
         # Cast before the gather: there is less to send.
-        shard = parameter.detach().to(dtype) if dtype else parameter.detach()
-        yield name, shard.full_tensor()
+        (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
+        for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None)
+        # Frozen parameters, those that read images, never change, and the engine may not have them.
+        if parameter.requires_grad or not (names or adapters))
+    for name, tensor in tensors:
+        one = {name: tensor}
+        yield from (revert_weight_conversion(policy.hf, one) if names == "checkpoint" else one).items()
 
 
 def spread(weight):

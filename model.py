@@ -25,6 +25,7 @@ from packing import deal, idle, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
 from runtime.check_model import check_loaded, model_class, reading
+from weights import spread_master
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -156,11 +157,12 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=True, sequence_group=None,
-                trained=True):
+                adapter=None, trained=True):
     """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
     float32_head: see head_logits; the engine needs the same. sequence_group: the ranks that share each row
-    with this one, or None. trained: False for a reference, which needs no gradient and no more precision than
+    with this one, or None. adapter: None, or the arguments of lora.adapt that follow the layers; all else is
+    then frozen, in dtype. trained: False for a reference, which needs no gradient and no more precision than
     it computes with. Its weights are then in dtype, which in bfloat16 takes half the memory and gives the
     same logprobs. Raises ValueError for a model that cannot be
     loaded, or whose logprobs here would not be those that transformers computes. A collective.
@@ -168,7 +170,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     what = f"model={path}"
     config = AutoConfig.from_pretrained(path)
     policy = Policy(loaded(what, model_class(config), path, config), float32_head).requires_grad_(trained)
-    return shard(policy, what, mesh, dtype, gradient_checkpointing, sequence_group)
+    return shard(policy, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter)
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None):
@@ -208,7 +210,7 @@ def loaded(what, kind, path, config, may_lack=()):
     return hf
 
 
-def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
+def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter=None):
     """Put a Policy or Critic on its device and under FSDP2: each layer as a unit, the rest as the root.
 
     What reads images is frozen. No dropout acts, because the engine has none either. Raises ValueError if the
@@ -228,17 +230,23 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
         for part in hf.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
     network.packed = can_be_packed(network, what)
-    if not next(network.parameters()).requires_grad:
-        for parameter in network.parameters():
-            parameter.data = parameter.data.to(dtype)
     (decoder,), body = network.decoder, hf.base_model
+    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
+    if adapter:
+        from lora import adapt
+        adapt(network, layers, *adapter)
+    for parameter in network.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+        elif dtype == torch.bfloat16:
+            spread_master(parameter.data)
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:
         parameter.requires_grad_(False)
-    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
     images = [part for part in body.children() if body is not decoder and not text & {*part.parameters()}]
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # With adapters the base is in dtype already, and they compute in float32 (lora.merge).
+    mixed = MixedPrecisionPolicy(param_dtype=None if adapter else dtype, reduce_dtype=torch.float32)
     for part in [*layers, *images]:
         fully_shard(part, mesh=mesh, mp_policy=mixed)
     fully_shard(network, mesh=mesh, mp_policy=mixed)

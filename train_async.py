@@ -150,6 +150,8 @@ def sample_for_trainers(_):
             times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
             bridge.send(kind, number, Sampled(rollouts, after, times))
 
+    if lora_rank and version:                                   # it has begun with the base
+        rollout_engine.switch(version)
     while True:
         if version in eval_steps:
             begin("eval", version, [eval_set[i] for i in own_eval], eval_samples,
@@ -192,13 +194,14 @@ kl_in_loss = kl_coef > 0 and kl_in == "loss"
 run = Run(settings, __file__, ahead=[])
 with input_errors():
     run.check_data(train_set, eval_set)
-    start = run.resumed or base
+    start = base if lora_rank else run.resumed or base          # adapters come on top of the base
     ahead = kept_ahead(run.state, settings, start)              # {step: Sampled}, by the run before
     bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
                  max([run.state["position"], *(one.position for one in ahead.values())])})
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
-    reference = (load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group,
-                             trained=False) if kl_coef > 0 else None)
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
+                         run.adapter)
+    reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
+        load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False))
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
@@ -209,6 +212,8 @@ log.say(f"Engines sample with weights that are at most {max_staleness} steps old
         + ", and in flight: the run does not repeat bit for bit" * in_flight)
 run.state["ahead"] = []
 bridge.take("ready", 0)                                         # engines that are being made take no weights
+if lora_rank and run.resumed:
+    bridge.publish(run.first_step, full_weights(policy, compute_dtype, bridge.weight_names))
 
 
 def take(step):

@@ -122,10 +122,11 @@ with input_errors():                                            # a ValueError b
     player.check_with(trial)
     scorer.check_with([prompt.row for prompt in trial])
 
-    start = run.resumed or base
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
-    reference = (load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group,
-                             trained=False) if kl_coef > 0 else None)
+    start = base if lora_rank else run.resumed or base          # adapters come on top of the base
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
+                         run.adapter)
+    reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
+        load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False))
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
@@ -135,6 +136,8 @@ if offload_optimizer:
 networks = {"": (policy, optimizer)}                            # by subfolder of a checkpoint; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
+if lora_rank and run.resumed:                                   # the engine has begun with the base
+    rollout_engine.load_weights(full_weights(policy, None, rollout_engine.weight_names), run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):

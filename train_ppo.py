@@ -110,12 +110,13 @@ with input_errors():                                            # a ValueError b
     player.check_with(trial)
     scorer.check_with([prompt.row for prompt in trial])
 
-    start = run.resumed or base
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
+    start = base if lora_rank else run.resumed or base          # adapters come on top of the base
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
+                         run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else critic_base
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
-    reference = (load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group,
-                             trained=False) if kl_coef > 0 else None)
+    reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
+        load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False))
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
@@ -126,6 +127,8 @@ if offload_optimizer:
     offload(critic_optimizer, device)
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
+if lora_rank and run.resumed:                                   # the engine has begun with the base
+    rollout_engine.load_weights(full_weights(policy, None, rollout_engine.weight_names), run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):

@@ -11,7 +11,7 @@ def full_weights(policy, dtype=None, names=None):
 
     Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. On top
     of the shards it takes about two copies of the largest parameter: the gathered pieces and the whole.
-    names: where it is given, frozen parameters are left out.
+    names: where it is given, frozen parameters are left out, and of a policy with adapters these come merged.
     None        each parameter once, under its name in the module
     module      the same, but a head that shares the embedding's weight comes under its own name as well
     checkpoint  as module, but under the names that a checkpoint has, so that what the module stores fused
@@ -20,17 +20,37 @@ def full_weights(policy, dtype=None, names=None):
     """
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
-    for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None):
-        # Frozen parameters, those that read images, never change, and the engine may not have them.
-        if names and not parameter.requires_grad:
-            continue
+    adapters = getattr(policy, "adapters", None)
+    tensors = adapters.merged() if adapters and names else (
         # Cast before the gather: there is less to send.
-        shard = parameter.detach().to(dtype) if dtype else parameter.detach()
-        tensor = shard.full_tensor()
-        if names == "checkpoint":
-            yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
-        else:
-            yield name, tensor
+        (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
+        for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None)
+        # Frozen parameters, those that read images, never change, and the engine may not have them.
+        if parameter.requires_grad or not (names or adapters))
+    for name, tensor in tensors:
+        one = {name: tensor}
+        yield from (revert_weight_conversion(policy.hf, one) if names == "checkpoint" else one).items()
+
+
+def spread(weight):
+    """An int16 for each place of a weight: always the same, and spread evenly over rows and columns."""
+    along = lambda count, step: (torch.arange(count, device=weight.device) * step).to(torch.int16)  # it wraps
+    columns = weight.shape[-1] if weight.dim() else 1
+    return (along(weight.numel() // columns, 49471)[:, None] + along(columns, 37345)).view(weight.shape)
+
+
+def spread_master(weight):
+    """Move a float32 weight, in place, off the grid of bfloat16 without changing what it is rounded to.
+
+    A step of the optimizer that is far smaller than the grid's would otherwise change no rounded weight, and
+    neither trainer nor engine would compute anything new. With weights all over the interval that is rounded
+    to the same bfloat16, the share of them that comes to the next one is the step as a share of the grid's.
+    A weight that is not on the grid, as in a checkpoint of a run, is left as it is, and so is every 0.
+    """
+    bits = weight.view(torch.int32)
+    if not (bits & 0xffff).any():
+        # Half a step itself might be rounded up.
+        bits.add_(torch.where(weight == 0, 0, spread(weight).clamp_(min=1 - 2 ** 15)))
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_stale=False):

@@ -136,8 +136,8 @@ where it was refused or stopped is below the tables. Most of these sentences are
   it, so the script puts an empty module in its place.
 - A critic can be made of any model that can be a policy.
 - Of a model that reads images the text part is trained. The rest is frozen and stays in every checkpoint.
-- Refused everywhere: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`), adapters,
-  and weights with NaN. Dropout in a config is not refused; it does not act, as in the engine.
+- Refused everywhere: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`), folders
+  of adapters ([merge them](lora.md) first), and weights with NaN. Dropout in a config is not refused; it does not act, as in the engine.
 """
 ENGINES = {
     "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_epoch=1".split(),

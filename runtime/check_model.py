@@ -65,8 +65,8 @@ def check_model(path, key="model", tokenizer=True, length=0):
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{key}={path}: no tokenizer in this folder")
     if "adapter_config.json" in os.listdir(path):
-        raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json), which is not "
-                         "supported: merge it into the model, or remove it")
+        raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json) and not a model; "
+                         f"python lora.py {path} writes one")
     with reading(f"{key}={path}: config.json"):
         plain, _ = transformers.PreTrainedConfig.get_config_dict(path)
         if "auto_map" in plain and plain.get("model_type") not in transformers.CONFIG_MAPPING:

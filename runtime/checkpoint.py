@@ -6,6 +6,8 @@ A checkpoint is written next to its final place, synced to disk and then renamed
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder
     checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
     checkpoint-60/critic/     the same for PPO's critic
+
+With lora_rank the folder holds an adapter (lora.py) instead of a model.
 """
 import json
 import os
@@ -57,7 +59,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
             if master:
                 names = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
                 buffers = {name: x for name, x in model.hf.state_dict().items() if name not in names}
-                model.hf.save_pretrained(os.path.join(part, place), state_dict=whole | buffers)
+                saved = getattr(model, "adapters", model.hf)
+                saved.save_pretrained(os.path.join(part, place), state_dict=whole | buffers)
         # On a full disk libraries raise all kinds of errors; PyTorch's own, the second, is no Exception.
         except (Exception, CheckpointException) as error:
             problem = in_words(error, part)

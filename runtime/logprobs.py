@@ -70,7 +70,8 @@ class LogprobsFromHidden(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         d_logp = torch.zeros_like(lse) if d_logp is None else d_logp / ctx.temperature
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # Under adapters the head is frozen.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         _, scale, softcap = ctx.head
         for part in chunks(targets, weight):
@@ -91,13 +92,13 @@ class LogprobsFromHidden(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
             d_hidden[part] = d_logits @ weight
-            if weight.dtype == torch.float32:
+            if d_weight is not None and weight.dtype == torch.float32:
                 d_weight.addmm_(d_logits.T, hidden[part])       # no second V x H
-            else:
+            elif d_weight is not None:
                 d_weight += product(d_logits.T, hidden[part])
             del logits, log_p, d_logits, slope
-        return (d_hidden, d_weight.to(weight.dtype), None if bias is None else d_bias.to(bias.dtype),
-                None, None, None, None, None)
+        return (d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
+                None if bias is None else d_bias.to(bias.dtype), None, None, None, None, None)
 
 
 def chunks(targets, weight):

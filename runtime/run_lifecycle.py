@@ -26,7 +26,7 @@ from runtime.user_code import source_file
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
-        "num_generations", "seed", "shuffle")
+        "num_generations", "seed", "shuffle", "lora_rank", "lora_alpha")
 CODE = ("reward", "environment", "tools")           # settings that name files of the user's
 
 
@@ -53,6 +53,8 @@ class Run:
         # An environment may go to another folder.
         self.out_dir, self.resumed = (
             path and os.path.abspath(path) for path in distributed.from_master(located))
+        # What load_policy needs of the adapters, if there are any.
+        self.adapter = settings.lora_rank and (settings.lora_rank, settings.lora_alpha, self.resumed)
         # From here on, beginning with the chat template, nothing may take for ever.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
@@ -68,7 +70,8 @@ class Run:
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: resume it with the script, in the version, that wrote it")
             self.state |= loaded
-        before = {"shuffle": True} | self.state["settings"]     # an older checkpoint does not name it
+        # What an older checkpoint does not name.
+        before = {"shuffle": True, "lora_rank": 0, "lora_alpha": 32.0} | self.state["settings"]
         for key in SAME:
             now, then = getattr(settings, key, ""), before.get(key, "")
             check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")

@@ -1,0 +1,219 @@
+"""
+LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a frozen weight W acts as W + alpha / rank * B A.
+Only A [rank, in] and B [out, rank] are trained, so gradients, moments and master weights take little memory.
+
+    python lora.py out/.../checkpoint-60            # writes a plain model to out/.../checkpoint-60-merged
+
+    adapt              gives every linear layer of a policy's decoder an adapter and freezes all else
+    merge              W + alpha / rank * B A as the trainer computes with it and as the engine gets it
+    Adapters           of a policy, to the engine, to a folder that PEFT and vLLM read, and back
+    Base               the policy without them: a reference model that takes no memory
+
+Trainer and engine compute with the same bits: the trainer does not add x A' B' to x W', as PEFT does, but
+multiplies by the merged weight.
+"""
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig
+
+from configurator import input_errors
+from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
+from runtime.logprobs import product
+from weights import spread
+
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# What keys of an adapter's config may say, and keys that change nothing here. All others have to be empty:
+# what they stand for is not computed here.
+KNOWN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
+HARMLESS = """base_model_name_or_path r lora_alpha target_modules layers_to_transform task_type auto_mapping
+    inference_mode lora_dropout qalora_group_size megatron_core peft_version""".split()
+
+
+def merge(weight, A, B, scale):
+    """weight + scale * B A in the weight's dtype, which is float32 or bfloat16.
+
+    A bfloat16 is the first half of a float32's bits. Rounded to the nearest one, the sum would be the base
+    weight until B A reaches half a step, which is 1 / 500 of it: most of a small adapter would be lost. So a
+    number from 0 to 65535, always the same for the same place (weights.spread), is added to the second half
+    before that is cut off. Of the sums that are a third of the way to the next bfloat16, a third then get
+    there. Where B is 0 the result is the base weight, because its second half is 0.
+    """
+    exact = torch.addmm(weight.float(), B, A, alpha=scale)
+    if weight.dtype != torch.bfloat16:
+        return exact
+    bits = exact.view(torch.int32).add_(spread(weight)).add_(2 ** 15)
+    return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+
+
+class Merged(torch.autograd.Function):
+    """F.linear(x, merge(weight, A, B, scale), bias), with the gradients of a sum that is not rounded.
+
+    The backward pass merges again instead of keeping the sum, and makes no gradient [out, in]. With d for the
+    gradient of the output, dB = scale * d' (x A') and dA = scale * (d B)' x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, A, B, scale):
+        ctx.save_for_backward(x, weight, A, B)
+        ctx.scale = scale
+        return F.linear(x, merge(weight, A, B, scale), bias)
+
+    @staticmethod
+    def backward(ctx, d_output):
+        x, weight, A, B = ctx.saved_tensors
+        d_x = d_output @ merge(weight, A, B, ctx.scale) if ctx.needs_input_grad[0] else None
+        x, d = x.flatten(0, -2), d_output.flatten(0, -2)                                # [T, in], [T, out]
+        d_A = product((d @ B.to(d.dtype)).mul_(ctx.scale).T, x)                         # [rank, in]
+        d_B = product(d.T, (x @ A.T.to(x.dtype)).mul_(ctx.scale))                       # [out, rank]
+        return d_x, None, None, d_A, d_B, None
+
+
+class Adapted(nn.Linear):
+    """A linear layer with lora_A, lora_B and scale; adapt() makes it out of a plain one."""
+    on = True                                               # for all of them; Base switches it
+
+    def forward(self, x):
+        adapter = self.lora_A, self.lora_B, self.scale
+        return Merged.apply(x, self.weight, self.bias, *adapter) if Adapted.on else super().forward(x)
+
+
+class Adapters:
+    """The adapters of a policy, as policy.adapters. layers: {name: Adapted}; base: the policy without any."""
+
+    def __init__(self, policy, layers, rank, alpha):
+        self.hf, self.base, self.layers, self.rank, self.alpha = policy.hf, Base(policy), layers, rank, alpha
+
+    def merged(self):
+        """Yield (name, whole tensor) of every weight with an adapter, for the engine. A collective."""
+        for name, part in self.layers.items():
+            weight, A, B = (x.detach().full_tensor() for x in (part.weight, part.lora_A, part.lora_B))
+            yield f"{name}.weight", merge(weight, A, B, part.scale)
+
+    def save_pretrained(self, folder, state_dict):
+        """Write the lora_A and lora_B of a state dict to a folder, in the form that PEFT and vLLM read."""
+        path = self.hf.name_or_path
+        os.makedirs(folder, exist_ok=True)
+        Path(folder, CONFIG).write_text(json.dumps(
+            {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
+             "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
+             "r": self.rank, "lora_alpha": self.alpha, "target_modules": [*self.layers]}, indent=2))
+        save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state_dict.items()
+                   if ".lora_" in name}, os.path.join(folder, WEIGHTS), {"format": "pt"})
+
+    def load(self, folder):
+        """Take over the tensors of such a folder. Raises ValueError if they do not fit."""
+        for name, A, B in read_tensors(folder, self.rank, self.layers):
+            self.layers[name].lora_A.data.copy_(A)
+            self.layers[name].lora_B.data.copy_(B)
+
+
+class Base:
+    """A policy without its adapters, for token_logprobs: the model that the training began with."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    def __call__(self, *arguments):
+        Adapted.on = False
+        try:
+            return self.policy(*arguments)
+        finally:
+            Adapted.on = True
+
+
+def adapt(policy, layers, rank, alpha, folder=None):
+    """Give each plain linear layer inside `layers` of a Policy an adapter in float32, and freeze all else.
+
+    folder: that of an adapter, to go on with it. Without one B starts at 0, and A as in PEFT: uniform up to
+    1 / sqrt(in), drawn by the layer's name, so that all ranks draw the same. Raises ValueError if there is no
+    such layer, or if the folder does not fit.
+    """
+    policy.requires_grad_(False)
+    inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}
+    linear = {name: part for name, part in policy.hf.named_modules() if part in inside}
+    if not linear:
+        raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
+    for name, part in linear.items():
+        draw, bound = torch.Generator().manual_seed(zlib.crc32(name.encode())), part.in_features ** -0.5
+        A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
+        part.__class__, part.scale = Adapted, alpha / rank
+        part.lora_A = nn.Parameter(A.to(part.weight.device))
+        part.lora_B = nn.Parameter(torch.zeros(part.out_features, rank, device=part.weight.device))
+    policy.adapters = Adapters(policy, linear, rank, alpha)
+    if folder:
+        policy.adapters.load(folder)
+    if dist.get_rank() == 0:
+        # Experts that are stored as one tensor, for example.
+        left = sorted({name for layer in layers for owner, part in layer.named_modules() if part not in inside
+                       for name, x in part.named_parameters(owner, recurse=False) if x.dim() > 1})
+        print(f"lora_rank={rank}: {len(linear)} linear layers have adapters"
+              + f"; without one, and frozen, are {', '.join(left)}" * bool(left), file=sys.stderr)
+
+
+# ---------------------------------------------------------------- folders
+
+def read_config(folder):
+    """(base model, rank, alpha) of an adapter folder. ValueError if it is damaged or of another kind."""
+    with reading(f"{folder}/{CONFIG}"):
+        config = json.loads(Path(folder, CONFIG).read_text())
+        base, rank, alpha = (config[key] for key in ("base_model_name_or_path", "r", "lora_alpha"))
+        for key, value in config.items():
+            if value and key not in HARMLESS and value not in KNOWN.get(key, []):
+                raise ValueError(f"{key}={value!r:.100} is not supported")
+    return base, rank, alpha
+
+
+def read_tensors(folder, rank, parts):
+    """Yield (name, A, B) of the layers in an adapter folder. ValueError if they are not among the parts."""
+    with reading(f"{folder}/{WEIGHTS}"):
+        left = load_file(os.path.join(folder, WEIGHTS))
+    for name in sorted({key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in left}):
+        pair = [left.pop(f"{PREFIX}{name}.lora_{one}.weight", torch.empty(0)).float() for one in "AB"]
+        part = parts.get(name)
+        shapes = [(rank, part.in_features), (part.out_features, rank)] if isinstance(part, nn.Linear) else []
+        if [tensor.shape for tensor in pair] != shapes:
+            raise ValueError(f"{folder}: lora_A and lora_B of {name!r} fit no linear layer of the model")
+        yield name, *pair
+    if left:
+        raise ValueError(f"{folder}/{WEIGHTS}: {min(left)} is not supported")
+
+
+def merge_folder(folder):
+    """Write the model that an adapter folder stands for next to it, and return where.
+
+    A base model in bfloat16 is merged in bfloat16, to the bits that the engine had in such a training. All
+    others are merged in float32.
+    """
+    base, rank, alpha = read_config(folder)
+    base, out = check_trainable(base, f"{folder}: base_model_name_or_path"), f"{folder.rstrip('/')}-merged"
+    tokenizer, config = load_tokenizer(base), AutoConfig.from_pretrained(base)
+    dtype = torch.bfloat16 if config.dtype == torch.bfloat16 else torch.float32
+    with reading(f"{base}: its weights"):
+        hf = model_class(config).from_pretrained(base, dtype=dtype)
+    parts = dict(hf.named_modules())
+    for name, A, B in read_tensors(folder, rank, parts):
+        weight = parts[name].weight.data
+        weight.copy_(merge(weight, A, B, alpha / rank))
+    if hf.generation_config:
+        # Without this, a generation config that names a temperature cannot be saved.
+        hf.generation_config.do_sample = True
+    for part in (hf, tokenizer):
+        part.save_pretrained(out)
+    return out
+
+
+if __name__ == "__main__":
+    with input_errors():
+        print(merge_folder(sys.argv[-1]))

@@ -9,6 +9,7 @@ Before it is sharded, a network's logprobs of short sequences are compared with 
 model that comes out differently is refused.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
+import copy
 import math
 import sys
 from types import SimpleNamespace
@@ -17,14 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AutoConfig
 
 from attention import cut_over, join, packed_attention, pick
 from packing import deal, idle, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
-from runtime.check_model import check_loaded, model_class, reading
+from runtime.check_model import model_class
+from runtime.load_sharded import load_rows, put_under_fsdp
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -165,9 +166,9 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     same logprobs. Raises ValueError for a model that cannot be
     loaded, or whose logprobs here would not be those that transformers computes. A collective.
     """
-    what = f"model={path}"
-    config = AutoConfig.from_pretrained(path)
-    policy = Policy(loaded(what, model_class(config), path, config), float32_head).requires_grad_(trained)
+    what, config = f"model={path}", AutoConfig.from_pretrained(path)
+    hf = load_rows(what, model_class(config), path, config, mesh, torch.float32 if trained else dtype)
+    policy = Policy(hf, float32_head).requires_grad_(trained)
     return shard(policy, what, mesh, dtype, gradient_checkpointing, sequence_group)
 
 
@@ -189,35 +190,21 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
     WithScore.__name__ = kind.__name__.replace("ForCausalLM", "ForTokenClassification")
     # transformers fills in the buffers of its own classes alone.
     WithScore.__module__ = kind.__module__
-    hf = loaded(f"critic_model={path}", WithScore, path, config, may_lack=["score.weight", "score.bias"])
-    return shard(Critic(hf), f"critic_model={path}", mesh, dtype, gradient_checkpointing, sequence_group)
-
-
-def loaded(what, kind, path, config, may_lack=()):
-    # A model of the class `kind` in float32. What it lacks and may lack is zero.
-    with reading(f"{what}: its weights"):
-        hf, info = kind.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False)
-    check_loaded(what, info, may_lack)
-    for name in info["missing_keys"]:
-        nn.init.zeros_(hf.get_parameter(name))
-    if hf.generation_config:
-        # Without this, a generation config that names a temperature cannot be saved.
-        hf.generation_config.do_sample = True
-    return hf
+    what = f"critic_model={path}"
+    hf = load_rows(what, WithScore, path, config, mesh, torch.float32, ["score.weight", "score.bias"])
+    return shard(Critic(hf), what, mesh, dtype, gradient_checkpointing, sequence_group)
 
 
 def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
-    """Put a Policy or Critic on its device and under FSDP2: each layer as a unit, the rest as the root.
+    """Put a Policy or Critic, loaded as DTensors, under FSDP2: each layer as a unit, the rest as the root.
 
     What reads images is frozen. No dropout acts, because the engine has none either. Raises ValueError if the
     network does not compute what transformers does.
     """
-    hf, network.sequence_group = network.hf.to(mesh.device_type).eval(), sequence_group
-    for name, parameter in hf.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    hf, (decoder,) = network.hf.eval(), network.decoder
+    if hf.generation_config:
+        # Without this, a generation config that names a temperature cannot be saved.
+        hf.generation_config.do_sample = True
     for part in hf.modules():
         for name, number in vars(part).items():
             if "drop" in name and isinstance(number, float):
@@ -227,22 +214,29 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
         # It works in training mode only.
         for part in hf.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
-    network.packed = can_be_packed(network, what)
-    if not next(network.parameters()).requires_grad:
-        for parameter in network.parameters():
-            parameter.data = parameter.data.to(dtype)
-    (decoder,), body = network.decoder, hf.base_model
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:
         parameter.requires_grad_(False)
-    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
-    images = [part for part in body.children() if body is not decoder and not text & {*part.parameters()}]
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for part in [*layers, *images]:
-        fully_shard(part, mesh=mesh, mp_policy=mixed)
-    fully_shard(network, mesh=mesh, mp_policy=mixed)
+    network.packed = can_be_packed(what, network, *compared(what, network, mesh, sequence_group))
+    network.sequence_group = sequence_group
+    if not network.packed and sequence_group:
+        raise ValueError(f"{what}: sequence_parallel_size={sequence_group.size()} cannot be used: layers other "
+                         "than attention read earlier tokens, and they would see only those of a part")
+    if not network.packed and dist.get_rank() == 0:
+        print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
+              "padded to the longest, which takes longer", file=sys.stderr)
+    hf.set_attn_implementation("packed")
+    put_under_fsdp(network, units(network), mesh, dtype)
     return network
+
+
+def units(network):
+    # What FSDP gathers by itself: each layer, and each part that reads images.
+    (decoder,) = network.decoder
+    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
+    return [*layers, *(part for part in network.hf.base_model.children()
+                       if part is not decoder and not any(x.requires_grad for x in part.parameters()))]
 
 
 def offload(optimizer, device):
@@ -259,17 +253,33 @@ def offload(optimizer, device):
     optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # a resumed run's
 
 
-@torch.no_grad()
-def can_be_packed(network, what):
-    """Whether a row may hold several sequences: compares three short ones in a row with transformers' own.
+class InRoot(nn.Module):
+    """FSDP's root around a network, in whose forward any function finds the root's weights whole."""
 
-    The first two begin with the same tokens. Raises ValueError if the network differs from transformers even
-    where each has a row of its own.
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, function):
+        return function()
+
+
+@torch.no_grad()
+def compared(what, network, mesh, sequence_group):
+    """How much a network differs from transformers: in a packed row, in rows apart, and the windows it named.
+
+    The differences are those of three short sequences, of which two begin with the same tokens, as a share of
+    the largest value. The second is None where the first is small.
     """
-    hf, config, device = network.hf, network.hf.config.get_text_config(), next(network.parameters()).device
-    ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
+    # A copy of the network with the same weights, which computes in float32.
+    twin = copy.deepcopy(network, {id(x): x for x in (*network.parameters(), *network.buffers())})
+    twin.sequence_group, hf, root = sequence_group, twin.hf, InRoot(twin)
+    put_under_fsdp(root, units(twin), mesh, torch.float32)
+    ids = np.random.default_rng(0).integers(hf.config.get_text_config().vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
+    # No token sees what follows it, so the third can go on.
+    rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three]), device=mesh.device_type).long()
     windows = set()
 
     def attention(*arguments, sliding_window=None, **named):
@@ -277,49 +287,56 @@ def can_be_packed(network, what):
         windows.add(sliding_window)
         return packed_attention(*arguments, sliding_window=sliding_window, **named)
 
-    def ours(packed):
-        network.packed, found = packed, {}                              # which micro_batches reads
-        for batch in micro_batches(network, three, range(3), 64):
-            if isinstance(network, Policy):
-                found |= batch.split(network(batch, 1.0)[0])
-            else:
-                hidden = hidden_states(network, batch)
-                found |= batch.split(hidden if batch.cut is None else join(hidden, batch.cut))
-        return torch.cat([found[s] for s in range(3)])
+    def theirs():
+        if isinstance(twin, Critic):
+            found = twin.decoder[0](input_ids=rows, use_cache=False).last_hidden_state
+        else:
+            table = hf(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            found = table.gather(2, rows[:, 1:, None])[:, :, 0]
+        return torch.cat([found[s, :len(one.logprobs)] for s, one in enumerate(three)])
 
-    def theirs(ids):
-        ids = torch.tensor(ids[None].tolist(), device=device)
-        if isinstance(network, Policy):
-            table = hf(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            return table.gather(1, ids[0, 1:, None])[:, 0]
-        return network.decoder[0](input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+    def ours(batch):
+        if isinstance(twin, Policy):
+            return twin(batch, 1.0)[0]
+        hidden = hidden_states(twin, batch)
+        return hidden if batch.cut is None else join(hidden, batch.cut)
+
+    def difference(packed):
+        twin.packed, found = packed, {}                                 # which micro_batches reads
+        for batch in micro_batches(twin, three, range(3), 64):
+            found |= batch.split(root(lambda: ours(batch)))
+        gap = (torch.cat([found[s] for s in range(3)]) - expected).abs().max() / expected.abs().max()
+        return distributed.largest([gap])[0]                            # the same on every rank
 
     try:
-        expected = torch.cat([theirs(one.ids) for one in three])
-        AttentionInterface.register("packed", attention)
-        hf.set_attn_implementation("packed")
-        # The same on every rank.
-        gaps = distributed.largest([(ours(packed) - expected).abs().max() / expected.abs().max()
-                              for packed in (True, False)])
+        expected = root(theirs)
+        AttentionInterface.register("compared", attention)
+        hf.set_attn_implementation("compared")
+        packed = difference(True)
+        apart = None if packed < CLOSE else difference(False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ValueError(f"{what}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
-    finally:
-        AttentionInterface.register("packed", packed_attention)
-    can, can_alone = (gap < 1e-4 for gap in gaps)
-    if not can and not can_alone:
-        raise ValueError(f"{what}: computed here it differs from what transformers computes by {gaps[1]:.2g} "
+    root.reshard()
+    return packed, apart, windows
+
+
+CLOSE = 1e-4                    # a larger difference from transformers, in float32, is no rounding
+
+
+def can_be_packed(what, network, packed, apart, windows):
+    """Whether a row may hold several sequences, from what `compared` returned.
+
+    Raises ValueError if the network computes something else than transformers does even where each sequence
+    has a row of its own.
+    """
+    if apart is not None and not apart < CLOSE:
+        raise ValueError(f"{what}: computed here it differs from what transformers computes by {apart:.2g} "
                          "of the largest value, so another model would be trained")
+    config = network.hf.config.get_text_config()
     window = getattr(config, "sliding_window", None) or math.inf
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
-    if not can and network.sequence_group:
-        P = network.sequence_group.size()
-        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
-                         "read earlier tokens, and they would see only those of a part")
-    if not can and dist.get_rank() == 0:
-        print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
-              "padded to the longest, which takes longer", file=sys.stderr)
-    return can
+    return packed < CLOSE

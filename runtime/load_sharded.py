@@ -1,0 +1,83 @@
+"""
+A model from its folder to the ranks that share it: each keeps its own rows of every parameter and no more.
+
+    load_rows       a model of a transformers class whose parameters are DTensors, cut as FSDP2 cuts them
+    put_under_fsdp  such a network under FSDP2
+While it loads, a rank holds its rows and one whole tensor: a tensor is cut as soon as it is part of the model.
+transformers reads the files, and gives tensors the names and shapes that they have in the model.
+"""
+import os
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from runtime import distributed
+from runtime.check_model import check_loaded, reading
+
+
+def load_rows(what, kind, path, config, mesh, dtype, may_lack=()):
+    """A model of the class `kind`, with this rank's rows of each parameter in dtype, on the mesh's device.
+
+    Buffers are whole, in float32. What the folder lacks and may lack is zero. Raises ValueError, which begins
+    with `what`, if the weights cannot be read, do not fit the config, or have NaN. A collective.
+    """
+    def cut(module, name, parameter):
+        # PyTorch calls this whenever a module gets a parameter. On the meta device it has no numbers yet.
+        if not parameter.is_meta and not isinstance(parameter, DTensor):
+            return own_rows(parameter, mesh, dtype)
+
+    hook = register_module_parameter_registration_hook(cut)
+    try:
+        # By default transformers' threads would read ahead, up to the whole model.
+        with reading(f"{what}: its weights"), mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+            hf, info = kind.from_pretrained(
+                path, config=config, dtype=torch.float32, attn_implementation="eager",
+                output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
+    finally:
+        hook.remove()
+    check_loaded(what, info, may_lack)
+    for name in info["missing_keys"]:
+        nn.init.zeros_(hf.get_parameter(name).to_local())
+    names, parameters = zip(*hf.named_parameters())
+    for name, broken in zip(names, distributed.largest([not x.to_local().isfinite().all() for x in parameters])):
+        if broken:
+            raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    return hf
+
+
+@torch.no_grad()
+def own_rows(whole, mesh, dtype):
+    # The rows of a whole parameter that FSDP2 leaves to this rank.
+    count = -(-len(whole) // mesh.size(mesh.ndim - 1))
+    start = count * mesh.get_local_rank(mesh.ndim - 1)
+    rows = whole[start:start + count].to(mesh.device_type, dtype).contiguous()
+    # A slice would keep the whole in memory.
+    rows = rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
+    kept = nn.Parameter(DTensor.from_local(
+        rows, mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)], run_check=False, shape=whole.shape,
+        stride=torch.empty(whole.shape, device="meta").stride()), whole.requires_grad)
+    # transformers draws new numbers for what lacks this mark.
+    kept._is_hf_initialized = getattr(whole, "_is_hf_initialized", False)
+    return kept
+
+
+def put_under_fsdp(network, units, mesh, dtype):
+    """Put a network of DTensors under FSDP2, computing in dtype: each of the units by itself, then the rest.
+
+    fully_shard takes whole parameters, so it gets some without numbers. At the first forward FSDP2 takes what
+    the modules then have, which are the rows again; this is how it supports load_state_dict(assign=True).
+    """
+    rows = [(module, name, x) for module in network.modules() for name, x in module._parameters.items()
+            if x is not None]
+    empty = {x: nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
+             for _, _, x in rows}
+    for module, name, x in rows:
+        setattr(module, name, empty[x])
+    for part in [*units, network]:
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    for module, name, x in rows:
+        setattr(module, name, x)

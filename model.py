@@ -9,7 +9,6 @@ Before it is sharded, a network's logprobs of short sequences are compared with 
 model that comes out differently is refused.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
-import copy
 import math
 import sys
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from packing import deal, idle, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
 from runtime.check_model import model_class
-from runtime.load_sharded import load_rows, put_under_fsdp
+from runtime.load_sharded import load_rows, put_under_fsdp, whole_while_running
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -218,8 +217,8 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:
         parameter.requires_grad_(False)
-    network.packed = can_be_packed(what, network, *compared(what, network, mesh, sequence_group))
     network.sequence_group = sequence_group
+    network.packed = can_be_packed(what, network, *compared(what, network, mesh))
     if not network.packed and sequence_group:
         raise ValueError(f"{what}: sequence_parallel_size={sequence_group.size()} cannot be used: layers other "
                          "than attention read earlier tokens, and they would see only those of a part")
@@ -253,33 +252,19 @@ def offload(optimizer, device):
     optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # a resumed run's
 
 
-class InRoot(nn.Module):
-    """FSDP's root around a network, in whose forward any function finds the root's weights whole."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def forward(self, function):
-        return function()
-
-
 @torch.no_grad()
-def compared(what, network, mesh, sequence_group):
+def compared(what, network, mesh):
     """How much a network differs from transformers: in a packed row, in rows apart, and the windows it named.
 
     The differences are those of three short sequences, of which two begin with the same tokens, as a share of
     the largest value. The second is None where the first is small.
     """
-    # A copy of the network with the same weights, which computes in float32.
-    twin = copy.deepcopy(network, {id(x): x for x in (*network.parameters(), *network.buffers())})
-    twin.sequence_group, hf, root = sequence_group, twin.hf, InRoot(twin)
-    put_under_fsdp(root, units(twin), mesh, torch.float32)
+    hf, device = network.hf, mesh.device_type
     ids = np.random.default_rng(0).integers(hf.config.get_text_config().vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
     # No token sees what follows it, so the third can go on.
-    rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three]), device=mesh.device_type).long()
+    rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three]), device=device).long()
     windows = set()
 
     def attention(*arguments, sliding_window=None, **named):
@@ -288,38 +273,36 @@ def compared(what, network, mesh, sequence_group):
         return packed_attention(*arguments, sliding_window=sliding_window, **named)
 
     def theirs():
-        if isinstance(twin, Critic):
-            found = twin.decoder[0](input_ids=rows, use_cache=False).last_hidden_state
+        if isinstance(network, Critic):
+            found = network.decoder[0](input_ids=rows, use_cache=False).last_hidden_state
         else:
             table = hf(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
             found = table.gather(2, rows[:, 1:, None])[:, :, 0]
         return torch.cat([found[s, :len(one.logprobs)] for s, one in enumerate(three)])
 
-    def ours(batch):
-        if isinstance(twin, Policy):
-            return twin(batch, 1.0)[0]
-        hidden = hidden_states(twin, batch)
-        return hidden if batch.cut is None else join(hidden, batch.cut)
-
     def difference(packed):
-        twin.packed, found = packed, {}                                 # which micro_batches reads
-        for batch in micro_batches(twin, three, range(3), 64):
-            found |= batch.split(root(lambda: ours(batch)))
+        network.packed, found = packed, {}                              # which micro_batches reads
+        for batch in micro_batches(network, three, range(3), 64):
+            if isinstance(network, Policy):
+                found |= batch.split(network(batch, 1.0)[0])
+            else:
+                hidden = hidden_states(network, batch)
+                found |= batch.split(hidden if batch.cut is None else join(hidden, batch.cut))
         gap = (torch.cat([found[s] for s in range(3)]) - expected).abs().max() / expected.abs().max()
         return distributed.largest([gap])[0]                            # the same on every rank
 
     try:
-        expected = root(theirs)
-        AttentionInterface.register("compared", attention)
-        hf.set_attn_implementation("compared")
-        packed = difference(True)
-        apart = None if packed < CLOSE else difference(False)
+        with whole_while_running(network, units(network), mesh):
+            expected = theirs()
+            AttentionInterface.register("compared", attention)
+            hf.set_attn_implementation("compared")
+            packed = difference(True)
+            apart = None if packed < CLOSE else difference(False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ValueError(f"{what}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
-    root.reshard()
     return packed, apart, windows
 
 

@@ -3,13 +3,16 @@ A model from its folder to the ranks that share it: each keeps its own rows of e
 
     load_rows       a model of a transformers class whose parameters are DTensors, cut as FSDP2 cuts them
     put_under_fsdp  such a network under FSDP2
+    whole_while_running    such a network computes before it is under FSDP2, in float32
 While it loads, a rank holds its rows and one whole tensor: a tensor is cut as soon as it is part of the model.
 transformers reads the files, and gives tensors the names and shapes that they have in the model.
 """
+import contextlib
 import os
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -43,8 +46,10 @@ def load_rows(what, kind, path, config, mesh, dtype, may_lack=()):
     for name in info["missing_keys"]:
         nn.init.zeros_(hf.get_parameter(name).to_local())
     names, parameters = zip(*hf.named_parameters())
-    for name, broken in zip(names, distributed.largest([not x.to_local().isfinite().all() for x in parameters])):
-        if broken:
+    extremes = [x.to_local().aminmax() if x.to_local().numel() else [] for x in parameters]
+    broken = distributed.largest([not all(map(torch.isfinite, pair)) for pair in extremes])
+    for name, is_broken in zip(names, broken):
+        if is_broken:
             raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
     return hf
 
@@ -81,3 +86,53 @@ def put_under_fsdp(network, units, mesh, dtype):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     for module, name, x in rows:
         setattr(module, name, x)
+
+
+@contextlib.contextmanager
+def whole_while_running(network, units, mesh):
+    """In this context a network of DTensors computes in float32, each unit with whole parameters while it runs.
+
+    Those of no unit are whole all the time. A forward is a collective.
+    """
+    kept = {}                                                   # what is whole now: its rows
+
+    def gather(modules):
+        found = {}                                              # a tied parameter is gathered once
+        for module in modules:
+            for name, x in module._parameters.items():
+                if isinstance(x, DTensor):
+                    kept[module, name] = x
+                    found[x] = module._parameters[name] = found[x] if x in found else nn.Parameter(
+                        whole(x, mesh), requires_grad=False)
+
+    def release(modules):
+        for module in modules:
+            for name in module._parameters:
+                module._parameters[name] = kept.pop((module, name), module._parameters[name])
+
+    parts = {part: list(part.modules()) for part in units}
+    inside = set().union(*parts.values())
+    rest = [module for module in network.modules() if module not in inside]
+    hooks = [part.register_forward_pre_hook(lambda part, _: gather(parts[part])) for part in units]
+    hooks += [part.register_forward_hook(lambda part, *_: release(parts[part])) for part in units]
+    try:
+        gather(rest)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        release([module for module, _ in kept])
+
+
+def whole(x, mesh):
+    # The whole of a DTensor in float32. Unlike full_tensor it takes no second copy: each rank's rows are sent
+    # to their place.
+    rows, group = x.to_local().float(), mesh.get_group(mesh.ndim - 1)
+    if group.size() == 1:
+        return rows
+    full = torch.empty(x.shape, device=rows.device)
+    for rank, part in enumerate(full.chunk(group.size())):
+        if rank == group.rank():
+            part.copy_(rows)
+        dist.broadcast(part, group=group, group_src=rank)
+    return full

@@ -1,0 +1,80 @@
+"""
+What loading and saving a model cost each rank: seconds, and bytes of tensors at their peak.
+
+    torchrun --nproc_per_node=2 -m bench.load
+    torchrun --nproc_per_node=4 -m bench.load --layers=28          # Qwen3-0.6B
+
+It writes a model of this shape with random weights in bfloat16 to a temporary folder, loads it as a policy, and
+saves it. The peak while it loads is printed as a share of a rank's rows and the largest tensor, and that of a
+save as what rank 0 takes over its resting memory. On a CPU the bytes are those of PyTorch's profiler.
+"""
+import os
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configurator import configure
+from model import load_policy
+from runtime import checkpoint, distributed
+from tiny import pretrain
+# ------------------------------------------------------------------------------------------------------------
+layers = 12
+hidden_size = 1024
+intermediate_size = 3072
+heads = 16
+vocabulary = 151_936
+# ------------------------------------------------------------------------------------------------------------
+configure(globals())
+rank, world_size, device, mesh, *_ = distributed.set_up()
+
+
+def measured(function, file=""):
+    """What a function returns, how long it took, and the bytes of tensors at their peak over those before.
+
+    file: one that safetensors maps into memory, which the profiler takes for a tensor of its size.
+    """
+    mapped = os.path.getsize(file) if file else 0
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        started = time.perf_counter()
+        result = function()
+        seconds = time.perf_counter() - started
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]" and abs(event.nbytes()) != mapped:
+            now += event.nbytes()
+            peak = max(peak, now)
+    return result, seconds, peak
+
+
+with tempfile.TemporaryDirectory() as folder:
+    folder = distributed.from_master(folder)
+    if rank == 0:
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(Qwen3Config(
+                vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=intermediate_size,
+                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=128,
+                tie_word_embeddings=True)).to(torch.bfloat16)
+        model.to_empty(device="cpu").init_weights()
+        model.tie_weights()
+        model.save_pretrained(f"{folder}/model")
+        del model
+    dist.barrier()
+    policy, seconds, peak = measured(
+        lambda: load_policy(f"{folder}/model", mesh, torch.float32), f"{folder}/model/model.safetensors")
+    sizes = [parameter.numel() * 4 for parameter in policy.parameters()]
+    rows = sum(parameter.to_local().numel() * 4 for parameter in policy.parameters())
+    seconds, share = distributed.largest([seconds, peak / (rows + max(sizes))])
+    optimizer, tokenizer = torch.optim.SGD(policy.parameters(), 0.0), pretrain.make_tokenizer()
+    problem, save_seconds, save_peak = measured(lambda: checkpoint.save_checkpoint(
+        f"{folder}/checkpoint-1", {"": (policy, optimizer)}, tokenizer, {"step": 1}, 2, {}))
+    assert not problem, problem
+    if rank == 0:
+        print(f"{sum(sizes) / 4e6:.0f} M parameters, {world_size} ranks: loaded in {seconds:.1f} s, at the peak "
+              f"{share:.2f} of a rank's rows and the largest tensor ({max(sizes) / 1e6:.0f} MB); saved in "
+              f"{save_seconds:.1f} s, rank 0's peak {save_peak / 1e6:.0f} MB over its resting memory")
+    dist.barrier()
+distributed.leave()

@@ -217,8 +217,12 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:
         parameter.requires_grad_(False)
+    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
+    images = [part for part in hf.base_model.children()
+              if part is not decoder and not text & {*part.parameters()}]
+    units = [*layers, *images]
     network.sequence_group = sequence_group
-    network.packed = can_be_packed(what, network, *compared(what, network, mesh))
+    network.packed = can_be_packed(what, network, *compared(what, network, units, mesh))
     if not network.packed and sequence_group:
         raise ValueError(f"{what}: sequence_parallel_size={sequence_group.size()} cannot be used: layers other "
                          "than attention read earlier tokens, and they would see only those of a part")
@@ -226,16 +230,8 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
         print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
               "padded to the longest, which takes longer", file=sys.stderr)
     hf.set_attn_implementation("packed")
-    put_under_fsdp(network, units(network), mesh, dtype)
+    put_under_fsdp(network, units, mesh, dtype)
     return network
-
-
-def units(network):
-    # What FSDP gathers by itself: each layer, and each part that reads images.
-    (decoder,) = network.decoder
-    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
-    return [*layers, *(part for part in network.hf.base_model.children()
-                       if part is not decoder and not any(x.requires_grad for x in part.parameters()))]
 
 
 def offload(optimizer, device):
@@ -253,7 +249,7 @@ def offload(optimizer, device):
 
 
 @torch.no_grad()
-def compared(what, network, mesh):
+def compared(what, network, units, mesh):
     """How much a network differs from transformers: in a packed row, in rows apart, and the windows it named.
 
     The differences are those of three short sequences, of which two begin with the same tokens, as a share of
@@ -292,7 +288,7 @@ def compared(what, network, mesh):
         return distributed.largest([gap])[0]                            # the same on every rank
 
     try:
-        with whole_while_running(network, units(network), mesh):
+        with whole_while_running(network, units, mesh):
             expected = theirs()
             AttentionInterface.register("compared", attention)
             hf.set_attn_implementation("compared")

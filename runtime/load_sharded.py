@@ -9,6 +9,7 @@ transformers reads the files, and gives tensors the names and shapes that they h
 """
 import contextlib
 import os
+import warnings
 from unittest import mock
 
 import torch
@@ -36,7 +37,10 @@ def load_rows(what, kind, path, config, mesh, dtype, may_lack=()):
     hook = register_module_parameter_registration_hook(cut)
     try:
         # By default transformers' threads would read ahead, up to the whole model.
-        with reading(f"{what}: its weights"), mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+        with (reading(f"{what}: its weights"), mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+              warnings.catch_warnings()):
+            # Some families draw numbers that they then do not use.
+            warnings.filterwarnings("ignore", "DTensor random operators")
             hf, info = kind.from_pretrained(
                 path, config=config, dtype=torch.float32, attn_implementation="eager",
                 output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)

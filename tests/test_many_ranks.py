@@ -76,6 +76,14 @@ def test_grpo_has_one_gradient(reference_gradients, folder, reward_file, tmp_pat
     assert (found - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
 
 
+@pytest.mark.parametrize("count, shards", [(2, 1), (4, 1), (4, 2)])
+def test_copies_of_the_weights_have_one_gradient(reference_gradients, folder, reward_file, tmp_path, count,
+                                                 shards):
+    train("train_grpo.py", folder, tmp_path / "run", reward_file, count, token_budget=100, shard_ranks=shards)
+    expected, found = reference_gradients["token_mean"], gradient(tmp_path / "run" / "checkpoint-1", tmp_path)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_path):
     settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0,
                 "updates_per_epoch": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
@@ -108,6 +116,14 @@ def test_every_script_cuts_rows(folder, reward_file, tmp_path, script):
     ("train_async.py", "sequence_parallel_size=3 does not divide 1 trainers")])
 def test_ranks_that_cannot_share_rows_are_refused(folder, reward_file, tmp_path, script, message):
     _, said = train(script, folder, tmp_path / "run", reward_file, 2, code=2, sequence_parallel_size=3)
+    assert message in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("script, message", [
+    ("train_grpo.py", "shard_ranks=3 does not divide 2 ranks"),
+    ("train_async.py", "shard_ranks=3 does not divide 1 trainers")])
+def test_ranks_that_copies_do_not_divide_are_refused(folder, reward_file, tmp_path, script, message):
+    _, said = train(script, folder, tmp_path / "run", reward_file, 2, code=2, shard_ranks=3)
     assert message in said and "Traceback" not in said
 
 

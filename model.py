@@ -5,8 +5,8 @@ Policy and critic: loaded from a model folder, sharded by FSDP2, and what they c
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
-Before it is sharded, a network's logprobs of short sequences are compared with those of transformers, and a
-model that comes out differently is refused.
+When it is loaded, a network's logprobs of short sequences are compared with those of transformers, and a model
+that comes out differently is refused. runtime/load_sharded.py brings the weights to the ranks.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
 import math
@@ -154,6 +154,8 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 
 # ---------------------------------------------------------------- loading and sharding
 
+CLOSE = 1e-4                # what differs less from transformers, relative to the largest value, is rounding
+
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=True, sequence_group=None,
                 trained=True):
@@ -162,8 +164,9 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     float32_head: see head_logits; the engine needs the same. sequence_group: the ranks that share each row
     with this one, or None. trained: False for a reference, which needs no gradient and no more precision than
     it computes with. Its weights are then in dtype, which in bfloat16 takes half the memory and gives the
-    same logprobs. Raises ValueError for a model that cannot be
-    loaded, or whose logprobs here would not be those that transformers computes. A collective.
+    same logprobs. A rank never holds more than its rows of the weights, what belongs to no layer, and one
+    layer. Raises ValueError for a model that cannot be loaded, or whose logprobs here would not be those that
+    transformers computes. A collective.
     """
     what, config = f"model={path}", AutoConfig.from_pretrained(path)
     hf = load_rows(what, model_class(config), path, config, mesh, torch.float32 if trained else dtype)
@@ -222,10 +225,13 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
               if part is not decoder and not text & {*part.parameters()}]
     units = [*layers, *images]
     network.sequence_group = sequence_group
-    network.packed = can_be_packed(what, network, *compared(what, network, units, mesh))
+    packed, apart, windows = compared(what, network, units, mesh)
+    check_same(what, hf.config.get_text_config(), apart, windows)
+    network.packed = packed < CLOSE
     if not network.packed and sequence_group:
-        raise ValueError(f"{what}: sequence_parallel_size={sequence_group.size()} cannot be used: layers other "
-                         "than attention read earlier tokens, and they would see only those of a part")
+        P = sequence_group.size()
+        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
+                         "read earlier tokens, and they would see only those of a part")
     if not network.packed and dist.get_rank() == 0:
         print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
               "padded to the longest, which takes longer", file=sys.stderr)
@@ -253,7 +259,8 @@ def compared(what, network, units, mesh):
     """How much a network differs from transformers: in a packed row, in rows apart, and the windows it named.
 
     The differences are those of three short sequences, of which two begin with the same tokens, as a share of
-    the largest value. The second is None where the first is small.
+    the largest value, in float32. The second is None where the first is below CLOSE. Raises ValueError if the
+    network does not run. A collective.
     """
     hf, device = network.hf, mesh.device_type
     ids = np.random.default_rng(0).integers(hf.config.get_text_config().vocab_size, size=32).astype(np.int32)
@@ -302,20 +309,11 @@ def compared(what, network, units, mesh):
     return packed, apart, windows
 
 
-CLOSE = 1e-4                    # a larger difference from transformers, in float32, is no rounding
-
-
-def can_be_packed(what, network, packed, apart, windows):
-    """Whether a row may hold several sequences, from what `compared` returned.
-
-    Raises ValueError if the network computes something else than transformers does even where each sequence
-    has a row of its own.
-    """
+def check_same(what, config, apart, windows):
+    """Raise ValueError if a network computes something else than transformers, by what `compared` returned."""
     if apart is not None and not apart < CLOSE:
         raise ValueError(f"{what}: computed here it differs from what transformers computes by {apart:.2g} "
                          "of the largest value, so another model would be trained")
-    config = network.hf.config.get_text_config()
     window = getattr(config, "sliding_window", None) or math.inf
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
-    return packed < CLOSE

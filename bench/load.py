@@ -2,11 +2,11 @@
 What loading and saving a model cost each rank: seconds, and bytes of tensors at their peak.
 
     torchrun --nproc_per_node=2 -m bench.load
-    torchrun --nproc_per_node=4 -m bench.load --layers=28          # Qwen3-0.6B
+    torchrun --nproc_per_node=4 -m bench.load --layers=28 --file_mb=200         # Qwen3-0.6B
 
-It writes a model of this shape with random weights in bfloat16 to a temporary folder, loads it as a policy, and
-saves it. The peak while it loads is printed as a share of a rank's rows and the largest tensor, and that of a
-save as what rank 0 takes over its resting memory. On a CPU the bytes are those of PyTorch's profiler.
+It writes a model of this shape with random weights in bfloat16 to a temporary folder, loads it as a policy,
+and saves it. The peak while it loads is a share of a rank's rows and the largest tensor, that of a save what
+rank 0 takes over its resting memory. Both are those of PyTorch's profiler, on a CPU.
 """
 import os
 import tempfile
@@ -26,6 +26,7 @@ hidden_size = 1024
 intermediate_size = 3072
 heads = 16
 vocabulary = 151_936
+file_mb = 5_000                 # of a saved file of weights at most
 # ------------------------------------------------------------------------------------------------------------
 configure(globals())
 rank, world_size, device, mesh, *_ = distributed.set_up()
@@ -38,7 +39,8 @@ def measured(function, file=""):
     """
     mapped = os.path.getsize(file) if file else 0
     dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                profile_memory=True) as profile:
         started = time.perf_counter()
         result = function()
         seconds = time.perf_counter() - started
@@ -56,8 +58,8 @@ with tempfile.TemporaryDirectory() as folder:
         with torch.device("meta"):
             model = Qwen3ForCausalLM(Qwen3Config(
                 vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=intermediate_size,
-                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=128,
-                tie_word_embeddings=True)).to(torch.bfloat16)
+                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
+                head_dim=128, tie_word_embeddings=True)).to(torch.bfloat16)
         model.to_empty(device="cpu").init_weights()
         model.tie_weights()
         model.save_pretrained(f"{folder}/model")
@@ -68,13 +70,18 @@ with tempfile.TemporaryDirectory() as folder:
     sizes = [parameter.numel() * 4 for parameter in policy.parameters()]
     rows = sum(parameter.to_local().numel() * 4 for parameter in policy.parameters())
     seconds, share = distributed.largest([seconds, peak / (rows + max(sizes))])
+    checkpoint.FILE_BYTES = file_mb * 1e6
     optimizer, tokenizer = torch.optim.SGD(policy.parameters(), 0.0), pretrain.make_tokenizer()
     problem, save_seconds, save_peak = measured(lambda: checkpoint.save_checkpoint(
         f"{folder}/checkpoint-1", {"": (policy, optimizer)}, tokenizer, {"step": 1}, 2, {}))
     assert not problem, problem
     if rank == 0:
-        print(f"{sum(sizes) / 4e6:.0f} M parameters, {world_size} ranks: loaded in {seconds:.1f} s, at the peak "
-              f"{share:.2f} of a rank's rows and the largest tensor ({max(sizes) / 1e6:.0f} MB); saved in "
-              f"{save_seconds:.1f} s, rank 0's peak {save_peak / 1e6:.0f} MB over its resting memory")
+        files = [os.path.getsize(f"{folder}/checkpoint-1/{name}") / 1e6
+                 for name in os.listdir(f"{folder}/checkpoint-1") if name.endswith(".safetensors")]
+        print(f"{sum(sizes) / 4e6:.0f} M parameters, {world_size} ranks\n"
+              f"loaded in {seconds:.1f} s; at the peak {share:.2f} of a rank's rows and the largest tensor, "
+              f"which has {max(sizes) / 1e6:.1f} MB\n"
+              f"saved in {save_seconds:.1f} s; {len(files)} files of at most {max(files):.1f} MB; rank 0's "
+              f"peak {save_peak / 1e6:.1f} MB")
     dist.barrier()
 distributed.leave()

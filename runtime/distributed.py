@@ -27,8 +27,8 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
 
     timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. sequence_parallel_size:
     how many neighbouring ranks share each row (attention.py). shard_ranks: how many share each copy of the
-    weights; 0: all. role: a function that returns the store, rank and world_size of the group to join instead,
-    where torchrun's ranks have roles (placement.py).
+    weights; 0: all. role: a function that returns the store, rank and world_size of the group to join
+    instead, where torchrun's ranks have roles (placement.py).
     Returns rank, world_size, device, the mesh of all ranks, over whose last dimension FSDP2 shards, and the
     group of the ranks that share rows with this one, or None. Stops the script where a node has fewer GPUs
     than processes.
@@ -67,7 +67,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     except (ValueError, RuntimeError) as error:
         refuse(f"the processes cannot join in the way that their environment says: {error}")
     world_size = dist.get_world_size()
-    # Sizes that do not divide the ranks are not used: check_run refuses them next, and engines apart need none.
+    # What does not divide the ranks is not used: check_run refuses it next, and engines apart need neither.
     size = shard_ranks if shard_ranks and world_size % shard_ranks == 0 else world_size
     shape = (world_size // size, size) if size < world_size else (size,)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])

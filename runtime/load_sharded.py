@@ -1,10 +1,10 @@
 """
 A model from its folder to the ranks that share it: each keeps its own rows of every parameter and no more.
 
-    load_rows       a model of a transformers class whose parameters are DTensors, cut as FSDP2 cuts them
-    put_under_fsdp  such a network under FSDP2
-    whole_while_running    such a network computes before it is under FSDP2, in float32
-While it loads, a rank holds its rows and one whole tensor: a tensor is cut as soon as it is part of the model.
+    load_rows               a model of a transformers class, whose parameters are DTensors cut as FSDP2 does
+    whole_while_running     such a network computes before it is under FSDP2
+    put_under_fsdp          such a network under FSDP2
+While it loads, a rank holds its rows and one whole tensor, which is cut as soon as it is part of the model.
 transformers reads the files, and gives tensors the names and shapes that they have in the model.
 """
 import contextlib
@@ -49,6 +49,8 @@ def load_rows(what, kind, path, config, mesh, dtype, may_lack=()):
     check_loaded(what, info, may_lack)
     for name in info["missing_keys"]:
         nn.init.zeros_(hf.get_parameter(name).to_local())
+    for x in hf.buffers():
+        x.data = x.to(mesh.device_type)
     names, parameters = zip(*hf.named_parameters())
     extremes = [x.to_local().aminmax() if x.to_local().numel() else [] for x in parameters]
     broken = distributed.largest([not all(map(torch.isfinite, pair)) for pair in extremes])
@@ -74,29 +76,11 @@ def own_rows(whole, mesh, dtype):
     return kept
 
 
-def put_under_fsdp(network, units, mesh, dtype):
-    """Put a network of DTensors under FSDP2, computing in dtype: each of the units by itself, then the rest.
-
-    fully_shard takes whole parameters, so it gets some without numbers. At the first forward FSDP2 takes what
-    the modules then have, which are the rows again; this is how it supports load_state_dict(assign=True).
-    """
-    rows = [(module, name, x) for module in network.modules() for name, x in module._parameters.items()
-            if x is not None]
-    empty = {x: nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
-             for _, _, x in rows}
-    for module, name, x in rows:
-        setattr(module, name, empty[x])
-    for part in [*units, network]:
-        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-    for module, name, x in rows:
-        setattr(module, name, x)
-
-
 @contextlib.contextmanager
 def whole_while_running(network, units, mesh):
-    """In this context a network of DTensors computes in float32, each unit with whole parameters while it runs.
+    """In this context a network of DTensors computes, in float32: a unit's parameters are whole while it runs.
 
-    Those of no unit are whole all the time. A forward is a collective.
+    The others are whole throughout. Each forward is a collective, and so is the beginning.
     """
     kept = {}                                                   # what is whole now: its rows
 
@@ -140,3 +124,21 @@ def whole(x, mesh):
             part.copy_(rows)
         dist.broadcast(part, group=group, group_src=rank)
     return full
+
+
+def put_under_fsdp(network, units, mesh, dtype):
+    """Put a network of DTensors under FSDP2, computing in dtype: each of the units by itself, then the rest.
+
+    fully_shard takes whole parameters, so it gets some without numbers. At the first forward FSDP2 takes what
+    the modules then have, which are the rows again; this is how it supports load_state_dict(assign=True).
+    """
+    rows = [(module, name, x) for module in network.modules() for name, x in module._parameters.items()
+            if x is not None]
+    empty = {x: nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
+             for _, _, x in rows}
+    for module, name, x in rows:
+        setattr(module, name, empty[x])
+    for part in [*units, network]:
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    for module, name, x in rows:
+        setattr(module, name, x)

@@ -8,6 +8,7 @@ It writes a model of this shape with random weights in bfloat16 to a temporary f
 and saves it. The peak while it loads is a share of a rank's rows and the largest tensor, that of a save what
 rank 0 takes over its resting memory. Both are those of PyTorch's profiler, on a CPU.
 """
+import itertools
 import os
 import tempfile
 import time
@@ -23,8 +24,6 @@ from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 layers = 12
 hidden_size = 1024
-intermediate_size = 3072
-heads = 16
 vocabulary = 151_936
 file_mb = 5_000                 # of a saved file of weights at most
 # ------------------------------------------------------------------------------------------------------------
@@ -39,31 +38,22 @@ def measured(function, file=""):
     """
     mapped = os.path.getsize(file) if file else 0
     dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True) as profile:
         started = time.perf_counter()
         result = function()
         seconds = time.perf_counter() - started
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]" and abs(event.nbytes()) != mapped:
-            now += event.nbytes()
-            peak = max(peak, now)
-    return result, seconds, peak
+    changes = [event.nbytes() for event in profile.profiler.kineto_results.events()
+               if event.name() == "[memory]" and abs(event.nbytes()) != mapped]
+    return result, seconds, max(itertools.accumulate(changes))
 
 
 with tempfile.TemporaryDirectory() as folder:
     folder = distributed.from_master(folder)
     if rank == 0:
-        with torch.device("meta"):
-            model = Qwen3ForCausalLM(Qwen3Config(
-                vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=intermediate_size,
-                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
-                head_dim=128, tie_word_embeddings=True)).to(torch.bfloat16)
-        model.to_empty(device="cpu").init_weights()
-        model.tie_weights()
-        model.save_pretrained(f"{folder}/model")
-        del model
+        config = Qwen3Config(vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers,
+                             intermediate_size=3 * hidden_size, num_attention_heads=hidden_size // 64,
+                             num_key_value_heads=hidden_size // 128, head_dim=128, tie_word_embeddings=True)
+        Qwen3ForCausalLM(config).bfloat16().save_pretrained(f"{folder}/model")
     dist.barrier()
     policy, seconds, peak = measured(
         lambda: load_policy(f"{folder}/model", mesh, torch.float32), f"{folder}/model/model.safetensors")

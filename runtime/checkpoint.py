@@ -117,11 +117,10 @@ def write_model(hf, tensors, folder):
     for i, name in enumerate(names):
         os.rename(f"{folder}/{i}.part", f"{folder}/{name}")
     if len(files) > 1:
+        total = {"total_parameters": hf.num_parameters(), "total_size": sum(sum(x.values()) for x in files)}
+        places = {key: name for name, sizes in zip(names, files) for key in sizes}
         with opened(f"{folder}/model.safetensors.index.json", "w") as file:
-            json.dump({"metadata": {"total_parameters": hf.num_parameters(),
-                                    "total_size": sum(sum(sizes.values()) for sizes in files)},
-                       "weight_map": {key: name for name, sizes in zip(names, files) for key in sizes}}, file,
-                      indent=2)
+            json.dump({"metadata": total, "weight_map": places}, file, indent=2)
 
 
 def first_problem(problem):

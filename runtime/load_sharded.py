@@ -54,9 +54,9 @@ def load_rows(what, kind, path, config, mesh, dtype, may_lack=()):
     names, parameters = zip(*hf.named_parameters())
     extremes = [x.to_local().aminmax() if x.to_local().numel() else [] for x in parameters]
     broken = distributed.largest([not all(map(torch.isfinite, pair)) for pair in extremes])
-    for name, is_broken in zip(names, broken):
-        if is_broken:
-            raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    if any(broken):
+        name = names[broken.index(1)]
+        raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
     return hf
 
 

@@ -225,7 +225,7 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group):
               if part is not decoder and not text & {*part.parameters()}]
     units = [*layers, *images]
     network.sequence_group = sequence_group
-    packed, apart, windows = compared(what, network, units, mesh)
+    packed, apart, windows = compared(what, network, units)
     check_same(what, hf.config.get_text_config(), apart, windows)
     network.packed = packed < CLOSE
     if not network.packed and sequence_group:
@@ -255,14 +255,14 @@ def offload(optimizer, device):
 
 
 @torch.no_grad()
-def compared(what, network, units, mesh):
+def compared(what, network, units):
     """How much a network differs from transformers: in a packed row, in rows apart, and the windows it named.
 
     The differences are those of three short sequences, of which two begin with the same tokens, as a share of
     the largest value, in float32. The second is None where the first is below CLOSE. Raises ValueError if the
     network does not run. A collective.
     """
-    hf, device = network.hf, mesh.device_type
+    hf, device = network.hf, next(network.parameters()).device
     ids = np.random.default_rng(0).integers(hf.config.get_text_config().vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
@@ -295,7 +295,7 @@ def compared(what, network, units, mesh):
         return distributed.largest([gap])[0]                            # the same on every rank
 
     try:
-        with whole_while_running(network, units, mesh):
+        with whole_while_running(network, units):
             expected = theirs()
             AttentionInterface.register("compared", attention)
             hf.set_attn_implementation("compared")

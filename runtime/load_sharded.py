@@ -76,46 +76,50 @@ def own_rows(whole, mesh, dtype):
     return kept
 
 
+def replace(modules, make):
+    """Put make(x) in the place of each parameter x of modules that is a DTensor; returns what undoes it.
+
+    make is called once for a parameter that several modules share.
+    """
+    places = [(module, name, x) for module in modules for name, x in module._parameters.items()
+              if isinstance(x, DTensor)]
+    made = {x: nn.Parameter(make(x), x.requires_grad) for x in dict.fromkeys(x for _, _, x in places)}
+    for module, name, x in places:
+        module._parameters[name] = made[x]
+
+    def undo():
+        for module, name, x in places:
+            module._parameters[name] = x
+    return undo
+
+
 @contextlib.contextmanager
-def whole_while_running(network, units, mesh):
+def whole_while_running(network, units):
     """In this context a network of DTensors computes, in float32: a unit's parameters are whole while it runs.
 
     The others are whole throughout. Each forward is a collective, and so is the beginning.
     """
-    kept = {}                                                   # what is whole now: its rows
+    undo, inside = {}, {module for part in units for module in part.modules()}
 
-    def gather(modules):
-        found = {}                                              # a tied parameter is gathered once
-        for module in modules:
-            for name, x in module._parameters.items():
-                if isinstance(x, DTensor):
-                    kept[module, name] = x
-                    found[x] = module._parameters[name] = found[x] if x in found else nn.Parameter(
-                        whole(x, mesh), requires_grad=False)
+    def gather(part, *_):
+        undo[part] = replace(part.modules(), whole)
 
-    def release(modules):
-        for module in modules:
-            for name in module._parameters:
-                module._parameters[name] = kept.pop((module, name), module._parameters[name])
-
-    parts = {part: list(part.modules()) for part in units}
-    inside = set().union(*parts.values())
-    rest = [module for module in network.modules() if module not in inside]
-    hooks = [part.register_forward_pre_hook(lambda part, _: gather(parts[part])) for part in units]
-    hooks += [part.register_forward_hook(lambda part, *_: release(parts[part])) for part in units]
+    hooks = [part.register_forward_pre_hook(gather) for part in units]
+    hooks += [part.register_forward_hook(lambda part, *_: undo.pop(part)()) for part in units]
     try:
-        gather(rest)
+        undo[network] = replace([one for one in network.modules() if one not in inside], whole)
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        release([module for module, _ in kept])
+        for back in undo.values():
+            back()
 
 
-def whole(x, mesh):
-    # The whole of a DTensor in float32. Unlike full_tensor it takes no second copy: each rank's rows are sent
-    # to their place.
-    rows, group = x.to_local().float(), mesh.get_group(mesh.ndim - 1)
+def whole(x):
+    # All rows of a DTensor in float32. Unlike full_tensor it takes no second copy, because each rank's rows
+    # are sent to their place.
+    rows, group = x.to_local().float(), x.device_mesh.get_group(x.device_mesh.ndim - 1)
     if group.size() == 1:
         return rows
     full = torch.empty(x.shape, device=rows.device)
@@ -132,13 +136,7 @@ def put_under_fsdp(network, units, mesh, dtype):
     fully_shard takes whole parameters, so it gets some without numbers. At the first forward FSDP2 takes what
     the modules then have, which are the rows again; this is how it supports load_state_dict(assign=True).
     """
-    rows = [(module, name, x) for module in network.modules() for name, x in module._parameters.items()
-            if x is not None]
-    empty = {x: nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
-             for _, _, x in rows}
-    for module, name, x in rows:
-        setattr(module, name, empty[x])
+    undo = replace(network.modules(), lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
     for part in [*units, network]:
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-    for module, name, x in rows:
-        setattr(module, name, x)
+    undo()

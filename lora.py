@@ -27,6 +27,7 @@ from transformers import AutoConfig
 
 from configurator import input_errors
 from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
+from runtime.load_sharded import own_rows
 from runtime.logprobs import product
 from weights import spread
 
@@ -98,22 +99,16 @@ class Adapters:
             weight, A, B = (x.detach().full_tensor() for x in (part.weight, part.lora_A, part.lora_B))
             yield f"{name}.weight", merge(weight, A, B, part.scale)
 
-    def save_pretrained(self, folder, state_dict):
-        """Write the lora_A and lora_B of a state dict to a folder, in the form that PEFT and vLLM read."""
+    def save(self, folder, tensors):
+        """Write {name: tensor} of each lora_A and lora_B to a folder, in the form that PEFT and vLLM read."""
         path = self.hf.name_or_path
         os.makedirs(folder, exist_ok=True)
         Path(folder, CONFIG).write_text(json.dumps(
             {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
              "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
              "r": self.rank, "lora_alpha": self.alpha, "target_modules": [*self.layers]}, indent=2))
-        save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state_dict.items()
-                   if ".lora_" in name}, os.path.join(folder, WEIGHTS), {"format": "pt"})
-
-    def load(self, folder):
-        """Take over the tensors of such a folder. Raises ValueError if they do not fit."""
-        for name, A, B in read_tensors(folder, self.rank, self.layers):
-            self.layers[name].lora_A.data.copy_(A)
-            self.layers[name].lora_B.data.copy_(B)
+        save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()},
+                  os.path.join(folder, WEIGHTS), {"format": "pt"})
 
 
 class Base:
@@ -136,7 +131,7 @@ class Base:
 def adapt(policy, layers, rank, alpha, folder=None):
     """Give each plain linear layer inside `layers` of a Policy an adapter in float32, and freeze all else.
 
-    folder: that of an adapter, to go on with it. Without one B starts at 0, and A as in PEFT: uniform up to
+    The policy is loaded but not under FSDP2 yet. folder: that of an adapter, to go on with it. Without one B starts at 0, and A as in PEFT: uniform up to
     1 / sqrt(in), drawn by the layer's name, so that all ranks draw the same. Raises ValueError if there is no
     such layer, or if the folder does not fit.
     """
@@ -145,15 +140,15 @@ def adapt(policy, layers, rank, alpha, folder=None):
     linear = {name: part for name, part in policy.hf.named_modules() if part in inside}
     if not linear:
         raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
+    saved = {name: pair for name, *pair in (read_tensors(folder, rank, linear) if folder else ())}
     for name, part in linear.items():
         draw, bound = torch.Generator().manual_seed(zlib.crc32(name.encode())), part.in_features ** -0.5
         A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
+        pair = saved.get(name, (A, torch.zeros(part.out_features, rank)))
         part.__class__, part.scale = Adapted, alpha / rank
-        part.lora_A = nn.Parameter(A.to(part.weight.device))
-        part.lora_B = nn.Parameter(torch.zeros(part.out_features, rank, device=part.weight.device))
+        part.lora_A, part.lora_B = (
+            own_rows(nn.Parameter(one), part.weight.device_mesh, torch.float32) for one in pair)
     policy.adapters = Adapters(policy, linear, rank, alpha)
-    if folder:
-        policy.adapters.load(folder)
     if dist.get_rank() == 0:
         # Experts that are stored as one tensor, for example.
         left = sorted({name for layer in layers for owner, part in layer.named_modules() if part not in inside

@@ -5,8 +5,8 @@ Policy and critic: loaded from a model folder, sharded by FSDP2, and what they c
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
-Before it is sharded, a network's logprobs of short sequences are compared with those of transformers, and a
-model that comes out differently is refused.
+When it is loaded, a network's logprobs of short sequences are compared with those of transformers, and a model
+that comes out differently is refused. runtime/load_sharded.py brings the weights to the ranks.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
 import math
@@ -17,15 +17,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AutoConfig
 
 from attention import cut_over, join, packed_attention, pick
 from packing import deal, idle, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
-from runtime.check_model import check_loaded, model_class, reading
-from weights import spread_master
+from runtime.check_model import model_class
+from runtime.load_sharded import load_rows, put_under_fsdp, whole_while_running
+from weights import spread_masters
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -155,6 +155,8 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 
 # ---------------------------------------------------------------- loading and sharding
 
+CLOSE = 1e-4                # what differs less from transformers, relative to the largest value, is rounding
+
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=True, sequence_group=None,
                 adapter=None, trained=True):
@@ -164,13 +166,15 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     with this one, or None. adapter: None, or the arguments of lora.adapt that follow the layers; all else is
     then frozen, in dtype. trained: False for a reference, which needs no gradient and no more precision than
     it computes with. Its weights are then in dtype, which in bfloat16 takes half the memory and gives the
-    same logprobs. Raises ValueError for a model that cannot be
-    loaded, or whose logprobs here would not be those that transformers computes. A collective.
+    same logprobs. A rank never holds more than its rows of the weights, what belongs to no layer, and one
+    layer. Raises ValueError for a model that cannot be loaded, or whose logprobs here would not be those that
+    transformers computes. A collective.
     """
-    what = f"model={path}"
-    config = AutoConfig.from_pretrained(path)
-    policy = Policy(loaded(what, model_class(config), path, config), float32_head).requires_grad_(trained)
-    return shard(policy, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter)
+    what, config = f"model={path}", AutoConfig.from_pretrained(path)
+    kept = torch.float32 if trained and not adapter else dtype
+    policy = Policy(load_rows(what, model_class(config), path, config, mesh, kept), float32_head)
+    return shard(policy.requires_grad_(trained), what, mesh, dtype, gradient_checkpointing, sequence_group,
+                 adapter)
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None):
@@ -191,35 +195,21 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
     WithScore.__name__ = kind.__name__.replace("ForCausalLM", "ForTokenClassification")
     # transformers fills in the buffers of its own classes alone.
     WithScore.__module__ = kind.__module__
-    hf = loaded(f"critic_model={path}", WithScore, path, config, may_lack=["score.weight", "score.bias"])
-    return shard(Critic(hf), f"critic_model={path}", mesh, dtype, gradient_checkpointing, sequence_group)
-
-
-def loaded(what, kind, path, config, may_lack=()):
-    # A model of the class `kind` in float32. What it lacks and may lack is zero.
-    with reading(f"{what}: its weights"):
-        hf, info = kind.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False)
-    check_loaded(what, info, may_lack)
-    for name in info["missing_keys"]:
-        nn.init.zeros_(hf.get_parameter(name))
-    if hf.generation_config:
-        # Without this, a generation config that names a temperature cannot be saved.
-        hf.generation_config.do_sample = True
-    return hf
+    what = f"critic_model={path}"
+    hf = load_rows(what, WithScore, path, config, mesh, torch.float32, ["score.weight", "score.bias"])
+    return shard(Critic(hf), what, mesh, dtype, gradient_checkpointing, sequence_group)
 
 
 def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter=None):
-    """Put a Policy or Critic on its device and under FSDP2: each layer as a unit, the rest as the root.
+    """Put a Policy or Critic, loaded as DTensors, under FSDP2: each layer as a unit, the rest as the root.
 
     What reads images is frozen. No dropout acts, because the engine has none either. Raises ValueError if the
     network does not compute what transformers does.
     """
-    hf, network.sequence_group = network.hf.to(mesh.device_type).eval(), sequence_group
-    for name, parameter in hf.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    hf, (decoder,) = network.hf.eval(), network.decoder
+    if hf.generation_config:
+        # Without this, a generation config that names a temperature cannot be saved.
+        hf.generation_config.do_sample = True
     for part in hf.modules():
         for name, number in vars(part).items():
             if "drop" in name and isinstance(number, float):
@@ -229,27 +219,33 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, ad
         # It works in training mode only.
         for part in hf.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
-    network.packed = can_be_packed(network, what)
-    (decoder,), body = network.decoder, hf.base_model
-    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
-    if adapter:
-        from lora import adapt
-        adapt(network, layers, *adapter)
-    for parameter in network.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-        elif dtype == torch.bfloat16:
-            spread_master(parameter.data)
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:
         parameter.requires_grad_(False)
-    images = [part for part in body.children() if body is not decoder and not text & {*part.parameters()}]
+    layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
+    images = [part for part in hf.base_model.children()
+              if part is not decoder and not text & {*part.parameters()}]
+    units = [*layers, *images]
+    network.sequence_group = sequence_group
+    packed, apart, windows = compared(what, network, units)
+    check_same(what, hf.config.get_text_config(), apart, windows)
+    network.packed = packed < CLOSE
+    if not network.packed and sequence_group:
+        P = sequence_group.size()
+        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
+                         "read earlier tokens, and they would see only those of a part")
+    if not network.packed and dist.get_rank() == 0:
+        print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
+              "padded to the longest, which takes longer", file=sys.stderr)
+    hf.set_attn_implementation("packed")
+    if adapter:
+        from lora import adapt
+        adapt(network, layers, *adapter)
+    elif dtype == torch.bfloat16:
+        spread_masters([one for one in network.parameters() if one.requires_grad])
     # With adapters the base is in dtype already, and they compute in float32 (lora.merge).
-    mixed = MixedPrecisionPolicy(param_dtype=None if adapter else dtype, reduce_dtype=torch.float32)
-    for part in [*layers, *images]:
-        fully_shard(part, mesh=mesh, mp_policy=mixed)
-    fully_shard(network, mesh=mesh, mp_policy=mixed)
+    put_under_fsdp(network, units, mesh, None if adapter else dtype)
     return network
 
 
@@ -268,16 +264,19 @@ def offload(optimizer, device):
 
 
 @torch.no_grad()
-def can_be_packed(network, what):
-    """Whether a row may hold several sequences: compares three short ones in a row with transformers' own.
+def compared(what, network, units):
+    """How much a network differs from transformers: in a packed row, in rows apart, and the windows it named.
 
-    The first two begin with the same tokens. Raises ValueError if the network differs from transformers even
-    where each has a row of its own.
+    The differences are those of three short sequences, of which two begin with the same tokens, as a share of
+    the largest value, in float32. The second is None where the first is below CLOSE. Raises ValueError if the
+    network does not run. A collective.
     """
-    hf, config, device = network.hf, network.hf.config.get_text_config(), next(network.parameters()).device
-    ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
+    hf, device = network.hf, next(network.parameters()).device
+    ids = np.random.default_rng(0).integers(hf.config.get_text_config().vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
+    # No token sees what follows it, so the third can go on.
+    rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three]), device=device).long()
     windows = set()
 
     def attention(*arguments, sliding_window=None, **named):
@@ -285,7 +284,15 @@ def can_be_packed(network, what):
         windows.add(sliding_window)
         return packed_attention(*arguments, sliding_window=sliding_window, **named)
 
-    def ours(packed):
+    def theirs():
+        if isinstance(network, Critic):
+            found = network.decoder[0](input_ids=rows, use_cache=False).last_hidden_state
+        else:
+            table = hf(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            found = table.gather(2, rows[:, 1:, None])[:, :, 0]
+        return torch.cat([found[s, :len(one.logprobs)] for s, one in enumerate(three)])
+
+    def difference(packed):
         network.packed, found = packed, {}                              # which micro_batches reads
         for batch in micro_batches(network, three, range(3), 64):
             if isinstance(network, Policy):
@@ -293,41 +300,29 @@ def can_be_packed(network, what):
             else:
                 hidden = hidden_states(network, batch)
                 found |= batch.split(hidden if batch.cut is None else join(hidden, batch.cut))
-        return torch.cat([found[s] for s in range(3)])
-
-    def theirs(ids):
-        ids = torch.tensor(ids[None].tolist(), device=device)
-        if isinstance(network, Policy):
-            table = hf(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            return table.gather(1, ids[0, 1:, None])[:, 0]
-        return network.decoder[0](input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        gap = (torch.cat([found[s] for s in range(3)]) - expected).abs().max() / expected.abs().max()
+        return distributed.largest([gap])[0]                            # the same on every rank
 
     try:
-        expected = torch.cat([theirs(one.ids) for one in three])
-        AttentionInterface.register("packed", attention)
-        hf.set_attn_implementation("packed")
-        # The same on every rank.
-        gaps = distributed.largest([(ours(packed) - expected).abs().max() / expected.abs().max()
-                              for packed in (True, False)])
+        with whole_while_running(network, units):
+            expected = theirs()
+            AttentionInterface.register("compared", attention)
+            hf.set_attn_implementation("compared")
+            packed = difference(True)
+            apart = None if packed < CLOSE else difference(False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ValueError(f"{what}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
-    finally:
-        AttentionInterface.register("packed", packed_attention)
-    can, can_alone = (gap < 1e-4 for gap in gaps)
-    if not can and not can_alone:
-        raise ValueError(f"{what}: computed here it differs from what transformers computes by {gaps[1]:.2g} "
+    return packed, apart, windows
+
+
+def check_same(what, config, apart, windows):
+    """Raise ValueError if a network computes something else than transformers, by what `compared` returned."""
+    if apart is not None and not apart < CLOSE:
+        raise ValueError(f"{what}: computed here it differs from what transformers computes by {apart:.2g} "
                          "of the largest value, so another model would be trained")
     window = getattr(config, "sliding_window", None) or math.inf
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
-    if not can and network.sequence_group:
-        P = network.sequence_group.size()
-        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
-                         "read earlier tokens, and they would see only those of a part")
-    if not can and dist.get_rank() == 0:
-        print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
-              "padded to the longest, which takes longer", file=sys.stderr)
-    return can

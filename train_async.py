@@ -106,8 +106,8 @@ check_grpo(settings)
 with input_errors():
     bridge = Bridge(settings)                                   # this rank's role, and the way to the other
 # Rank and world size are those of the role.
-rank, world_size, device, mesh, sequence_group = distributed.set_up(timeout, sequence_parallel_size,
-                                                                    bridge.join)
+rank, world_size, device, mesh, sequence_group = distributed.set_up(
+    timeout, sequence_parallel_size, shard_ranks, bridge.join)
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row
 eval_steps = {*range(0, max_steps, eval_interval or max_steps), max_steps}   # which begin with one

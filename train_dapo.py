@@ -91,9 +91,9 @@ grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip 
 settings = configure(globals())         # overrides the names above by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device, started by torchrun or alone. FSDP2 shards over the mesh, which spans all ranks.
-# With sequence_parallel_size > 1 the ranks of sequence_group share each row of tokens.
-rank, world_size, device, mesh, sequence_group = distributed.set_up(timeout, sequence_parallel_size)
+# One process per device. FSDP2 shards over the mesh; the ranks of sequence_group share each row of tokens.
+rank, world_size, device, mesh, sequence_group = distributed.set_up(
+    timeout, sequence_parallel_size, shard_ranks)
 check_run(settings, world_size)
 check_grpo(settings)
 check_dapo(settings)

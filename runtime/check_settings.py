@@ -58,8 +58,8 @@ def check_suits(s, base):
 
 
 def check_divides(s, key, total, what):
-    """Whether a setting divides this number of things."""
-    check(total % getattr(s, key) == 0, f"{key}={getattr(s, key)} does not divide {what}")
+    """Whether a setting divides this number of things, or is 0."""
+    check(total % (getattr(s, key) or 1) == 0, f"{key}={getattr(s, key)} does not divide {what}")
 
 
 def check_run(s, world_size):
@@ -75,6 +75,7 @@ def check_run(s, world_size):
           f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")
     check_divides(s, "vllm_tensor_parallel_size", world_size, f"{world_size} ranks")
     check_divides(s, "sequence_parallel_size", world_size, f"{world_size} ranks")
+    check_divides(s, "shard_ranks", world_size, f"{world_size} ranks")
     check(s.max_prompt_length + s.max_completion_length <= s.token_budget,
           f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length")
     check(s.kl_coef > 0 or not s.reference_model,
@@ -119,8 +120,9 @@ def check_placement(s, world_size):
     trainers, engines = world_size - s.rollout_ranks, s.rollout_ranks // s.vllm_tensor_parallel_size
     check_divides(s, "vllm_tensor_parallel_size", s.rollout_ranks, f"rollout_ranks={s.rollout_ranks}")
     check_divides(s, "sequence_parallel_size", trainers, f"{trainers} trainers")
+    check_divides(s, "shard_ranks", trainers, f"{trainers} trainers")
     # Prompts are split over engines, as over ranks elsewhere. Both sizes are checked above.
-    whole = {"vllm_tensor_parallel_size": 1, "sequence_parallel_size": 1}
+    whole = {"vllm_tensor_parallel_size": 1, "sequence_parallel_size": 1, "shard_ranks": 0}
     check_run(SimpleNamespace(**vars(s) | whole), engines)
     check(s.max_staleness > 0 or not s.in_flight,
           "in_flight=True with max_staleness=0: engines that wait for the trainers have nothing in flight")

@@ -3,12 +3,14 @@ Checkpoints: a run's models and its state on their way to disk and back.
 
 A checkpoint is written next to its final place, synced to disk and then renamed, so it is whole or absent:
 
-    checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder
+    checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of
+                              over 5 GB are model-00001-of-00003.safetensors and so on, with their index
     checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
     checkpoint-60/critic/     the same for PPO's critic
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
 """
+import itertools
 import json
 import os
 import pickle
@@ -22,9 +24,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.safe_files import in_words, opened, remove, sync
 from weights import full_weights
+
+FILE_BYTES = 5 * 10 ** 9        # of a file of weights at most, unless one tensor has more: rank 0 holds these
 
 # ---------------------------------------------------------------- to disk
 
@@ -46,24 +52,25 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     except OSError as error:
         problem = in_words(error)
     for place, (model, optimizer) in networks.items():
-        # These are collectives, so every rank makes them, whatever has gone wrong; one rank keeps the
-        # weights.
-        whole = {name: tensor.cpu() for name, tensor in full_weights(model) if master}
         # Without this PyTorch would make a first step of its own to find out what the state is.
         moments = get_optimizer_state_dict(model, optimizer) if optimizer.state else {}
         if problem := first_problem(problem):
             break
+        tensors = full_weights(model)
         try:
             if moments:
                 dcp.save(moments, checkpoint_id=os.path.join(part, place, "trainer"))
             if master:
-                names = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
-                buffers = {name: x for name, x in model.hf.state_dict().items() if name not in names}
-                saved = getattr(model, "adapters", model.hf)
-                saved.save_pretrained(os.path.join(part, place), state_dict=whole | buffers)
+                if adapters := getattr(model, "adapters", None):
+                    adapters.save(os.path.join(part, place), dict(tensors))
+                else:
+                    write_model(model.hf, tensors, os.path.join(part, place))
         # On a full disk libraries raise all kinds of errors; PyTorch's own, the second, is no Exception.
         except (Exception, CheckpointException) as error:
             problem = in_words(error, part)
+        # To gather them is a collective, so every rank goes through all, whatever has gone wrong.
+        for _ in tensors:
+            pass
     problem = first_problem(problem)
     if master and not problem:
         try:
@@ -87,6 +94,38 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
             if other != best:
                 shutil.rmtree(other, ignore_errors=True)
     return first_problem(problem)
+
+
+def write_model(hf, tensors, folder):
+    # What save_pretrained writes, each file as soon as its tensors have come. tensors: (name, whole tensor) of
+    # each parameter of the Hugging Face model.
+    hf.save_pretrained(folder, state_dict={})                   # only the configs
+    parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+    buffers = [(name, x) for name, x in hf.state_dict().items() if name not in parameters]
+    files, held = [], {}                                        # the names in each file; what comes next
+
+    def write():
+        save_file(held, f"{folder}/{len(files)}.part", {"format": "pt"})
+        files.append({name: x.nbytes for name, x in held.items()})
+        held.clear()
+
+    # Where a checkpoint's tensor is made of several parameters, these are of one layer.
+    layer_of = lambda item: re.match(r".*?\.\d+\.|.*", item[0])[0]
+    for _, layer in itertools.groupby(itertools.chain(tensors, buffers), layer_of):
+        for name, tensor in revert_weight_conversion(hf, dict(layer)).items():
+            if held and sum(x.nbytes for x in held.values()) + tensor.nbytes > FILE_BYTES:
+                write()
+            held[name] = tensor.cpu().contiguous()
+    write()
+    names = (["model.safetensors"] if len(files) == 1 else
+             [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))])
+    for i, name in enumerate(names):
+        os.rename(f"{folder}/{i}.part", f"{folder}/{name}")
+    if len(files) > 1:
+        total = {"total_parameters": hf.num_parameters(), "total_size": sum(sum(x.values()) for x in files)}
+        places = {key: name for name, sizes in zip(names, files) for key in sizes}
+        with opened(f"{folder}/model.safetensors.index.json", "w") as file:
+            json.dump({"metadata": total, "weight_map": places}, file, indent=2)
 
 
 def first_problem(problem):

@@ -24,14 +24,16 @@ import torch.distributed as dist
 from runtime import closing, refuse, tell_launcher
 
 
-def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
+def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
 
     timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. sequence_parallel_size:
-    how many neighbouring ranks share each row (attention.py). role: a function that returns the store, rank
-    and world_size of the group to join instead, where torchrun's ranks have roles (placement.py).
-    Returns rank, world_size, device, the mesh of all ranks, over which FSDP2 shards, and the group of the
-    ranks that share rows with this one, or None. Stops the script where a node has fewer GPUs than processes.
+    how many neighbouring ranks share each row (attention.py). shard_ranks: how many share each copy of the
+    weights; 0: all. role: a function that returns the store, rank and world_size of the group to join
+    instead, where torchrun's ranks have roles (placement.py).
+    Returns rank, world_size, device, the mesh of all ranks, over whose last dimension FSDP2 shards, and the
+    group of the ranks that share rows with this one, or None. Stops the script where a node has fewer GPUs
+    than processes.
     """
     escape_the_unknown()
     sys.excepthook = failed
@@ -67,8 +69,11 @@ def set_up(timeout=0.0, sequence_parallel_size=1, role=None):
     except (ValueError, RuntimeError) as error:
         refuse(f"the processes cannot join in the way that their environment says: {error}")
     world_size = dist.get_world_size()
-    mesh, sequence_group = dist.init_device_mesh(device.type, (world_size,)), None
-    # Not where it does not divide them: check_run refuses that next, and engines apart share no rows.
+    # What does not divide the ranks is not used: check_run refuses it next, and engines apart need neither.
+    size = shard_ranks if shard_ranks and world_size % shard_ranks == 0 else world_size
+    shape = (world_size // size, size) if size < world_size else (size,)
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
+    sequence_group = None
     if sequence_parallel_size > 1 and world_size % sequence_parallel_size == 0:
         sequence_group, _ = dist.new_subgroups(sequence_parallel_size, timeout=limit)
     return dist.get_rank(), world_size, device, mesh, sequence_group

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from runs import launch, refused
+from runs import TORCHRUN, launch, refused
 from runtime.check_model import SHIPPED
 
 
@@ -32,6 +32,16 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
     again = float(re.search(r"eval/mean@4 +(\d\S*)\n", output)[1])
     assert again == pytest.approx(after, abs=6e-4) and abs(again - before) > 0.01 and again > 0.1
     assert "logprob gap" in output
+
+
+def test_no_rank_holds_more_than_its_rows_and_a_tensor():
+    """Nor does a save take more than the largest tensor twice and a file."""
+    output = launch("-m", "bench.load", "--layers=32", "--hidden_size=256", "--vocabulary=8000",
+                    "--file_mb=20", launcher=(*TORCHRUN, "--nproc_per_node=2"))
+    share, largest, files, file, peak = map(float, re.search(
+        r"peak (\S+) of .* has (\S+) MB\n.*; (\d+) files of at most (\S+) MB; rank 0's peak (\S+) MB",
+        output).groups())
+    assert 1 < share <= 1.2 and files > 2 and peak <= 2 * largest + file
 
 
 def test_episodes_at_their_own_pace():

@@ -1,4 +1,5 @@
 """From a folder to a network: families of models, against transformers' own forwards, and what is refused."""
+import gc
 import json
 import os
 import shutil
@@ -7,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
 from bench.models import FAMILIES, make
+from runtime import checkpoint, load_sharded
 from runtime.checkpoint import load_optimizer, save_checkpoint
 from model import load_critic, load_policy, text_model, token_logprobs, token_values
 from packing import pack
@@ -174,6 +176,74 @@ def test_layers_and_what_reads_images_are_units_of_their_own(family, mesh):
         policy(batch, 1.0)
     whole = {name for name, p in policy.hf.named_parameters() if not isinstance(p, DTensor)}
     assert whole == {f"model.language_model.{name}.weight" for name in ("embed_tokens", "norm")}
+
+
+# A tied head, fused experts, parts for images, and parameters that transformers joins or splits.
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "gpt2", "qwen2_5_vl", "qwen3_next"])
+def test_weights_in_several_files_are_those_of_save_pretrained(family, mesh, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
+    path, folder = family(name), str(tmp_path / "checkpoint-1")
+    policy = load_policy(path, mesh, torch.float32)
+    networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
+    assert not save_checkpoint(folder, networks, load_tokenizer(path), {}, 1, {})
+    kind = model_class(AutoConfig.from_pretrained(path))
+    plain = kind.from_pretrained(path, dtype=torch.float32)
+    plain.save_pretrained(tmp_path / "plain", max_shard_size=100_000)
+    indices, tensors = [], []
+    for place in (folder, tmp_path / "plain"):
+        with open(f"{place}/model.safetensors.index.json") as file:
+            indices.append(json.load(file))
+        files = {file: load_file(f"{place}/{file}") for file in set(indices[-1]["weight_map"].values())}
+        assert files.keys() == {file for file in os.listdir(place) if "safetensors" in file} - {
+            "model.safetensors.index.json"}
+        tensors.append({key: files[file][key] for key, file in indices[-1]["weight_map"].items()})
+        for file, held in files.items():
+            assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 100_000
+    assert len(files) > 2 and indices[0]["metadata"] == indices[1]["metadata"]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(x, tensors[1][key]) for key, x in tensors[0].items())
+    _, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for ours, theirs in zip(load_policy(folder, mesh, torch.float32).parameters(), policy.parameters()):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+
+
+def test_a_failed_save_of_several_files_leaves_the_older_ones(folder, mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
+    policy, written = load_policy(folder, mesh, torch.float32), []
+    networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
+    save = lambda step: save_checkpoint(f"{tmp_path}/checkpoint-{step}", networks, load_tokenizer(folder), {},
+                                        1, {})
+    assert not save(1)
+    plain = checkpoint.save_file
+
+    def full_disk(tensors, path, *rest):
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        plain(tensors, path, *rest)
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    assert save(2) == "the disk is full" and len(written) == 3
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_only_one_tensor_is_whole_while_weights_are_loaded(mesh, tmp_path, monkeypatch):
+    """Only those of the model are in float32, because the file is in bfloat16."""
+    whole_ones, kept, plain = [], [], load_sharded.own_rows
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, dtype=torch.bfloat16)).bfloat16().save_pretrained(tmp_path)
+
+    def own_rows(whole, *rest):
+        gc.collect()
+        there = {x.data_ptr() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)
+                 and x.dtype == torch.float32 and x.shape in ((64, 128), (128, 64), (100, 64)) and not x.is_meta}
+        whole_ones.append(len(there - {x.to_local().data_ptr() for x in kept}))
+        kept.append(plain(whole, *rest))
+        return kept[-1]
+    monkeypatch.setattr(load_sharded, "own_rows", own_rows)
+    policy = load_policy(str(tmp_path), mesh, torch.float32)
+    assert len(kept) == len(list(policy.parameters())) and max(whole_ones) == 1
 
 
 def test_a_model_whose_generation_config_names_a_temperature_is_saved(folder, mesh, tmp_path):

@@ -2,6 +2,7 @@
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import struct
@@ -16,13 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig,
+                          Qwen3MoeForCausalLM)
 
+from bench.models import make
+from model import load_policy
+from packing import pack
 from runtime import distributed
+from runtime.check_model import model_class
 import runs
 from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, launch, lines, on_ranks
 from runtime.check_settings import SUITS_TINY
+from test_packing import episode
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3,
@@ -77,6 +85,14 @@ def test_grpo_has_one_gradient(reference_gradients, folder, reward_file, tmp_pat
     assert (found - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
 
 
+@pytest.mark.parametrize("count, shards", [(2, 1), (4, 1), (4, 2)])
+def test_copies_of_the_weights_have_one_gradient(reference_gradients, folder, reward_file, tmp_path, count,
+                                                 shards):
+    train("train_grpo.py", folder, tmp_path / "run", reward_file, count, token_budget=100, shard_ranks=shards)
+    expected, found = reference_gradients["token_mean"], gradient(tmp_path / "run" / "checkpoint-1", tmp_path)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_path):
     settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0,
                 "updates_per_epoch": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
@@ -112,6 +128,14 @@ def test_ranks_that_cannot_share_rows_are_refused(folder, reward_file, tmp_path,
     assert message in said and "Traceback" not in said
 
 
+@pytest.mark.parametrize("script, message", [
+    ("train_grpo.py", "shard_ranks=3 does not divide 2 ranks"),
+    ("train_async.py", "shard_ranks=3 does not divide 1 trainers")])
+def test_ranks_that_copies_do_not_divide_are_refused(folder, reward_file, tmp_path, script, message):
+    _, said = train(script, folder, tmp_path / "run", reward_file, 2, code=2, shard_ranks=3)
+    assert message in said and "Traceback" not in said
+
+
 # Each update is of one sequence.
 @pytest.mark.parametrize("script, settings", [
     ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}),
@@ -125,6 +149,70 @@ def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, 
     for key in ("reward", "loss", "entropy", "grad_norm", "completions/mean_length", "num_tokens",
                 "sampling/sampling_logp_difference/mean"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-2, abs=1e-6), key
+
+
+# ---------------------------------------------------------------- weights from a folder to all ranks and back
+
+def loaded_rows(path, shape):
+    """By the name of each parameter, this rank's rows and the whole."""
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape):])
+    policy = load_policy(path, mesh, torch.float32)
+    found = {name: [x.to_local().detach().clone(), x.full_tensor().detach()]
+             for name, x in policy.hf.named_parameters()}
+    (batch,) = pack([episode([5, 6], [7, 8])], [0], 10)
+    with torch.no_grad():
+        policy(batch, 1.0)
+    policy.reshard()
+    for name, x in policy.hf.named_parameters():
+        assert torch.equal(x.to_local(), found[name][0])
+    return found
+
+
+@pytest.mark.parametrize("family, shape", [
+    ("qwen3", (2,)), ("qwen3_moe", (3,)), ("qwen2_5_vl", (2, 2)), ("qwen3", (2, 1))])
+def test_each_rank_has_its_rows(tmp_path, family, shape):
+    """Those of FSDP2, also where the ranks do not divide a dimension; with several copies, each copy has all."""
+    make(family, tmp_path / "model")
+    plain = model_class(AutoConfig.from_pretrained(tmp_path / "model")).from_pretrained(tmp_path / "model")
+    ranks = on_ranks(math.prod(shape), tmp_path, loaded_rows, str(tmp_path / "model"), shape)
+    for rank, found in enumerate(ranks):
+        assert found.keys() == dict(plain.named_parameters()).keys()
+        for name, x in plain.named_parameters():
+            rows, whole = found[name]
+            parts = x.chunk(shape[-1])
+            place = rank % shape[-1]
+            assert torch.equal(whole, x) and torch.equal(rows, parts[place] if place < len(parts) else x[:0])
+
+
+def test_shard_ranks_makes_copies(tmp_path):
+    (tmp_path / "shape.py").write_text("from runtime import distributed\n"
+                                       "print(*distributed.set_up(shard_ranks=1)[3].shape, 'mesh')\n")
+    output = launch(tmp_path / "shape.py", launcher=torchrun(2), env={"PYTHONPATH": ROOT})
+    assert output.count("2 1 mesh") == 2
+
+
+def said(path):
+    try:
+        load_policy(path, dist.init_device_mesh("cpu", (dist.get_world_size(),)), torch.float32)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name, change, message", [
+    # The last row, so the last rank's.
+    ("model.layers.1.mlp.up_proj.weight", lambda x: x.index_fill(0, torch.tensor([-1]), math.inf),
+     "has NaN or infinite"),
+    ("model.norm.weight", lambda x: torch.cat([x, x[:1]]), r"has the shape \[65\] in its weights"),
+    ("model.norm.weight", None, "no model.norm.weight in its weights")])
+def test_all_ranks_refuse_what_one_finds(folder, tmp_path, name, change, message):
+    path = shutil.copytree(folder, tmp_path / "model")
+    weights = load_file(f"{path}/model.safetensors")
+    value = weights.pop(name)
+    if change:
+        weights[name] = change(value)
+    save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
+    first, second = on_ranks(2, tmp_path, said, str(path))
+    assert first == second and re.search(message, first)
 
 
 # ---------------------------------------------------------------- rollouts on their way to all ranks

@@ -1,0 +1,142 @@
+"""
+A model from its folder to the ranks that share it: each keeps its own rows of every parameter and no more.
+
+    load_rows               a model of a transformers class, whose parameters are DTensors cut as FSDP2 does
+    whole_while_running     such a network computes before it is under FSDP2
+    put_under_fsdp          such a network under FSDP2
+While it loads, a rank holds its rows and one whole tensor, which is cut as soon as it is part of the model.
+transformers reads the files, and gives tensors the names and shapes that they have in the model.
+"""
+import contextlib
+import os
+import warnings
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from runtime import distributed
+from runtime.check_model import check_loaded, reading
+
+
+def load_rows(what, kind, path, config, mesh, dtype, may_lack=()):
+    """A model of the class `kind`, with this rank's rows of each parameter in dtype, on the mesh's device.
+
+    Buffers are whole, in float32. What the folder lacks and may lack is zero. Raises ValueError, which begins
+    with `what`, if the weights cannot be read, do not fit the config, or have NaN. A collective.
+    """
+    def cut(module, name, parameter):
+        # PyTorch calls this whenever a module gets a parameter. On the meta device it has no numbers yet.
+        if not parameter.is_meta and not isinstance(parameter, DTensor):
+            return own_rows(parameter, mesh, dtype)
+
+    hook = register_module_parameter_registration_hook(cut)
+    try:
+        # By default transformers' threads would read ahead, up to the whole model.
+        with (reading(f"{what}: its weights"), mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+              warnings.catch_warnings()):
+            # Some families draw numbers that they then do not use.
+            warnings.filterwarnings("ignore", "DTensor random operators")
+            hf, info = kind.from_pretrained(
+                path, config=config, dtype=torch.float32, attn_implementation="eager",
+                output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
+    finally:
+        hook.remove()
+    check_loaded(what, info, may_lack)
+    for name in info["missing_keys"]:
+        nn.init.zeros_(hf.get_parameter(name).to_local())
+    for x in hf.buffers():
+        x.data = x.to(mesh.device_type)
+    names, parameters = zip(*hf.named_parameters())
+    extremes = [x.to_local().aminmax() if x.to_local().numel() else [] for x in parameters]
+    broken = distributed.largest([not all(map(torch.isfinite, pair)) for pair in extremes])
+    if any(broken):
+        name = names[broken.index(1)]
+        raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    return hf
+
+
+@torch.no_grad()
+def own_rows(whole, mesh, dtype):
+    # The rows of a whole parameter that FSDP2 leaves to this rank.
+    count = -(-len(whole) // mesh.size(mesh.ndim - 1))
+    start = count * mesh.get_local_rank(mesh.ndim - 1)
+    rows = whole[start:start + count].to(mesh.device_type, dtype).contiguous()
+    # A slice would keep the whole in memory.
+    rows = rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
+    kept = nn.Parameter(DTensor.from_local(
+        rows, mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)], run_check=False, shape=whole.shape,
+        stride=torch.empty(whole.shape, device="meta").stride()), whole.requires_grad)
+    # transformers draws new numbers for what lacks this mark.
+    kept._is_hf_initialized = getattr(whole, "_is_hf_initialized", False)
+    return kept
+
+
+def replace(modules, make):
+    """Put make(x) in the place of each parameter x of modules that is a DTensor; returns what undoes it.
+
+    make is called once for a parameter that several modules share.
+    """
+    places = [(module, name, x) for module in modules for name, x in module._parameters.items()
+              if isinstance(x, DTensor)]
+    made = {x: nn.Parameter(make(x), x.requires_grad) for x in dict.fromkeys(x for _, _, x in places)}
+    for module, name, x in places:
+        module._parameters[name] = made[x]
+
+    def undo():
+        for module, name, x in places:
+            module._parameters[name] = x
+    return undo
+
+
+@contextlib.contextmanager
+def whole_while_running(network, units):
+    """In this context a network of DTensors computes, in float32: a unit's parameters are whole while it runs.
+
+    The others are whole throughout. Each forward is a collective, and so is the beginning.
+    """
+    undo, inside = {}, {module for part in units for module in part.modules()}
+
+    def gather(part, *_):
+        undo[part] = replace(part.modules(), whole)
+
+    hooks = [part.register_forward_pre_hook(gather) for part in units]
+    hooks += [part.register_forward_hook(lambda part, *_: undo.pop(part)()) for part in units]
+    try:
+        undo[network] = replace([one for one in network.modules() if one not in inside], whole)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for back in undo.values():
+            back()
+
+
+def whole(x):
+    # All rows of a DTensor in float32. Unlike full_tensor it takes no second copy, because each rank's rows
+    # are sent to their place.
+    rows, group = x.to_local().float(), x.device_mesh.get_group(x.device_mesh.ndim - 1)
+    if group.size() == 1:
+        return rows
+    full = torch.empty(x.shape, device=rows.device)
+    for rank, part in enumerate(full.chunk(group.size())):
+        if rank == group.rank():
+            part.copy_(rows)
+        dist.broadcast(part, group=group, group_src=rank)
+    return full
+
+
+def put_under_fsdp(network, units, mesh, dtype):
+    """Put a network of DTensors under FSDP2, computing in dtype: each of the units by itself, then the rest.
+
+    fully_shard takes whole parameters, so it gets some without numbers. At the first forward FSDP2 takes what
+    the modules then have, which are the rows again; this is how it supports load_state_dict(assign=True).
+    """
+    undo = replace(network.modules(), lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
+    for part in [*units, network]:
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    undo()

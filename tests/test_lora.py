@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
@@ -139,7 +141,7 @@ def test_the_spread_is_even_over_rows_columns_and_blocks():
         assert part.mean().abs() < 0.02 and part.std() == pytest.approx(12 ** -0.5, rel=0.05)
         counts = part.flatten().histc(10, -0.5, 0.5) / part.numel()
         assert (counts - 0.1).abs().max() < 0.04
-    assert weights.spread(torch.empty(3, 4, 5)).shape == (3, 4, 5) and weights.spread(torch.tensor(1.0)) == 0
+    assert weights.spread(torch.empty(3, 4, 5)).shape == (3, 4, 5)
 
 
 # ---------------------------------------------------------------- trainer and engine
@@ -436,24 +438,48 @@ def test_damaged_folders_are_refused_in_one_line(checkpoint, tmp_path, files):
 
 # ---------------------------------------------------------------- small steps in bfloat16
 
+def spread(weight, mesh):
+    weights.spread_masters([DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)])
+
+
+def rows_spread_on_this_rank(*shapes):
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    # On the grid, but for the last one: a rank whose rows of it are on the grid leaves them as well.
+    wholes = [torch.ones(shape) for shape in shapes]
+    wholes[-1][-1] += 1e-7
+    spread_out = [distribute_tensor(whole, mesh, [Shard(0)]) for whole in wholes]
+    weights.spread_masters(spread_out)
+    return [one.full_tensor() for one in spread_out]
+
+
+def test_each_rank_moves_its_own_rows(mesh, tmp_path):
+    shapes = (7, 3), (5,), (4, 2, 3), (6, 2)
+    alone = rows_spread_on_this_rank(*shapes)
+    for count in (2, 4):
+        for found in on_ranks(count, tmp_path, rows_spread_on_this_rank, *shapes):
+            assert all(map(torch.equal, found, alone))
+    assert all((one != 1).any() for one in alone[:3])
+    assert alone[3][0].tolist() == [1, 1] and alone[1].unique().numel() == 5
+
+
 def test_master_weights_between_the_steps_of_bfloat16_round_to_the_same(mesh):
     weight = weight_and_adapter(1.0)[0]
     weight[3], weight[4, :3] = 0, torch.tensor([1.0, -2.0 ** -100, 3.0e38])
     master = weight.float()
-    weights.spread_master(master)
+    spread(master, mesh)
     assert torch.equal(master.bfloat16(), weight) and (master[3] == 0).all()
     places = (master.view(torch.int32) - weight.float().view(torch.int32))[5:].double() / 2 ** 16
     assert places.std() == pytest.approx(12 ** -0.5, rel=0.02) and places.mean().abs() < 1e-3
     again = master.clone()
-    weights.spread_master(again)
+    spread(again, mesh)
     assert torch.equal(again, master)
     other = torch.full((3, 5), 1 / 3)
-    weights.spread_master(other)
+    spread(other, mesh)
     assert (other == 1 / 3).all()
 
 
 @pytest.mark.parametrize("step", [1e-6, 1e-5])
-def test_all_of_a_small_step_reaches_the_rounded_weights(step):
+def test_all_of_a_small_step_reaches_the_rounded_weights(step, mesh):
     """On the grid itself nearly all of it is lost."""
     weight = weight_and_adapter(1.0)[0].float()
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)).sign()
@@ -463,7 +489,7 @@ def test_all_of_a_small_step_reaches_the_rounded_weights(step):
         return ((moved * direction).mean() / step).item()
 
     master = weight.clone()
-    weights.spread_master(master)
+    spread(master, mesh)
     assert share(master) == pytest.approx(1, abs=0.05) and share(weight) < 0.5
 
 

@@ -247,11 +247,11 @@ class Player:
                     said["tool_calls"] = [call for call, _ in calls]
                     heard, done = (yield from self._results(environment, calls, counts, row)), False
                 ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
-                reply = [] if ended else [message | {"content": self._cut(read)} for message, read in heard]
-                inserted = [] if ended else self.template.between(said, reply)
-                # If the reply and one token of an answer do not fit, the episode ends.
-                if not ended and len(ids) + len(inserted) >= limit:
-                    ended = "length"
+                if not ended:
+                    reply = [message | {"content": self._cut(read)} for message, read in heard]
+                    inserted = self.template.between(said, reply)
+                    # If the reply and one token of an answer do not fit, the episode ends.
+                    ended = "length" if len(ids) + len(inserted) >= limit else ""
                 if not ended:
                     # For rewards a list that a tool returned is still one.
                     ids = ids + inserted

@@ -464,15 +464,14 @@ def part_weights(text):
 
 
 def part_means(rollouts, prefix, of="parts"):
-    """Returns {prefix/name/mean: the mean of a part's values that are not NaN, 0 if all are}.
+    """Returns {prefix/name/mean: the mean of the numbers of this name that are not NaN, 0 if all are}.
 
-    of: "extra" for what was logged instead of the parts of the score; of that only the numbers.
+    of: "parts" of the score, or "extra", what was logged.
     """
     values = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in getattr(rollout, of).items():
-            if not isinstance(value, str):
-                values[name] += [] if math.isnan(value) else [value]
+    for name, value in (pair for rollout in rollouts for pair in getattr(rollout, of).items()):
+        if not isinstance(value, str):
+            values[name] += [] if math.isnan(value) else [value]
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 

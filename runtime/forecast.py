@@ -27,13 +27,15 @@ from runtime.check_model import ROOT, SHIPPED, model_class, reading
 from runtime.logprobs import LOGITS
 
 PHASES = ("sampling", "update", "sync")
+HERE = os.getcwd()              # where the run was started; an environment may go to another folder
 
 
 @functools.cache
 def shape(path):
     """What counts of the model with this config: its widths, and how many parameters its parts have."""
     with reading(f"model={path}: its config"), torch.device("meta"):
-        config = AutoConfig.from_pretrained(SHIPPED.get(path, path))
+        here = os.path.join(HERE, SHIPPED.get(path, path))
+        config = AutoConfig.from_pretrained(here if os.path.exists(here) else path)
         hf = model_class(config)(config)
     text, decoder, head = config.get_text_config(), hf.get_decoder(), hf.get_output_embeddings()
     text = [*getattr(text, "per_layer_config", [text])][0]      # of Gemma 4 each layer has its own

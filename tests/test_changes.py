@@ -202,7 +202,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", ranks=2)
     metrics = lines(tmp_path / "run")
     assert {"eval/mean@2", "eval/hard/mean@1", "eval/hard/rewards/score/mean"} <= metrics[1].keys()
-    assert "| eval/hard/mean@1 " in output and "eval/hard/rewards" not in output
+    assert "eval/hard/mean@1 " in output and "eval/hard/rewards" not in output
     again = launch("evaluate_model.py", f"--model={tmp_path}/run/checkpoint-1", reward_file, "--task=file",
                    f"--eval_file={tmp_path}/hard.jsonl", "--eval_prompts=0", "--samples=1", "--temperature=0",
                    "--max_completion_length=16", "--engine=hf")

@@ -654,7 +654,7 @@ def test_a_run_closes_its_instances(server, talker, tmp_path, write):
     settings = remote(server, talker, write, max_environments=5, max_steps=3)
     metrics, output = runs.train("train_grpo.py", tmp_path / "run", [], settings)
     assert (server.opened, server.peak, server.refused, server.open) == (5, 5, 0, set())
-    assert "| ended by a limit " in output and metrics[1]["episodes/limited"] == pytest.approx(16 * (
+    assert "  ended by a limit " in output and metrics[1]["episodes/limited"] == pytest.approx(16 * (
         1 - metrics[1]["episodes/ended/done"]))
 
 

@@ -76,7 +76,7 @@ def trained(network, s):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_peaks_of_an_update_are_those_of_pytorch(mesh, tmp_path, name):
-    """Within 6% of what its profiler counts, with what was there before the profiler began."""
+    """Within 8% of what its profiler counts, with what was there before the profiler began."""
     s = make(name, tmp_path)
     policy = load_policy(tmp_path, mesh, getattr(torch, s.dtype), s.gradient_checkpointing)
     update, step, optimizer = trained(policy, s)
@@ -94,7 +94,7 @@ def test_peaks_of_an_update_are_those_of_pytorch(mesh, tmp_path, name):
     parts = forecast.forecast(settings(**vars(s) | {"rollout_ranks": 1}), 1, 1e12, False)
     forecasted = sum(update for _, update, _ in parts.values())
     print(f"{name}: {peak / 1e6:.1f} MB, forecast {forecasted / 1e6:.1f} MB ({forecasted / peak - 1:+.1%})")
-    assert forecasted == pytest.approx(peak, rel=0.06)
+    assert forecasted == pytest.approx(peak, rel=0.08)
 
 
 def held(folder, kind):

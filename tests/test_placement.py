@@ -276,7 +276,10 @@ def test_two_engines_sample_what_one_samples(train, whole, tmp_path):
     for key in ("reward", "completions/mean_length", "num_tokens", "rewards/score/mean"):
         assert [line[key] for line in metrics[:-1]] == [line[key] for line in lines(whole)[:-1]], key
     assert metrics[0]["eval/mean@1"] == pytest.approx(lines(whole)[0]["eval/mean@1"])
-    assert lines(tmp_path / "run", "samples.jsonl") == lines(whole, "samples.jsonl")
+    # In another batch a logprob is rounded in another way.
+    assert lines(tmp_path / "run", "samples.jsonl") == [
+        sample | {"logprobs": pytest.approx(sample["logprobs"], abs=2e-3)}
+        for sample in lines(whole, "samples.jsonl")]
     for step in (2, 4):
         found, expected = (sampled_for(run, step) for run in (tmp_path / "run", whole))
         assert [r.ids.tolist() for r in found] == [r.ids.tolist() for r in expected]

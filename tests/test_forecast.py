@@ -18,7 +18,7 @@ from runtime import forecast
 SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
                 entropy_coef=0.0, offload_optimizer=False, sequence_parallel_size=1, engine="hf",
                 max_prompt_length=64, max_completion_length=64, prompts_per_step=8, num_generations=4,
-                reference_model="",
+                reference_model="", lora_rank=0,
                 vllm_tensor_parallel_size=1, vllm_gpu_memory_utilization=0.4)
 LLAMA = dict(vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
@@ -37,6 +37,7 @@ SHAPES = {
     "checkpointed": (QWEN3, {"num_hidden_layers": 8}, CHECKPOINTED | {"token_budget": 2048}),
     "few tokens, bfloat16": (LLAMA3, TIED | {"vocab_size": 32000, "hidden_size": 256},
                              {"dtype": "bfloat16", "token_budget": 64}),
+    "adapters": (LLAMA3, {"vocab_size": 8192}, {"token_budget": 2048, "lora_rank": 8}),
     "bfloat16": (LLAMA3, {"vocab_size": 8192}, {"dtype": "bfloat16", "token_budget": 2048})}
 
 
@@ -78,7 +79,8 @@ def trained(network, s):
 def test_peaks_of_an_update_are_those_of_pytorch(mesh, tmp_path, name):
     """Within 8% of what its profiler counts, with what was there before the profiler began."""
     s = make(name, tmp_path)
-    policy = load_policy(tmp_path, mesh, getattr(torch, s.dtype), s.gradient_checkpointing)
+    adapter = (s.lora_rank, 32.0, None) if s.lora_rank else None
+    policy = load_policy(tmp_path, mesh, getattr(torch, s.dtype), s.gradient_checkpointing, adapter=adapter)
     update, step, optimizer = trained(policy, s)
     update()
     step()

@@ -278,10 +278,7 @@ class Player:
 
     def _reset(self, environment, row, extra):
         # A function that resets the environment for a row. extra: what it logs by name, if it asks for that.
-        def log(name, value):
-            extra[name] = figure(value)
-
-        reset = environment.reset
+        reset, log = environment.reset, lambda name, value: extra.update({name: figure(value)})
         asked = {"log_extra", "log_metric"} & inspect.signature(reset).parameters.keys()
         columns = accepted(reset, row | dict.fromkeys(asked, log), f"environment {self.name}: reset")
         return functools.partial(reset, **columns)

@@ -137,11 +137,10 @@ def judge(reward, columns, timeout=0.0, seconds=math.inf):
             for place, value in zip(places, values):
                 logged[place][name] = figure(value)
 
-        def log_metric(name, value):
-            log_extra(name, [value] * len(places))
-
+        # For those that ask for them.
+        logs = {"log_extra": log_extra,
+                "log_metric": lambda name, value: log_extra(name, [value] * len(places))}
         arguments = {key: [values[place] for place in places] for key, values in columns.items()}
-        logs = {"log_extra": log_extra, "log_metric": log_metric}           # for those that ask for them
         arguments |= {name: logs[name] for name in logs.keys() & inspect.signature(reward).parameters.keys()}
         return functools.partial(reward, **accepted(reward, arguments))
 

@@ -30,7 +30,7 @@ def module_of(path, changed):
     # The module of a file, which is run once for all that is loaded from it. changed: the time of its change.
     spec = importlib.util.spec_from_file_location(f"user_code_{len(sys.modules)}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    # As for a script, modules may lie beside it; the project's own come first.
+    # As for a script, it may import modules from its folder; the project's own come first.
     sys.path += {os.path.dirname(os.path.abspath(path))} - {*sys.path}
     spec.loader.exec_module(module)
     return module

@@ -131,9 +131,9 @@ class Base:
 def adapt(policy, layers, rank, alpha, folder=None):
     """Give each plain linear layer inside `layers` of a Policy an adapter in float32, and freeze all else.
 
-    The policy is loaded but not under FSDP2 yet. folder: that of an adapter, to go on with it. Without one B starts at 0, and A as in PEFT: uniform up to
-    1 / sqrt(in), drawn by the layer's name, so that all ranks draw the same. Raises ValueError if there is no
-    such layer, or if the folder does not fit.
+    The policy is loaded but not under FSDP2 yet. folder: that of an adapter, to go on with it. Without one B
+    starts at 0, and A as in PEFT: uniform up to 1 / sqrt(in), drawn by the layer's name, so that all
+    ranks draw the same. Raises ValueError if there is no such layer, or if the folder does not fit.
     """
     policy.requires_grad_(False)
     inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}

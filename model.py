@@ -5,8 +5,8 @@ Policy and critic: loaded from a model folder, sharded by FSDP2, and what they c
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
-When it is loaded, a network's logprobs of short sequences are compared with those of transformers, and a model
-that comes out differently is refused. runtime/load_sharded.py brings the weights to the ranks.
+When a model is loaded, its logprobs of short sequences are compared with those of transformers, and one that
+comes out differently is refused. runtime/load_sharded.py brings the weights to the ranks.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
 import math
@@ -319,7 +319,7 @@ def compared(what, network, units):
 
 
 def check_same(what, config, apart, windows):
-    """Raise ValueError if a network computes something else than transformers, by what `compared` returned."""
+    """Raise ValueError if, by what `compared` returned, a network computes other things than transformers."""
     if apart is not None and not apart < CLOSE:
         raise ValueError(f"{what}: computed here it differs from what transformers computes by {apart:.2g} "
                          "of the largest value, so another model would be trained")

@@ -48,11 +48,11 @@ def spread(weight, first=0):
 def spread_masters(parameters):
     """Move float32 weights, in place, off the grid of bfloat16 without changing what they are rounded to.
 
-    parameters: DTensors of this rank's rows. A step of the optimizer that is far smaller than the grid's would
-    otherwise change no rounded weight, and neither trainer nor engine would compute anything new. With weights
-    all over the interval that is rounded to the same bfloat16, the share of them that comes to the next one is
-    the step as a share of the grid's. A weight that is not on the grid, as in a checkpoint of a run, is left as
-    it is, and so is every 0. A collective.
+    parameters: DTensors of this rank's rows. A step of the optimizer that is far smaller than the grid's
+    would otherwise change no rounded weight, and neither trainer nor engine would compute anything new.
+    With weights all over the interval that is rounded to the same bfloat16, the share of them that comes
+    to the next one is the step as a share of the grid's. A weight that is not on the grid, as in a
+    checkpoint of a run, is left as it is, and so is every 0. A collective.
     """
     bits = [parameter.to_local().view(torch.int32) for parameter in parameters]
     off_grid = torch.tensor([bool((rows & 0xffff).any()) for rows in bits], dtype=torch.int32)

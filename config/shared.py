@@ -26,8 +26,7 @@ dtype = "auto"                  # float32, bfloat16, or auto: bfloat16 on CUDA; 
 float32_head = True             # compute logits in float32 in trainer and engine even with bfloat16
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences
-shard_ranks = 0                 # ranks that share each copy of the weights; 0: all share one. Fewer send less
-                                # between nodes, and hold more
+shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; 0: all share one
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
 timeout = 3600.0                # seconds after which a rank that stands still stops the run; 0 never does
 max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite

@@ -97,8 +97,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
 
 
 def write_model(hf, tensors, folder):
-    # What save_pretrained writes, each file as soon as its tensors have come. tensors: (name, whole tensor) of
-    # each parameter of the Hugging Face model.
+    # What save_pretrained writes, each file as soon as its tensors have come. tensors: (name, whole tensor)
+    # of each parameter of the Hugging Face model.
     hf.save_pretrained(folder, state_dict={})                   # only the configs
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in hf.state_dict().items() if name not in parameters]

@@ -26,8 +26,9 @@ from runtime.check_model import check_loaded, reading
 def load_rows(what, kind, path, config, mesh, dtype, may_lack=()):
     """A model of the class `kind`, with this rank's rows of each parameter in dtype, on the mesh's device.
 
-    Buffers are whole, in float32. What the folder lacks and may lack is zero. Raises ValueError, which begins
-    with `what`, if the weights cannot be read, do not fit the config, or have NaN. A collective.
+    mesh: its last dimension shards; along the first, if there are two, all ranks have the same rows. Buffers
+    are whole, in float32. What the folder lacks and may lack is zero. Raises ValueError, which begins with
+    `what`, if the weights cannot be read, do not fit the config, or have NaN. A collective.
     """
     def cut(module, name, parameter):
         # PyTorch calls this whenever a module gets a parameter. On the meta device it has no numbers yet.
@@ -95,9 +96,10 @@ def replace(modules, make):
 
 @contextlib.contextmanager
 def whole_while_running(network, units):
-    """In this context a network of DTensors computes, in float32: a unit's parameters are whole while it runs.
+    """In this context a network of DTensors computes, in float32.
 
-    The others are whole throughout. Each forward is a collective, and so is the beginning.
+    The parameters of a unit are whole while it runs, the others throughout. Each forward is a collective, and
+    so is the beginning.
     """
     undo, inside = {}, {module for part in units for module in part.modules()}
 

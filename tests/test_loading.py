@@ -237,7 +237,8 @@ def test_only_one_tensor_is_whole_while_weights_are_loaded(mesh, tmp_path, monke
     def own_rows(whole, *rest):
         gc.collect()
         there = {x.data_ptr() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)
-                 and x.dtype == torch.float32 and x.shape in ((64, 128), (128, 64), (100, 64)) and not x.is_meta}
+                 and x.dtype == torch.float32 and not x.is_meta
+                 and x.shape in ((64, 128), (128, 64), (100, 64))}
         whole_ones.append(len(there - {x.to_local().data_ptr() for x in kept}))
         kept.append(plain(whole, *rest))
         return kept[-1]

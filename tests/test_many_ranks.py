@@ -171,7 +171,7 @@ def loaded_rows(path, shape):
 @pytest.mark.parametrize("family, shape", [
     ("qwen3", (2,)), ("qwen3_moe", (3,)), ("qwen2_5_vl", (2, 2)), ("qwen3", (2, 1))])
 def test_each_rank_has_its_rows(tmp_path, family, shape):
-    """Those of FSDP2, also where the ranks do not divide a dimension; with several copies, each copy has all."""
+    """Those of FSDP2, also where the ranks do not divide a dimension. Each of several copies has all."""
     make(family, tmp_path / "model")
     plain = model_class(AutoConfig.from_pretrained(tmp_path / "model")).from_pretrained(tmp_path / "model")
     ranks = on_ranks(math.prod(shape), tmp_path, loaded_rows, str(tmp_path / "model"), shape)

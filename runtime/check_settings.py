@@ -69,7 +69,7 @@ def check_run(s, world_size):
         check(getattr(s, key) > 0, f"{key}={getattr(s, key)}: must be above 0")
     check(not 0 < s.timeout <= s.reward_step_timeout,
           f"timeout={s.timeout}: not above reward_step_timeout={s.reward_step_timeout}")
-    check(not (s.environment and 0 < s.timeout <= s.environment_timeout),
+    check(not (s.environment or s.tools) or not 0 < s.timeout <= s.environment_timeout,
           f"timeout={s.timeout}: not above environment_timeout={s.environment_timeout}")
     check(s.prompts_per_step % world_size == 0,
           f"prompts_per_step={s.prompts_per_step} does not divide by {world_size} ranks")

@@ -60,7 +60,8 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
         text, columns = GENERATORS[task](rng, difficulty)
         parts = [text, columns["hidden"]] if "hidden" in columns else [text]
         name = ", ".join(parts)
-        if name not in rows and all(held_out(part) == (split == "eval") for part in parts):
+        if (name not in rows and columns.pop("only", split) == split
+                and all(held_out(part) == (split == "eval") for part in parts)):
             rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
         elif (misses := misses + 1) == 20_000:
             if rows and not count:

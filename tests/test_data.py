@@ -46,7 +46,7 @@ def test_generation(task):
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
                                    "not 1000000: lower eval_prompts"),
     (("algebr", "train", 10),
-     "task must be algebra, guess, arithmetic, gsm8k or file, not 'algebr'"),
+     "task must be algebra, compose, guess, arithmetic, gsm8k or file, not 'algebr'"),
     (("file", "train", 10), "task file needs train_file"),
     (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
     (("file", "eval", 10), "task file needs eval_file, or train_file"),

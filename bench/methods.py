@@ -5,7 +5,7 @@ what has no line yet, and prints the table and draws assets/methods.svg from all
 
     python -m bench.methods --jobs=2                            # the whole table: an evening on two cores
     python -m bench.methods --methods=grpo,rloo --seeds=0,1 --tune=false
-    python -m bench.methods --methods=mine --add="mine=train_mine.py config/compose.py --advantage=maxrl"
+    python -m bench.methods --methods=mine --add="mine=train_mine.py config/compose.py"
     python -m bench.methods --stress=true                       # rollouts of four steps ago, 20% wrong answers
     python -m bench.methods --methods=none                      # only the table and the picture
 

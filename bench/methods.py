@@ -298,7 +298,8 @@ def draw(order, runs, tuned, base):
     before = statistics.mean(line["before"] for found in runs.values() for line in found.values())
     end = math.ceil(10 * max([*values, base.get("pass@64", 0)])) / 10
     place, bottom = lambda x: LEFT + PLOT * min(x, end) / end, TOP + ROW * len(order)
-    svg = text(LEFT, 24, "Held-out mean@4 after 20,480 completions", 'font-size="14" font-weight="600"')
+    svg = text(LEFT, 24, "Held-out mean@4, a dot per run, and the 95% interval of their mean",
+               'font-size="14" font-weight="600"')
     for i in range(round(10 * end) + 1):
         svg += f'<path d="M{place(i / 10):.1f} {TOP}V{bottom}" stroke="{GRID if i else INK}"/>\n'
         svg += text(place(i / 10), bottom + 18, f"{i / 10:g}", 'text-anchor="middle"')
@@ -319,7 +320,7 @@ def draw(order, runs, tuned, base):
             svg += "".join(f'<circle cx="{place(one):.1f}" cy="{y + shift:.1f}" r="3.2" fill="{color}" '
                            'fill-opacity="0.8"/>\n' for one in after)
     rate = f"{SHARED['learning_rate']:g}"
-    for i, (color, label) in enumerate([(ORANGE, f"at {rate}")] + [(BLUE, "at its best rate")] * bool(tuned)):
+    for i, (color, label) in enumerate([(ORANGE, f"learning rate {rate}")] + [(BLUE, "best of three")] * bool(tuned)):
         svg += text(LEFT + PLOT + 16, TOP + 16 + 18 * i, label, f'fill="{color}" font-weight="600"')
     path, height = os.path.join(out, f"methods{'_stress' * stress}.svg"), bottom + 34
     with open(path, "w") as file:

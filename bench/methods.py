@@ -1,16 +1,16 @@
 """
-Compare methods on a task where they differ, config/compose.py: a run of 80 steps takes about 90 seconds on one
-core. Each finished run becomes a line of bench/methods.jsonl. The same command goes on where it stopped, runs
-what has no line yet, and prints the table and draws assets/methods.svg from all that has one.
+Compare methods on a task where they differ, config/compose.py. A run of 80 steps takes about 90 seconds on
+one core. Each finished run becomes a line of bench/methods.jsonl. The same command goes on where it stopped,
+runs what has no line yet, and prints the table and draws assets/methods.svg from all that has one.
 
     python -m bench.methods --jobs=2                            # the whole table: an evening on two cores
     python -m bench.methods --methods=grpo,rloo --seeds=0,1 --tune=false
     python -m bench.methods --methods=mine --add="mine=train_mine.py config/compose.py"
-    python -m bench.methods --stress=true                       # rollouts of four steps ago, 20% wrong answers
+    python -m bench.methods --stress=true                       # rollouts four steps old, 20% wrong answers
     python -m bench.methods --methods=none                      # only the table and the picture
 
 All methods run at the learning rate of config/compose.py. Then each runs at three learning rates with a seed
-that is not in the table, and at the best of them, if it is another one, with the seeds of the table. Every run
+that is not in the table, and at the best of them, if it is another one, with the seeds of the table. Each run
 samples 20,480 completions, DAPO at most. mean@4 is the mean over depths 2 to 5 of what is held out.
 """
 import ast
@@ -29,8 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from configurator import check, configure, read_config
 # ------------------------------------------------------------------------------------------------------------
-methods = ""                    # with commas between them; empty: all, or under stress four; none: run nothing
-seeds = ""                      # with commas between them; empty: 0,1,2,3,4, or under stress 0,1,2
+methods = ""                    # with commas between them; empty: all, under stress four; none runs nothing
+seeds = ""                      # with commas between them; empty: 0,1,2,3,4, under stress 0,1,2
 learning_rates = "2.5e-4,5e-4,1e-3"  # of which each method's best is chosen
 tuning_seed = 100               # the seed that chooses; it is not in the table
 tune = True                     # run the learning rates; False leaves it at that of config/compose.py
@@ -115,7 +115,7 @@ def ranks(values):
 
 
 def spearman(a, b):
-    """The correlation of the ranks; NaN where all values of a side are equal, or there are fewer than three."""
+    """The correlation of the ranks; NaN where a side has equal values only, or fewer than three."""
     if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return math.nan
     return statistics.correlation(ranks(a), ranks(b))
@@ -155,10 +155,11 @@ def finished():
 
 def launch(command, log):
     words = shlex.split(command)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] * (words[0] == "torchrun")
+    if words[0] == "torchrun":
+        words[:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with open(log, "w") as file:
-        code = subprocess.run([sys.executable, *launcher, *words[len(launcher) > 0:]], stdout=file,
-                              stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        code = subprocess.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
     with open(log) as file:
         output = file.read()
     if code:
@@ -189,9 +190,10 @@ def train(method, seed, rate):
     with open(f"{folder}/config.json") as file:
         settings = json.load(file)
     batches = sum(line.get("train/num_gen_batches", 1) for line in lines[:-1])
+    completions = batches * settings["prompts_per_step"] * settings["num_generations"]
     return {"method": method, "seed": seed, "learning_rate": rate, "stress": stress,
             "before": scores_of(lines[0], "mean@4")[0], "after": after, "depths": depths,
-            "pass@4": scores_of(lines[-1], "pass@4")[0], "completions": batches * settings["prompts_per_step"] * settings["num_generations"],
+            "pass@4": scores_of(lines[-1], "pass@4")[0], "completions": completions,
             "seconds": round(seconds, 1), "command": command}
 
 
@@ -263,12 +265,12 @@ def agreement(runs):
 
 def print_table(title, runs, default):
     """A row for each method, by its mean; `default` has the runs that they are compared with."""
-    pairs = {method: [found[seed]["after"] - default[seed]["after"] for seed in sorted(found.keys() & default)]
-             for method, found in runs.items()}
+    pairs = {method: [line["after"] - default[seed]["after"] for seed, line in found.items()
+                      if seed in default] for method, found in runs.items()}
     corrected = dict(zip(runs, holm([math.nan if method == "grpo" else paired_p(pairs[method])
                                      for method in runs])))
-    print(f"\n{title}\n\n| method | learning rate | seeds | mean@4 | against the default | p | depth 2, 3, 4, 5 | "
-          "seconds |\n| --- | ---: | ---: | --- | --- | --- | --- | ---: |")
+    print(f"\n{title}\n\n| method | learning rate | seeds | mean@4 | against the default | p | "
+          "depth 2, 3, 4, 5 | seconds |\n| --- | ---: | ---: | --- | --- | --- | --- | ---: |")
     order = sorted(runs, key=lambda m: -statistics.mean(line["after"] for line in runs[m].values()))
     for method in order:
         lines = list(runs[method].values())
@@ -278,9 +280,9 @@ def print_table(title, runs, default):
         verdict = "" if math.isnan(p) else f"{p:.3f}" + ", not told apart" * (p >= 0.05)
         depths = ", ".join(f"{statistics.mean(d.get(key, math.nan) for d in column('depths')):.2f}"
                            for key in DEPTHS)
-        print(f"| {method} | {lines[0]['learning_rate']:g} | {len(lines)} | {statistics.mean(column('after')):.3f}"
-              + f" ± {spread:.3f}" * (not math.isnan(spread)) + f" | {against} | {verdict} | {depths} | "
-              f"{statistics.median(column('seconds')):.0f} |")
+        mean = f"{statistics.mean(column('after')):.3f}" + f" ± {spread:.3f}" * (not math.isnan(spread))
+        print(f"| {method} | {lines[0]['learning_rate']:g} | {len(lines)} | {mean} | {against} | {verdict} | "
+              f"{depths} | {statistics.median(column('seconds')):.0f} |")
     rho, count, shared = agreement(runs)
     if not math.isnan(rho):
         print(f"\nThe order of {count} methods with seeds {shared[::2]} and with seeds {shared[1::2]} has "
@@ -320,7 +322,8 @@ def draw(order, runs, tuned, base):
             svg += "".join(f'<circle cx="{place(one):.1f}" cy="{y + shift:.1f}" r="3.2" fill="{color}" '
                            'fill-opacity="0.8"/>\n' for one in after)
     rate = f"{SHARED['learning_rate']:g}"
-    for i, (color, label) in enumerate([(ORANGE, f"learning rate {rate}")] + [(BLUE, "best of three")] * bool(tuned)):
+    labels = [(ORANGE, f"learning rate {rate}"), *[(BLUE, "best of three")] * bool(tuned)]
+    for i, (color, label) in enumerate(labels):
         svg += text(LEFT + PLOT + 16, TOP + 16 + 18 * i, label, f'fill="{color}" font-weight="600"')
     path, height = os.path.join(out, f"methods{'_stress' * stress}.svg"), bottom + 34
     with open(path, "w") as file:
@@ -358,7 +361,8 @@ if __name__ == "__main__":
         check(given and ".py" in given.split()[0] and name not in METHODS,
               f"add={add}: write NAME=script.py and its settings, with a name that is new")
         METHODS[name] = given
-    wanted = [] if methods == "none" else (methods or (UNDER_STRESS if stress else ",".join(METHODS))).split(",")
+    methods = methods or (UNDER_STRESS if stress else ",".join(METHODS))
+    wanted = [] if methods == "none" else methods.split(",")
     for method in wanted:
         check(method in METHODS, f"methods={methods}: choose from {', '.join(METHODS)}")
         check(not stress or METHODS[method].startswith("train_grpo.py "),

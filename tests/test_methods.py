@@ -1,4 +1,4 @@
-"""bench/methods.py: its statistics against slow references, and that it resumes and reads runs, with a stub."""
+"""bench/methods.py: its statistics against slow references, and with a stub that it goes on and reads runs."""
 import itertools
 import json
 import math
@@ -112,7 +112,8 @@ assert not os.path.exists(folder)
 os.makedirs(folder)
 with open(f"{folder}/config.json", "w") as file:
     json.dump({"prompts_per_step": 4, "num_generations": 2}, file)
-figures = lambda value: {f"eval/{depth}{k}@4": value for depth in ("", "depth 2/", "depth 3/") for k in ("mean", "pass")}
+figures = lambda value: {f"eval/{depth}{k}@4": value for depth in ("", "depth 2/", "depth 3/")
+                         for k in ("mean", "pass")}
 after = 0.4 + seed / 1000 - abs(rate - 1e-3) * 100
 with open(f"{folder}/metrics.jsonl", "w") as file:
     for line in ({"step": 0, "timing_s/step": 5, "timing_s/eval": 2, **figures(0.1)},
@@ -136,7 +137,8 @@ def calls(tmp_path):
 def test_it_goes_on_where_it_stopped(command, tmp_path):
     (tmp_path / "fails-1").touch()
     output = launch(*command, "--seeds=0,1,2", "--tune=false", code=2)
-    assert "no luck" in output and "failed: " in output.splitlines()[-1] and "--seed=1" in output.splitlines()[-1]
+    last = output.splitlines()[-1]
+    assert "no luck" in output and "failed: " in last and "--seed=1" in last
     assert calls(tmp_path) == ["0 0.0005 1", "1 0.0005 1", "2 0.0005 1"]
     (tmp_path / "fails-1").unlink()
     output = launch(*command, "--seeds=0,1,2,3", "--tune=false", "--jobs=2")

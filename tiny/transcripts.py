@@ -7,9 +7,9 @@ In most games the player talks before it plays, and in many it guesses only near
 that are left. In arithmetic it mostly answers without the tool, which is wrong. GRPO has to find out what
 pays. No prompt here is one of a held-out problem, but every number has been played.
 
-compose is for config/compose_base.py, and makes answers for the small model of config/compose.py. Each carries
-out operations of its prompt, every one of them correctly, but in a random order and only a random number of
-them. GRPO has to find out that the order is that of the prompt.
+compose is for config/compose_base.py: answers for the small model of config/compose.py. Each carries out
+operations of its prompt, every one of them correctly, but in a random order and only a random number of them.
+GRPO has to find out that the order is that of the prompt.
 """
 from transformers.utils import get_json_schema
 

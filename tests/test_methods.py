@@ -1,4 +1,4 @@
-"""bench/methods.py: its statistics against slow references, and with a stub that it goes on and reads runs."""
+"""bench/methods.py: its statistics against slow references, and by a stub that it goes on and reads runs."""
 import itertools
 import json
 import math

@@ -154,17 +154,20 @@ def finished():
 
 
 def launch(command, log):
+    """What a command has printed, and the seconds of processor time that it took."""
     words = shlex.split(command)
     if words[0] == "torchrun":
         words[:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with open(log, "w") as file:
-        code = subprocess.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        process = subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT,
+                                   env=os.environ | {"OMP_NUM_THREADS": "1"})
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     with open(log) as file:
         output = file.read()
-    if code:
-        raise RuntimeError(f"exit code {code}\n{output[-2000:]}")
-    return output
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}\n{output[-2000:]}")
+    return output, usage.ru_utime + usage.ru_stime
 
 
 def scores_of(figures, metric):
@@ -179,7 +182,7 @@ def train(method, seed, rate):
     folder = f"{work}/{method}-{rate:g}-{seed}{'-stress' * stress}"
     shutil.rmtree(folder, ignore_errors=True)
     command = command_of(method, seed, rate)
-    launch(f"{command} --out_dir={shlex.quote(folder)}", f"{folder}.log")
+    _, processor = launch(f"{command} --out_dir={shlex.quote(folder)}", f"{folder}.log")
     with open(f"{folder}/metrics.jsonl") as file:
         lines = [json.loads(line) for line in file]
     if "eval/mean@4" not in lines[-1] or len(lines) < 2:
@@ -194,12 +197,12 @@ def train(method, seed, rate):
     return {"method": method, "seed": seed, "learning_rate": rate, "stress": stress,
             "before": scores_of(lines[0], "mean@4")[0], "after": after, "depths": depths,
             "pass@4": scores_of(lines[-1], "pass@4")[0], "completions": completions,
-            "seconds": round(seconds, 1), "command": command}
+            "seconds": round(seconds, 1), "processor_seconds": round(processor, 1), "command": command}
 
 
 def look_at_base():
     """What the base model can do: one attempt, and the best of 64."""
-    output = launch(BASE, f"{work}/base.log")
+    output, _ = launch(BASE, f"{work}/base.log")
     figures = {key: float(value) for key, value in
                (line.rsplit(maxsplit=1) for line in output.splitlines() if line.startswith("eval/"))}
     once, by_depth = scores_of(figures, "mean@64")
@@ -270,7 +273,7 @@ def print_table(title, runs, default):
     corrected = dict(zip(runs, holm([math.nan if method == "grpo" else paired_p(pairs[method])
                                      for method in runs])))
     print(f"\n{title}\n\n| method | learning rate | seeds | mean@4 | against the default | p | "
-          "depth 2, 3, 4, 5 | seconds |\n| --- | ---: | ---: | --- | --- | --- | --- | ---: |")
+          "depth 2, 3, 4, 5 | processor seconds |\n| --- | ---: | ---: | --- | --- | --- | --- | ---: |")
     order = sorted(runs, key=lambda m: -statistics.mean(line["after"] for line in runs[m].values()))
     for method in order:
         lines = list(runs[method].values())
@@ -281,8 +284,9 @@ def print_table(title, runs, default):
         depths = ", ".join(f"{statistics.mean(d.get(key, math.nan) for d in column('depths')):.2f}"
                            for key in DEPTHS)
         mean = f"{statistics.mean(column('after')):.3f}" + f" ± {spread:.3f}" * (not math.isnan(spread))
+        times = [line["processor_seconds"] for line in lines if "processor_seconds" in line]
         print(f"| {method} | {lines[0]['learning_rate']:g} | {len(lines)} | {mean} | {against} | {verdict} | "
-              f"{depths} | {statistics.median(column('seconds')):.0f} |")
+              f"{depths} | {f'{statistics.median(times):.0f}' if times else ''} |")
     rho, count, shared = agreement(runs)
     if not math.isnan(rho):
         print(f"\nThe order of {count} methods with seeds {shared[::2]} and with seeds {shared[1::2]} has "

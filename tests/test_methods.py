@@ -100,7 +100,9 @@ def test_the_order_of_methods_on_disjoint_seeds():
 # ---------------------------------------------------------------- runs
 
 STUB = '''
-import json, os, sys
+import json, os, sys, time
+while time.process_time() < 0.3:
+    pass
 given = dict(one[2:].split("=") for one in sys.argv[1:])
 folder, seed, rate = given["out_dir"], int(given["seed"]), float(given["learning_rate"])
 here = os.path.dirname(__file__)
@@ -145,7 +147,8 @@ def test_it_goes_on_where_it_stopped(command, tmp_path):
     assert calls(tmp_path) == ["0 0.0005 1", "1 0.0005 1", "1 0.0005 1", "2 0.0005 1", "3 0.0005 1"]
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert sorted(line["seed"] for line in lines) == [0, 1, 2, 3]
-    assert {key: value for key, value in lines[0].items() if key != "command"} == {
+    assert all(0.3 <= line["processor_seconds"] < 30 for line in lines)
+    assert {key: value for key, value in lines[0].items() if key not in ("command", "processor_seconds")} == {
         "method": "stub", "seed": 0, "learning_rate": 5e-4, "stress": False, "before": 0.1, "after": 0.35,
         "depths": {"depth 2": 0.35, "depth 3": 0.35}, "pass@4": 0.35, "completions": 8 * 4, "seconds": 6}
     assert "| stub | 0.0005 | 4 | 0.351 ± 0.002 |" in output

@@ -61,9 +61,9 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
     while len(rows) < wanted:
         text, columns = GENERATORS[task](rng, difficulty)
-        parts = [text, columns["hidden"]] if "hidden" in columns else [text]
-        name = ", ".join(parts)
-        if name not in rows and all(held_out(part) == (split == "eval") for part in parts):
+        name = ", ".join(parts := [text, columns["hidden"]] if "hidden" in columns else [text])
+        sides = {columns.pop("only", split), *("eval" if held_out(part) else "train" for part in parts)}
+        if name not in rows and sides == {split}:
             rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
         elif (misses := misses + 1) == 20_000:
             if rows and not count:

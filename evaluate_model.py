@@ -22,7 +22,7 @@ from runtime.check_model import check_model, end_tokens, load_tokenizer
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
-task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file of a run, whose held-out rows are used
 eval_file = ""                  # a JSONL or parquet file whose rows are all used
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them

@@ -42,7 +42,7 @@ from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
-task = "algebra"                # algebra, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function,..., math_verify, none; if empty, the reward of the task

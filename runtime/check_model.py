@@ -27,7 +27,8 @@ transformers.PreTrainedModel.do_not_compile = True
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The models that come with the repository, by the names that --model takes.
-SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_episodes": f"{ROOT}/tiny/episodes"}
+SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
+           "tiny_episodes": f"{ROOT}/tiny/episodes"}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@ Generated problems: each function here draws one from a random generator.
 
 A problem is its text and its columns: `answer` for the verifier, `source` for the evaluation by kind, and
 `solution`, worked in steps, which only tiny.py reads. Of a problem with something `hidden`, neither that nor
-the text may be in both splits. GENERATORS names the tasks, for --task.
+the text may be in both splits, and a problem with `only` is used in the split that this names. GENERATORS
+names the tasks, for --task.
 """
 import math
 import zlib
@@ -135,6 +136,48 @@ def algebra_problem(rng, difficulty):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# compose. Carry out operations on four digits, in the order in which the prompt names them: 5274 afc. What
+# tiny/compose has read carries them out in another order, so it knows the steps and has to find the plan.
+
+
+def plus(digit, by):
+    return str((int(digit) + int(by) - 1) % 9 + 1)              # from 1 to 9, so that 9 + 1 is 1
+
+
+OPERATIONS = {
+    "a": lambda s: s[3] + s[1:3] + s[0],                        # swap the outer two
+    "b": lambda s: s[1] + s[0] + s[2:],                         # swap the first two
+    "c": lambda s: s[0] + s[2] + s[1] + s[3],                   # swap the middle two
+    "d": lambda s: s[:2] + s[3] + s[2],                         # swap the last two
+    "e": lambda s: s[1:] + s[0],                                # rotate to the left
+    "f": lambda s: s[2:] + s[:2],                               # swap the halves
+    "g": lambda s: plus(s[0], s[3]) + s[1:],                    # add the last to the first
+    "h": lambda s: s[0] + plus(s[1], s[2]) + s[2:],             # add the third to the second
+    "i": lambda s: s[:2] + plus(s[2], s[0]) + s[3],             # add the first to the third
+    "j": lambda s: s[:3] + plus(s[3], s[1])}                    # add the second to the last
+
+
+def carried_out(digits, order):
+    lines = [f"{name}{(digits := OPERATIONS[name](digits))}" for name in order]
+    return "\n".join([*lines, f"####{digits}"])
+
+
+def chain(rng, depth):
+    return "".join(rng.sample("123456789", 4)), rng.sample(sorted(OPERATIONS), depth)
+
+
+def compose_problem(rng, difficulty):
+    # Problems of the greatest depth are never trained on: they show whether the plan goes further.
+    deepest = min(4 + difficulty, len(OPERATIONS))
+    depth = rng.randint(2, deepest)
+    digits, order = chain(rng, depth)
+    solution = carried_out(digits, order)
+    return f"{digits} {''.join(order)}", {
+        "answer": solution[-4:], "source": f"depth {depth}", "solution": solution,
+        **({"only": "eval"} if depth == deepest else {})}
+
+
+# ------------------------------------------------------------------------------------------------------------
 # problems for the environments in environments/
 
 
@@ -150,7 +193,8 @@ def arithmetic_problem(rng, difficulty):
     return f"What is {a}*{b}{op}{c}?", {"answer": str(value), "source": "arithmetic"}
 
 
-GENERATORS = {"algebra": algebra_problem, "guess": guess_problem, "arithmetic": arithmetic_problem}
+GENERATORS = {"algebra": algebra_problem, "compose": compose_problem, "guess": guess_problem,
+              "arithmetic": arithmetic_problem}
 
 
 def held_out(text):

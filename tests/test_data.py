@@ -25,7 +25,7 @@ def text_of(row):
     return row["prompt"][0]["content"]
 
 
-@pytest.mark.parametrize("task", ["algebra", *{"countdown"} & data.GENERATORS.keys()])
+@pytest.mark.parametrize("task", ["algebra", "compose", *{"countdown"} & data.GENERATORS.keys()])
 def test_generation(task):
     def texts(*args, **kwargs):
         return [text_of(row) for row in data.load_rows(task, *args, **kwargs)]
@@ -34,7 +34,7 @@ def test_generation(task):
     assert data.load_rows(task, "train", 50, 7) == data.load_rows(task, "train", 200, 7)[:50]
     assert texts("eval", 0) == texts("eval", 128)
     # At difficulty 1 countdown has fewer problems than that.
-    assert len(texts("train", 0)) == {"algebra": 4096, "countdown": 2534}[task]
+    assert len(texts("train", 0)) == {"countdown": 2534}.get(task, 4096)
     train = {text for seed in range(4) for text in texts("train", 1000, seed=seed)}
     held_out = {text for seed in range(4) for text in texts("eval", 300, seed=seed)}
     assert len(train) > 1500 and len(held_out) > 300 and not train & held_out
@@ -46,7 +46,7 @@ def test_generation(task):
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
                                    "not 1000000: lower eval_prompts"),
     (("algebr", "train", 10),
-     "task must be algebra, guess, arithmetic, gsm8k or file, not 'algebr'"),
+     "task must be algebra, compose, guess, arithmetic, gsm8k or file, not 'algebr'"),
     (("file", "train", 10), "task file needs train_file"),
     (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
     (("file", "eval", 10), "task file needs eval_file, or train_file"),

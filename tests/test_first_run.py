@@ -77,7 +77,7 @@ def test_what_suits_the_tiny_model_is_what_the_scripts_are_shipped_with():
         for key, value in SUITS_TINY.items():
             found = re.findall(rf"^{key} = (\S+)", text, re.M)
             assert [float(one) for one in found] == [value] * (not key.startswith("critic") or "ppo" in script)
-    for model in ("tiny/algebra", "tiny/episodes"):
+    for model in ("tiny/algebra", "tiny/compose", "tiny/episodes"):
         assert AutoConfig.from_pretrained(model).suits == SUITS_TINY
     assert pretrain.make_model(pretrain.make_tokenizer()).config.suits == SUITS_TINY
 

@@ -2,12 +2,15 @@
 import math
 import random
 import re
+from collections import Counter
 from fractions import Fraction
 
 import pytest
 
 import data
+import rewards
 from tasks import generate_problems
+from tiny import transcripts
 
 
 # ------------------------------------------------------------------------------------------------ algebra
@@ -159,3 +162,68 @@ def test_templates_have_many_problems(template):
                                            (0, "x", ""), (11, "x", "+11x")])
 def test_term(k, name, text):
     assert generate_problems.term(k, name) == text
+
+
+# ------------------------------------------------------------------------------------------------ compose
+
+# What the operations do, in other words: where the digits at the four places come from, or which place is
+# added to which.
+MOVES = {"a": (3, 1, 2, 0), "b": (1, 0, 2, 3), "c": (0, 2, 1, 3), "d": (0, 1, 3, 2), "e": (1, 2, 3, 0),
+         "f": (2, 3, 0, 1)}
+SUMS = {"g": (0, 3), "h": (1, 2), "i": (2, 0), "j": (3, 1)}
+
+
+def composed(digits, order):
+    """The states of four digits, as numbers, after each operation."""
+    state = [int(digit) for digit in digits]
+    for name in order:
+        if name in MOVES:
+            state = [state[place] for place in MOVES[name]]
+        else:
+            to, added = SUMS[name]
+            state = [*state]
+            for _ in range(state[added]):                       # counted one by one, from 9 on to 1
+                state[to] = 1 if state[to] == 9 else state[to] + 1
+        yield "".join(map(str, state))
+
+
+@pytest.mark.parametrize("split, depths", [("train", {2, 3, 4}), ("eval", {2, 3, 4, 5})])
+def test_every_chain_is_carried_out(split, depths):
+    rows = data.load_rows("compose", split, 1200, seed=3)
+    for row in rows:
+        digits, order = text_of(row).split()
+        states = list(composed(digits, order))
+        assert row["solution"].split("\n") == [
+            *(name + state for name, state in zip(order, states)), f"####{states[-1]}"]
+        assert row["answer"] == states[-1] and row["source"] == f"depth {len(order)}" and "only" not in row
+        assert rewards.load_reward("", "compose")(None, [row["solution"]], [row["answer"]]) == [1.0]
+        assert generate_problems.held_out(text_of(row)) == (split == "eval")
+    counts = Counter(row["source"] for row in rows)
+    assert counts.keys() == {f"depth {depth}" for depth in depths}
+    assert min(counts.values()) > 0.8 * 1200 / len(depths)
+
+
+def test_difficulty_lengthens_chains():
+    for difficulty, deepest in ((1, 5), (2, 6), (6, 10), (100, 10)):
+        for split, longest in (("train", deepest - 1), ("eval", deepest)):
+            rows = data.load_rows("compose", split, 200, difficulty=difficulty)
+            assert max(len(text_of(row).split()[1]) for row in rows) == longest
+
+
+def test_what_the_base_of_compose_has_read():
+    """Steps that are right, in an order that is mostly not the prompt's, and no prompt that is held out."""
+    rng, planned, depths = random.Random(0), 0, Counter()
+    for _ in range(3000):
+        _, (user, assistant) = transcripts.compose(rng)
+        digits, order = user["content"].split()
+        *lines, last = assistant["content"].split("\n")
+        taken = "".join(line[0] for line in lines)
+        states = list(composed(digits, taken))
+        assert [line[1:] for line in lines] == states and last == f"####{states[-1]}"
+        assert set(taken) <= set(order) and len(set(taken)) == len(taken) > 0
+        assert not generate_problems.held_out(user["content"])
+        depths[len(order)] += 1
+        planned += len(order) == 4 and taken == order
+    assert set(depths) == set(range(1, 9)) and depths[1] > 4 * depths[4] / 2
+    # One of four lengths and of 24 orders.
+    assert planned < 0.05 * depths[4]

@@ -1,8 +1,11 @@
 """
 The small model of the default run: a Qwen3 of a million parameters that reads bytes. --model=tiny names the
-model folder tiny/algebra, --model=tiny_episodes names tiny/episodes. This script trained both:
+model folder tiny/algebra, tiny_episodes names tiny/episodes, tiny_compose names tiny/compose. This script
+trained all three:
 
     python -m tiny.pretrain --out=out/algebra                             # 19 minutes of one busy core
+    python -m tiny.pretrain config/episodes_base.py --out=out/episodes
+    python -m tiny.pretrain config/compose_base.py --out=out/compose
     python -m tiny.pretrain config/larger_base.py --out=out/larger        # 27 M parameters; on a GPU
 
 It is trained from scratch on problems of the train split, none of which is held out, and sees two styles of

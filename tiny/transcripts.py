@@ -6,12 +6,16 @@ config/episodes_base.py.
 In most games the player talks before it plays, and in many it guesses only near the middle of the numbers
 that are left. In arithmetic it mostly answers without the tool, which is wrong. GRPO has to find out what
 pays. No prompt here is one of a held-out problem, but every number has been played.
+
+compose is for config/compose_base.py: answers for the small model of config/compose.py. Each carries out
+operations of its prompt, every one of them correctly, but in a random order and only a random number of them.
+GRPO has to find out that the order is that of the prompt.
 """
 from transformers.utils import get_json_schema
 
 from environments.calculator import Calculator
 from environments.guess_number import Guess
-from tasks.generate_problems import arithmetic_problem, guess_problem, held_out
+from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
 
 TOOLS = [get_json_schema(Calculator().calculate)]
 
@@ -57,3 +61,12 @@ def arithmetic(rng):
 
 def draw(rng):
     return game(rng) if rng.random() < 0.6 else arithmetic(rng)
+
+
+def compose(rng):
+    depth = rng.choice([1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8])
+    digits, order = chain(rng, depth)
+    while held_out(text := f"{digits} {''.join(order)}"):
+        digits, order = chain(rng, depth)
+    read = carried_out(digits, rng.sample(order, rng.randint(1, depth)))
+    return None, [{"role": "user", "content": text}, {"role": "assistant", "content": read}]

@@ -9,13 +9,14 @@ episode at a time and is reset for the next one. Its methods may be `async def`.
     tools   reset(**row)     the same; this is TRL's form, and such a class runs in TRL as well
             other methods    tools: type hints and docstring tell the policy how to call them
     both    get_reward()     at the end of each episode, if there is such a method; None: not scored
-            close()          at the end of the run, if there is such a method; or release()
+            close()          at the end of the run, if there is such a method, or else release()
 
 Functions become tools as well, with or without a class: --tools=my_tools.py:search.
 
 Each episode continues as soon as it can: its next turn joins those that the engine is working on. Without an
 environment an answer is an episode of one turn; train_async.py plays these here as well.
 """
+import contextlib
 import functools
 import inspect
 import itertools
@@ -33,14 +34,15 @@ from transformers.utils import get_json_schema
 
 from runtime import closing
 from runtime.chat_template import Template, tool_call
-from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closers, escaped, figure, load_from,
-                               name_of, outcome, shown)
+from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer, escaped, load_from,
+                               logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout
 
 # A call of a tool in the form of Qwen's and many other models. One without its closing tag is found as well.
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 CLOSING = 10.0          # seconds that environments have to close at the end of a run
+MEDIA = {"image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"}
 
 
 class Functions:
@@ -53,30 +55,33 @@ class Player:
     """Plays episodes, with the environment and the tools that a run's settings name or without any.
 
     tools: JSON schemas of the tools, or None. rewards_as: the environment's name if it gives rewards,
-    otherwise "". judge: what scores an episode by its environment, judge(rollout, environment), or None; a
-    rewards.Scorer sets it. Raises ValueError for an environment that cannot be used.
+    otherwise "". judge: None, or the function of a rewards.Scorer that scores an episode while its
+    environment is still as the episode left it, judge(rollout, environment). Raises ValueError for an
+    environment or tools that cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
         s, self.tokenizer, self.eos_ids = settings, tokenizer, eos_ids
         self.settings, self.tools, self.rewards_as, self.judge = settings, None, "", None
-        functions = [load_from(spec, "tools", "function") for spec in s.tools.split(",") if spec]
+        # {id: instance} of all, and those that play no episode now.
+        self.opened, self.idle = {}, []
+        functions = [load_from(spec, "tools", "function") for spec in specs(s.tools) if s.tools]
         self.functions = {name_of(function): function for function in functions}
         self.make = (load_from(s.environment, "environment", "Class") if s.environment
                      else Functions if functions else None)
         if not self.make:
             return
         self.key = f"environment={s.environment}" if s.environment else f"tools={s.tools}"
-        self.name = s.environment.rpartition(":")[2] or "Functions"
+        self.name = s.environment.rpartition(":")[2]
+        self.who = f"environment {self.name}" if self.name else "tools"
         if not s.chat or tokenizer.chat_template is None:
             raise ValueError(f"{self.key} answers by the chat template, but "
                              + ("the tokenizer has none" if s.chat else "chat is False"))
-        # {id: instance} of all, and those that play no episode now.
-        self.opened, self.idle = {}, []
-        closing.callback(lambda: close([*self.opened.values()], CLOSING))
-        environment, error, _ = outcome(self._open, s.environment_timeout)
+        closing.callback(self.close)
+        environment, error, _ = outcome(self.make, s.environment_timeout)
         if error:
             raise ValueError(f"{self.key}: {self.name}() {self._told(error)}")
+        self.opened[id(environment)] = environment
         self.idle.append(environment)
         # Those of the class, as in TRL: an attribute that can be called is no tool, and to read a property
         # may fail before the first reset.
@@ -86,24 +91,27 @@ class Player:
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
-        own = {"reset", "get_reward", *closers(environment)}
-        tools = functions + [method for name, method in methods.items() if name not in own]
+        closes = {name for name in ("close", "release") if closer(environment, name)}
+        tools = functions + [method for name, method in methods.items()
+                             if name not in {"reset", "get_reward", *closes}]
         if not self.has_step:
             if not tools:
                 raise ValueError(f"{self.key} has neither a method step nor tools")
             self.tools = [self._schema(tool) for tool in tools]
+            if twice := {one for one in map(name_of, tools) if [*map(name_of, tools)].count(one) > 1}:
+                raise ValueError(f"{self.key}: two tools are called {min(twice)}")
         elif functions:
             raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls of tools")
         self.rewards_as = self.name if self.has_step or self.has_reward else ""
         self.template = Template(tokenizer, eos_ids, self.tools)
 
-    def _open(self):
-        environment = self.make()
-        self.opened[id(environment)] = environment
-        return environment
+    def close(self):
+        """Closes all instances of the environment. Called as the process ends."""
+        close([*self.opened.values()], CLOSING)
+        self.opened, self.idle = {}, []
 
     def _drop(self, environment):
-        # One whose reset has failed, or that still works on a call, plays no more episodes.
+        # One whose reset has failed, or that is still busy, plays no more episodes.
         close([self.opened.pop(id(environment))], 0)
 
     def _schema(self, tool):
@@ -195,20 +203,23 @@ class Player:
         try:
             if self.make:
                 try:
-                    environment = self.idle.pop() if self.idle else (yield self._open)
-                    reset = self._reset(environment, deepcopy(row), extra)
-                    row, ids, problem = self._opening(prompt, (yield reset))
+                    environment = self.idle.pop() if self.idle else (yield self.make)
+                    self.opened[id(environment)] = environment
+                    reset, columns = environment.reset, deepcopy(row)
+                    columns = accepted(reset, columns | logging_into(extra, reset), f"{self.who}: reset")
+                    returned = yield functools.partial(reset, **columns)
+                    row, ids, problem = self._opening(prompt, returned)
                 except (Failed, TimeUp) as error:
-                    problem = f"reset {self._told(error)}"
+                    problem, hung = f"reset {self._told(error)}", True
             # An episode that cannot begin is one answer to its prompt, without a score.
             playing = None if problem else environment
             rollout = yield from self._turns(playing, row, ids, seed, sampling, counts)
-            rollout.extra, hung = extra, problem or rollout.finish_reason == "timeout"
+            rollout.extra, hung = extra, hung or rollout.finish_reason == "timeout"
             if problem:
                 rollout.finish_reason, counts["problem"] = "error", str(self._broken(problem, row))
             if rollout.finish_reason == "error":
                 rollout.rewards = {len(rollout.logprobs) - 1: math.nan} if self.rewards_as else {}
-            elif self.judge and environment is not None:
+            elif self.judge and environment is not None and not self._busy(rollout.finish_reason):
                 self.judge(rollout, environment)
             return rollout
         finally:
@@ -239,12 +250,13 @@ class Player:
             messages.append(said)
             cut, done, heard = answer.finish_reason == "length", True, []
             try:
+                if calls and not self.has_step:
+                    said["tool_calls"] = [call for call, _ in calls]
                 if self.has_step:
                     returned = yield functools.partial(environment.step, text)
                     observation, rewards[last], done = self._checked(returned, turn, row)
                     heard = [({"role": "user"}, observation)]
                 elif not cut and calls:
-                    said["tool_calls"] = [call for call, _ in calls]
                     heard, done = (yield from self._results(environment, calls, counts, row)), False
                 ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
                 if not ended:
@@ -258,7 +270,7 @@ class Player:
                     messages += [read | message for read, (message, _) in zip(reply, heard)]
             except (Failed, TimeUp) as error:
                 ended = self._ended_by(error, turn, row, counts)
-        if environment is not None and self.has_reward and ended != "error":
+        if environment is not None and self.has_reward and ended != "error" and not self._busy(ended):
             try:
                 reward = yield environment.get_reward
                 if reward is not None:
@@ -271,17 +283,14 @@ class Player:
                        ended, row, text if isinstance(row["prompt"], str) else messages, counts=counts,
                        rewards=rewards if self.rewards_as else {}, versions=tuple(versions.items()))
 
+    def _busy(self, ended):
+        # Whether the environment is still at work, in a thread that nothing can end.
+        return ended == "timeout" and self.settings.environment_workers > 0
+
     def _ended_by(self, error, turn, row, counts):
         # How an episode ended by a call that raised, or that took too long.
         counts["problem"] = str(self._broken(f"it {self._told(error)} in turn {turn}", row))
         return "timeout" if isinstance(error, TimeUp) else "error"
-
-    def _reset(self, environment, row, extra):
-        # A function that resets the environment for a row. extra: what it logs by name, if it asks for that.
-        reset, log = environment.reset, lambda name, value: extra.update({name: figure(value)})
-        asked = {"log_extra", "log_metric"} & inspect.signature(reset).parameters.keys()
-        columns = accepted(reset, row | dict.fromkeys(asked, log), f"environment {self.name}: reset")
-        return functools.partial(reset, **columns)
 
     def _messages(self, prompt, observation=""):
         # The messages before the first turn. An observation is added to the last one, as in TRL.
@@ -323,7 +332,7 @@ class Player:
         raise self._broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
 
     def _broken(self, problem, row):
-        return RuntimeError(f"environment {self.name}: {problem}; the row is {row!r:.300}")
+        return RuntimeError(f"{self.who}: {problem}; the row is {row!r:.300}")
 
     def _told(self, error):
         return (f"took more than environment_timeout={self.settings.environment_timeout:g} seconds"
@@ -368,7 +377,7 @@ class Player:
         return said, calls
 
     def _results(self, environment, calls, counts, row):
-        # Part of an episode: makes these calls. Returns for each a message, and what the policy reads in it.
+        # Part of an episode: makes these calls. Returns for each a message, and what the policy reads of it.
         # A list or an object is in the message as it is, for rewards.
         heard = []
         for call, problem in calls:
@@ -387,17 +396,19 @@ class Player:
             if problem:
                 result = {"error": problem}
             message = {"role": "tool", "name": name, "tool_call_id": call["id"]}
+            blocks = result if isinstance(result, list) else []
+            kinds = {one.get("type") if isinstance(one, dict) else None for one in blocks}
+            if media := {kind for kind in kinds if isinstance(kind, str)} & MEDIA:
+                raise self._broken(f"the tool {name} returned a block of the type {min(media)}, but the "
+                                   "policy reads text", row)
             try:
-                blocks = block_types(result)
-                text = "".join(block["text"] for block in result) if blocks == {"text"} else str(result)
-                if isinstance(result, (list, dict)):
-                    message["content"] = json.loads(json.dumps(result, default=str))
+                text = "".join(one["text"] for one in blocks) if kinds == {"text"} else str(result)
             # It may be of any kind.
             except Exception as error:
                 text = problem = shown(error)
-            if strange := blocks - {"text"}:
-                raise self._broken(f"the tool {name} returned a block of the type {min(strange)}, but the "
-                                   "policy reads text", row)
+            if isinstance(result, (list, dict)):
+                with contextlib.suppress(ValueError, TypeError, RecursionError):
+                    message["content"] = json.loads(json.dumps(result, default=str))
             counts["failures"] += bool(problem)
             heard.append((message, text))
         return heard
@@ -409,12 +420,6 @@ class Player:
         if len(ids) <= most:
             return text
         return f"{self.tokenizer.decode(ids[:most])} [cut: {most} of {len(ids)} tokens]"
-
-
-def block_types(result):
-    """The types of the content blocks that a result is a list of, as in messages with images, or none."""
-    blocks = isinstance(result, list) and all(isinstance(one, dict) and "type" in one for one in result)
-    return {str(one["type"]) for one in result} if blocks else set()
 
 
 class Table:

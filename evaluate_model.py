@@ -49,6 +49,7 @@ _, _, device, *_ = distributed.set_up()
 with input_errors():
     engine_type = rollout.engine_class(engine)
     if output:
+        output = os.path.abspath(output)                        # an environment may go to another folder
         # Before hours of sampling, not after.
         try:
             os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))

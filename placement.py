@@ -37,7 +37,8 @@ BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
 SOON = 3                        # seconds for a failed rank to say why, before a broken connection is reported
 # What was sampled for later steps does not fit a run that goes on with another value of these.
-SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "reward_weights")
+SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "max_turn_length",
+                "max_reply_length", "reward_weights")
 
 
 @dataclass

@@ -53,7 +53,8 @@ def read_run(folder):
     with open(f"{folder}/config.json", "rb") as config, open(f"{folder}/metrics.jsonl", "rb") as metrics:
         settings = {"script": ", ".join(map(os.path.basename, scripts))} | json.load(config)
         lines = [*filter(None, map(parsed, metrics))]
-    for path in [*scripts, os.path.join(HERE, "config", "shared.py")]:
+    shared = [os.path.join(HERE, "config", name) for name in ("conversation.py", "shared.py")]
+    for path in [*scripts, *shared]:
         with open(path, "rb") as file:
             for node in ast.parse(file.read()).body:
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

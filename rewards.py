@@ -21,8 +21,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, escaped, figure, in_order, load_from,
-                               name_of, shown, source_file)
+from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, escaped, in_order, load_from,
+                               logging_into, name_of, shown, source_file, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
@@ -133,16 +133,9 @@ def judge(reward, columns, timeout=0.0, seconds=math.inf):
     logged = [{} for _ in completions]
 
     def call(places):
-        def log_extra(name, values):
-            for place, value in zip(places, values):
-                logged[place][name] = figure(value)
-
-        # For those that ask for them.
-        logs = {"log_extra": log_extra,
-                "log_metric": lambda name, value: log_extra(name, [value] * len(places))}
         arguments = {key: [values[place] for place in places] for key, values in columns.items()}
-        arguments |= {name: logs[name] for name in logs.keys() & inspect.signature(reward).parameters.keys()}
-        return functools.partial(reward, **accepted(reward, arguments))
+        logs = logging_into([logged[place] for place in places], reward)
+        return functools.partial(reward, **accepted(reward, arguments | logs))
 
     if hasattr(reward, "at_once"):
         values = at_once([call([i]) for i in range(len(completions))], reward.at_once, timeout, seconds)
@@ -177,7 +170,7 @@ def takes_environments(reward):
 TIMED_OUT = "the reward took too long"
 
 
-def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=False):
+def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=False, environments=None):
     """Returns for each completion (parts, steps, logged, problem).
 
     completions: for each row a string, or where its prompt is a list of messages the list of those that
@@ -192,7 +185,8 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
 
     Raises RuntimeError if the reward raises and unscored is False (the message shows the completion), or if
     it returns anything but a finite number, None, a dict of these or pairs for each completion; and
-    ValueError for a column that is missing.
+    ValueError for a column that is missing. environments: those that the episodes ended with, for a reward
+    that reads them.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
     end, several = time.monotonic() + budget, getattr(reward, "at_once", 0)
@@ -202,7 +196,8 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
         columns["prompts"] = [rows[i]["prompt"] for i in chosen]
         columns["completions"] = [completions[i] for i in chosen]
         if not hasattr(reward, "within"):
-            return judge(reward, copy.deepcopy(columns))
+            more = {"environments": [environments[i] for i in chosen]} if environments else {}
+            return judge(reward, copy.deepcopy(columns) | more)
         in_turn = math.ceil(len(chosen) / several) if several else 1
         seconds = min(in_turn * timeout or math.inf, end - time.monotonic())
         if seconds <= 0:
@@ -320,7 +315,9 @@ class Scorer:
         self.unscored = settings.reward_errors == "unscored"
         self.rewards, self.judging, self.model = [], [], None   # judging: those that take environments
         if settings.reward != "none" and (settings.reward or not self.environment):
-            for spec in settings.reward.split(","):
+            for spec in specs(settings.reward):
+                if not spec and settings.reward:
+                    raise ValueError(f"reward={settings.reward}: nothing stands on one side of a comma")
                 self._load(spec)
         names = [name_of(reward) for reward in self.rewards + self.judging]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -353,13 +350,8 @@ class Scorer:
 
     def _judge(self, rollout, environment):
         # Scores an episode before its environment is reset for another one.
-        rollout.judged = []
-        for reward in self.judging:
-            one = functools.partial(reward, environments=[environment])
-            one.__name__ = name_of(reward)
-            if hasattr(reward, "at_once"):
-                one.at_once = reward.at_once
-            rollout.judged += score(one, [rollout.row], [rollout.completion], unscored=self.unscored)
+        rollout.judged = [score(reward, [rollout.row], [rollout.completion], unscored=self.unscored,
+                                environments=[environment])[0] for reward in self.judging]
 
     def check_with(self, rows):
         """Scores two made-up completions of rows, so that what is broken shows before a model is trained.
@@ -382,7 +374,8 @@ class Scorer:
             raise ValueError(f"{max(problems)} for a made-up completion: reward={self.settings.reward}, "
                              f"reward_timeout={self.settings.reward_timeout:g}")
         names = {*trial[0].parts, *trial[1].parts, *map(name_of, self.rewards + self.judging)}
-        if strange := self.weights.keys() - names:
+        # What a reward that reads environments returns is not known yet.
+        if (strange := self.weights.keys() - names) and not self.judging:
             raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
                              f"{', '.join(sorted(names))}")
 
@@ -420,6 +413,8 @@ class Scorer:
                 if len(results) > 1 and (clash := {*parts, "score"} & named.keys()):
                     raise RuntimeError(f"reward={s.reward}: a part of one of them may not be called "
                                        f"{min(clash)}, which stands for all or for another's")
+                if steps and own:
+                    raise RuntimeError(f"reward={s.reward}: only one of them may score characters")
                 parts, rollout.problem = parts | named, rollout.problem or problem
                 rollout.extra |= logged
                 if steps:

@@ -98,6 +98,7 @@ def from_json(entry, vocabulary=2 ** 31):
 
     vocabulary: how many tokens the model has.
     """
+    entry = {"extra": {}} | entry                              # older checkpoints have none
     if strange := sorted(Rollout.__dataclass_fields__.keys() ^ entry.keys()):
         raise ValueError(f"{', '.join(strange)}: missing, or unknown")
     r = Rollout(**entry | {

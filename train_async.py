@@ -190,6 +190,7 @@ if not bridge.trains:
     rollout_engine.serve([], sample_for_trainers)               # until the run ends
 
 # ---------------------------------------------------------------- the trainers
+player.close()                                                  # only the engines play
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
 run = Run(settings, __file__, ahead=[])
 with input_errors():

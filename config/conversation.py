@@ -1,6 +1,6 @@
 """
 Settings of the training scripts and of evaluate_model.py: how a prompt is written, what replies to the model,
-how its answers are scored. config/shared.py imports them for the training scripts.
+and how its answers are scored. config/shared.py imports them for the training scripts.
 """
 # ------------------------------------------------------------------------------------------------------------
 # prompts
@@ -13,15 +13,15 @@ chat_template_kwargs = ""       # a JSON object of what the template takes: {"en
 # reward
 reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
 reward_workers = 0              # calls at once of an async reward (0: 64), or of one in verl's form (0: 1)
-reward_errors = "stop"          # what a call that raises does: stop the run, or unscored: leave it, and one
-                                # that takes too long, without a score
-reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; 1 if
-                                # it is not named
+reward_errors = "stop"          # stop the run where a call raises, or unscored: its completion has no score,
+                                # nor has one whose call takes too long
+reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; a name
+                                # that is missing has the weight 1
 # episodes: docs/episodes.md
 environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
 tools = ""                      # file.py:function,... that the model may call, with or without an environment
-max_turns = 0                   # of an episode; with 0 only max_completion_length, which counts all turns and
-                                # replies, ends it
+max_turns = 0                   # answers in an episode; 0 sets no limit except max_completion_length, which
+                                # counts all turns and replies
 max_turn_length = 0             # in tokens; a longer turn is cut off, which ends the episode; 0 sets no limit
 max_reply_length = 0            # in tokens, of a tool's result or an observation; the rest of a longer one is
                                 # left out, and a mark says so; 0 sets no limit

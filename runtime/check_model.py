@@ -26,6 +26,7 @@ logging.set_verbosity_error()
 transformers.PreTrainedModel.do_not_compile = True
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HERE = os.getcwd()      # where the run was started; an environment may go to another folder
 # The models that come with the repository, by the names that --model takes.
 SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
            "tiny_episodes": f"{ROOT}/tiny/episodes"}
@@ -48,9 +49,8 @@ def check_model(path, key="model", tokenizer=True, length=0):
     ValueError if it is not found, or is a folder that cannot be used. Weights are looked at when they are
     loaded.
     """
-    path = SHIPPED.get(path, path)
-    # The whole path of a folder, because an environment may go to another one.
-    path = os.path.abspath(path) if os.path.isdir(path) else path
+    here = os.path.join(HERE, SHIPPED.get(path, path))
+    path = here if os.path.isdir(here) else path
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
             raise ValueError(f"{key}={path}: no such folder")
@@ -206,6 +206,9 @@ def load_tokenizer(path, key="model", settings=None):
                     setattr(tokenizer, key, read(file.read()))
         with reading(f"chat_template_kwargs={settings.chat_template_kwargs}"):
             more = json_object(settings.chat_template_kwargs or "{}")
+        for name in more:
+            if name not in str(tokenizer.chat_template):
+                raise ValueError(f"chat_template_kwargs: the chat template reads no {name}")
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **more)
     return tokenizer
 

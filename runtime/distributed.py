@@ -114,6 +114,8 @@ def failed(kind, error, trace):
     lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
     tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
     sys.__excepthook__(kind, error, trace)
+    # Later, as the interpreter ends, nothing can start a thread.
+    closing.close()
 
 
 def leave():

@@ -23,11 +23,10 @@ from transformers import AutoConfig
 
 from config import shared
 from configurator import check, configure, input_errors, read_value
-from runtime.check_model import ROOT, SHIPPED, model_class, reading
+from runtime.check_model import HERE, ROOT, SHIPPED, model_class, reading
 from runtime.logprobs import LOGITS
 
 PHASES = ("sampling", "update", "sync")
-HERE = os.getcwd()              # where the run was started; an environment may go to another folder
 
 
 @functools.cache

@@ -100,7 +100,8 @@ class RewardModel:
         if prompt[-1]["role"] == "assistant":
             whole = prompt[-1]["content"] + (completion[0].get("content") or "")
             turns[len(prompt) - 1:len(prompt) + 1] = [completion[0] | {"content": whole}]
-        messages = [turn | {"content": self._harmless(turn.get("content") or "")} for turn in turns]
+        # What a tool returned may be a list or an object.
+        messages = [turn | {"content": self._harmless(str(turn.get("content") or ""))} for turn in turns]
         with reading(f"reward_model={self.path}: a conversation, by its chat template,"):
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
 

@@ -20,7 +20,7 @@ from configurator import check, input_errors, printable
 from runtime import checkpoint, distributed, forecast
 from runtime.run_folder import locate_run
 from runtime.run_log import RunLog, make_lenient
-from runtime.user_code import source_file
+from runtime.user_code import HERE, source_file, specs
 
 # A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
@@ -48,11 +48,11 @@ class Run:
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
             if dist.get_rank() == 0:
                 clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-                located = locate_run(settings.out_dir, settings.resume,
-                                     f"out/{kind}-{settings.task}-{clock}")
-        # An environment may go to another folder.
-        self.out_dir, self.resumed = (
-            path and os.path.abspath(path) for path in distributed.from_master(located))
+                # An environment may have gone to another folder already.
+                here = lambda path: path if path in ("", "auto") else os.path.join(HERE, path)
+                located = locate_run(here(settings.out_dir), here(settings.resume),
+                                     here(f"out/{kind}-{settings.task}-{clock}"))
+        self.out_dir, self.resumed = distributed.from_master(located)
         # What load_policy needs of the adapters, if there are any.
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.lora_alpha, self.resumed)
         # From here on, beginning with the chat template, nothing may take for ever.
@@ -86,8 +86,8 @@ class Run:
         checksums = {"train_prompts": checkpoint.checksum_of_rows(train_set.rows),
                      "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
         for key in CODE:
-            for spec in getattr(s, key).split(",") if ":" in getattr(s, key) else ():
-                path = source_file(spec.rpartition(":")[0])
+            paths = {source_file(spec.rpartition(":")[0]) for spec in specs(getattr(s, key)) if ":" in spec}
+            for path in sorted(paths):
                 check(os.path.isfile(path), f"{key}: no such file: {path}")
                 checksums[key] = checksums.get(key, 0) ^ checkpoint.checksum(path)
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}

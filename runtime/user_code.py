@@ -22,7 +22,13 @@ HERE = os.getcwd()
 def source_file(path):
     """Where such a file is: here, or else in the project, whose config files name some of its own."""
     here = os.path.join(HERE, path)
-    return here if os.path.isfile(here) else os.path.join(os.path.dirname(os.path.dirname(__file__)), path)
+    project = os.path.dirname(os.path.dirname(__file__))
+    return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
+
+
+def specs(text):
+    """The parts of a setting such as "file.py:name,other.py:name"; an empty one has one, which is empty."""
+    return [part.strip() for part in text.split(",")]
 
 
 @functools.cache
@@ -91,12 +97,23 @@ def escaped(text):
     return repr(text)[1:-1]
 
 
-def figure(value):
-    """What a reward or an environment logs: a number, or else text."""
-    try:
-        return value if isinstance(value, str) else float(value)
-    except Exception:
-        return shown(value)
+def logging_into(stores, function):
+    """Those of log_extra(name, values) and log_metric(name, value) that a function asks for, as in TRL.
+
+    What it logs goes into the dicts `stores`, as numbers or else as text: of values each one into its own.
+    Where stores is a dict, log_extra takes one value.
+    """
+    def log_extra(name, values):
+        for store, value in [(stores, values)] if isinstance(stores, dict) else zip(stores, values):
+            try:
+                store[str(name)] = value if isinstance(value, str) else float(value)
+            except Exception:
+                store[str(name)] = shown(value)
+
+    logs = {"log_extra": log_extra,
+            "log_metric": lambda name, value: log_extra(
+                name, value if isinstance(stores, dict) else [value] * len(stores))}
+    return {key: logs[key] for key in logs.keys() & inspect.signature(function).parameters.keys()}
 
 
 class TimeUp(Exception):
@@ -223,14 +240,17 @@ def at_once(functions, count, timeout, seconds):
     return [results.get(number, TimeUp()) for number in range(len(functions))]
 
 
-def closers(instance):
-    """Those of the methods close and release that take no arguments; the first of them closes an instance."""
-    methods = {name: getattr(instance, name, None) for name in ("close", "release")}
-    return {name: method for name, method in methods.items()
-            if callable(method) and not inspect.signature(method).parameters}
+def closer(instance, name):
+    """An environment's method of this name if it can be called without arguments, otherwise None."""
+    method = getattr(instance, name, None)
+    try:
+        inspect.signature(method).bind()
+        return method
+    except (TypeError, ValueError):
+        return None
 
 
 def close(instances, seconds):
-    """Closes those environments that can be closed, and waits for all of them together for `seconds`."""
-    functions = [method for instance in instances for method in [*closers(instance).values()][:1]]
-    at_once(functions, len(functions), 0, seconds)
+    """Closes environments by close() or else release(), and waits `seconds` for all of them together."""
+    functions = [closer(one, "close") or closer(one, "release") for one in instances]
+    at_once(functions := [*filter(None, functions)], len(functions), 0, seconds)

@@ -98,7 +98,8 @@ def replace(modules, make):
 def whole_while_running(network, units):
     """In this context a network of DTensors computes, in float32.
 
-    The parameters of a unit are whole while it runs, the others throughout. Each forward is a collective, and so is the beginning.
+    The parameters of a unit are whole while it runs, the others throughout. Each forward is a collective, and
+    so is the beginning.
     """
     undo, inside = {}, {module for part in units for module in part.modules()}
 

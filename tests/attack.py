@@ -238,7 +238,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
     ([GRPO, DAPO, PPO], {
         ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; reward_workers=2; "
                 "token_budget=70; vllm_tensor_parallel_size=2; "
-                "sequence_parallel_size=2",
+                "sequence_parallel_size=2; shard_ranks=2",
         "train_file": "task=file", "reward_model": "reward=none", "resume=auto": "resume=auto out_dir=",
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
@@ -257,7 +257,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
              runs(): ["seed=0"]}),
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
-                "updates_per_step=7; timeout=50 sync_timeout=50; eval_file=x.jsonl",
+                "shard_ranks=2; updates_per_step=7; timeout=50 sync_timeout=50; eval_file=x.jsonl",
         "in_flight": "in_flight=true max_staleness=0",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
         runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; sync_timeout=20; "

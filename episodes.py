@@ -42,7 +42,7 @@ from rollout import Answer, Request, Rollout
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 CLOSING = 10.0          # seconds that environments have to close at the end of a run
-MEDIA = {"image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"}
+MEDIA = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 
 
 class Functions:
@@ -250,13 +250,14 @@ class Player:
             messages.append(said)
             cut, done, heard = answer.finish_reason == "length", True, []
             try:
-                if calls and not self.has_step:
-                    said["tool_calls"] = [call for call, _ in calls]
                 if self.has_step:
                     returned = yield functools.partial(environment.step, text)
                     observation, rewards[last], done = self._checked(returned, turn, row)
                     heard = [({"role": "user"}, observation)]
-                elif not cut and calls:
+                elif cut:
+                    said["content"] = text                      # with a call that is not made
+                elif calls:
+                    said["tool_calls"] = [call for call, _ in calls]
                     heard, done = (yield from self._results(environment, calls, counts, row)), False
                 ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
                 if not ended:
@@ -397,12 +398,13 @@ class Player:
                 result = {"error": problem}
             message = {"role": "tool", "name": name, "tool_call_id": call["id"]}
             blocks = result if isinstance(result, list) else []
-            kinds = {one.get("type") if isinstance(one, dict) else None for one in blocks}
-            if media := {kind for kind in kinds if isinstance(kind, str)} & MEDIA:
-                raise self._broken(f"the tool {name} returned a block of the type {min(media)}, but the "
-                                   "policy reads text", row)
+            kinds = [one.get("type") if isinstance(one, dict) else None for one in blocks]
+            if media := [kind for kind in MEDIA if kind in kinds]:
+                raise self._broken(f"the tool {name} returned a block of the type {media[0]}, but the policy "
+                                   "reads text", row)
             try:
-                text = "".join(one["text"] for one in blocks) if kinds == {"text"} else str(result)
+                plain = kinds and all(kind == "text" for kind in kinds)
+                text = "".join(one["text"] for one in blocks) if plain else str(result)
             # It may be of any kind.
             except Exception as error:
                 text = problem = shown(error)

@@ -189,6 +189,8 @@ class Odd(Remote):
     rollouts, _ = played(plays, [["a<|end|>", "b<|end|>"]] * 3,
                          [{"how": how} for how in ("well", "lost", "hangs")])
     assert [r.finish_reason for r in rollouts] == ["stop", "error", "timeout"]
+    # Two were closed, in threads of their own.
+    wait_for(lambda: len(server.open) == 1, SimpleNamespace(exitcode=None), 9)
     assert len(plays.opened) == 1 and plays.idle == [*plays.opened.values()]
 
 
@@ -244,6 +246,26 @@ def test_get_reward_is_asked_however_an_episode_ends(write, name, texts, reason,
     (r, other), _ = played(plays, [texts, ["last<|end|>"]])
     assert r.finish_reason == reason and other.finish_reason == "stop"
     assert [*r.rewards.values()] == pytest.approx(rewards, nan_ok=True)
+
+
+def test_an_environment_that_is_still_busy_in_a_thread_is_asked_for_nothing(write):
+    source = write('''
+        import time
+        class Busy:
+            def reset(self, **row): self.busy = False
+            def step(self, text):
+                self.busy = True
+                time.sleep(0.6 * (text == "slow"))
+                self.busy = False
+                return None, 1.0, True
+            def get_reward(self): return 100.0 * (1 + self.busy)
+        ''')
+    plays = player(f"{source}:Busy", environment_timeout=0.2, environment_workers=2)
+    judged = []
+    plays.judge = lambda rollout, environment: judged.append(rollout)
+    (slow, quick), _ = played(plays, [["slow<|end|>"], ["quick<|end|>"]])
+    assert [*slow.rewards.values()] == [0.0] and [*quick.rewards.values()] == [101.0]
+    assert [id(one) for one in judged] == [id(quick)]
 
 
 def test_episodes_have_no_limit_of_turns_by_default(write):
@@ -302,6 +324,12 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
     settings.environment = ""
     with pytest.raises(ValueError, match="rows.jsonl:1: no prompt; the columns are opening"):
         data.load_prompts(TOKENIZER, settings)
+
+
+def test_a_turn_may_not_exceed_what_is_left_of_the_completion(write):
+    (r,), _ = played(player(f"{write(JUDGED)}:Judged", max_turn_length=30, max_completion_length=5),
+                     [["abcdefgh<|end|>"]])
+    assert len(r.ids) - len(r.prompt_ids) == 5
 
 
 @pytest.mark.parametrize("length, texts, spans", [(3, ["abcdef<|end|>"], [3]), (0, ["abcdef<|end|>"], [7]),
@@ -442,6 +470,26 @@ def test_results_keep_their_type_for_rewards(write, name, read, kept):
     assert r.completion[1]["content"] == kept and json.loads(json.dumps(r.completion)) == r.completion
 
 
+@pytest.mark.parametrize("value", [
+    [{"type": "article", "title": "cat"}], {(0, 0): "x"}, [[1], {"type": ["image"]}], []])
+def test_other_lists_and_objects_are_read_as_they_are_written(write, value):
+    source = write(f'''
+        class Gives:
+            def reset(self, **row): ...
+            def give(self) -> list:
+                """Gives."""
+                return {value!r}
+        ''')
+    (r,), _ = played(player(f"{source}:Gives"), [[call("give") + "<|end|>", "b<|end|>"]])
+    assert parts_of(r)[2] == f"<|user|><tool_response>{value}</tool_response><|end|><|assistant|>"
+    assert r.counts["failures"] == 0 and json.dumps(r.completion)
+
+
+def test_a_call_in_a_turn_that_is_cut_off_stays_what_was_said(write):
+    (r,), _ = played(player(f"{write(DESK)}:Desk"), [["I look." + call("count") + "..."]])
+    assert r.completion == [{"role": "assistant", "content": "I look." + call("count") + "..."}]
+
+
 def test_a_picture_is_refused(write):
     plays = player(f"{write(DESK)}:Desk")
     with pytest.raises(RuntimeError, match="environment Desk: the tool picture returned a block of the type "
@@ -474,6 +522,7 @@ def test_functions_are_tools_without_a_class(write):
     ({"tools": "none.py:add"}, "tools: no such file: none.py"),
     ({"tools": "GAME:bare"}, "tools=.*: the tool bare needs type hints and a docstring"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
+    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two tools are called add"),
     ({"tools": "GAME:add", "chat": False}, "tools=.* answers by the chat template, but chat is False"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])
 def test_tools_and_classes_that_cannot_be_used_are_refused(write, settings, told):
@@ -603,7 +652,8 @@ def test_a_file_is_run_once_for_all_that_it_holds(write):
 
 @pytest.mark.parametrize("reward, told", [
     ("GAME:far,GAME:far_too", "reward=.*: two of them are called far"),
-    ("GAME:brief,GAME:named", "a part of one of them may not be called score")])
+    ("GAME:brief,GAME:named", "a part of one of them may not be called score"),
+    ("GAME:brief,", "reward=.*,: nothing stands on one side of a comma")])
 def test_rewards_that_do_not_go_together_are_refused(moves, reward, told):
     plays = player(f"{moves}:Game")
     with pytest.raises((ValueError, RuntimeError), match=told):
@@ -636,6 +686,7 @@ def test_templates_may_stand_beside_a_model(tmp_path):
             ("chat_template", "none.jinja", "chat_template=none.jinja cannot be read: .*No such file"),
             ("response_template", str(tmp_path / "mine.jinja"), "response_template=.*mine.jinja cannot be read: JSONDecode"),
             ("chat_template_kwargs", "[1]", r"chat_template_kwargs=\[1\] cannot be read: .*not a JSON object, such as"),
+            ("chat_template_kwargs", '{"enable_thinkng": false}', "the chat template reads no enable_thinkng"),
             ("chat_template_kwargs", "{", "chat_template_kwargs={ cannot be read: JSONDecodeError")):
         with pytest.raises(ValueError, match=told):
             check_model.load_tokenizer(folder, settings=SimpleNamespace(**vars(settings) | {key: value}))

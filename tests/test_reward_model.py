@@ -131,6 +131,13 @@ def test_a_string_prompt_is_continued(judge):
     assert ours.score(["12+34"], ["=46"]) == pytest.approx([expected], abs=1e-5)
 
 
+def test_what_a_tool_returned_need_not_be_text(judge):
+    ours = load(judge)
+    called = [*answer("Hm"), {"role": "tool", "name": "add", "content": {"error": "no <|end|>"}}, *answer("5")]
+    text = ours.tokenizer.decode(ours._encode([{"role": "user", "content": "2+3?"}], called))
+    assert "{'error': 'no " in text and text.count("<|end|>") == 4
+
+
 def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
     ours = load(judge)
     begun = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]

@@ -18,6 +18,7 @@ import runs
 from episodes import Player
 from rewards import Scorer
 from runtime import check_model, user_code
+from runtime.checkpoint import checksum
 from runs import ROOT, begin, finish, launch, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for
 from test_survive import count_lines, wait_for
@@ -738,14 +739,20 @@ def test_an_environment_that_goes_to_another_folder_moves_nothing(talker, tmp_pa
     # Its process ends once, and is started again.
     write("import os\nlog = os.path.join(os.path.dirname(__file__), 'crashed')\n"
           "def crash(completions, **_):\n    if len(completions) > 2 and not os.path.exists(log):\n"
-          "        open(log, 'w').close()\n        os._exit(3)\n    return [1.0] * len(completions)\n", "crash.py")
+          "        open(log, 'w').close()\n        os._exit(3)\n    return [1.0] * len(completions)\n"
+          "def also(completions):\n    return [0.5] * len(completions)\n", "crash.py")
     (tmp_path / "rows.jsonl").write_text("".join(
         json.dumps({"prompt": [{"role": "user", "content": f"{i}? Speak."}], "answer": "1"}) + "\n"
         for i in range(64)))
     os.symlink(talker, tmp_path / "model")
     settings = SMALL | {"model": "model", "task": "file", "train_file": "rows.jsonl", "train_prompts": 0,
-                        "eval_prompts": 4, "environment": "game.py:Wanders", "reward": "crash.py:crash",
+                        "eval_prompts": 4, "environment": "game.py:Wanders", "reward": "crash.py:crash, crash.py:also",
                         "reward_errors": "unscored", "max_prompt_length": 64, "out_dir": "here"}
     launch(f"{ROOT}/train_grpo.py", *with_defaults([], settings), cwd=tmp_path)
     assert {"metrics.jsonl", "checkpoint-2", "config.json"} <= {*os.listdir(tmp_path / "here")}
     assert len(lines(tmp_path / "here")) == 3 and (tmp_path / "crashed").exists()
+    # A file that two rewards come from counts once.
+    with open(tmp_path / "here" / "checkpoint-2" / "trainer" / "state.json") as file:
+        checksums = json.load(file)["checksums"]
+    assert checksums["reward"] == checksum(tmp_path / "crash.py")
+    assert checksums["environment"] == checksum(tmp_path / "game.py")

@@ -421,7 +421,9 @@ def test_a_damaged_rollout_is_a_value_error(change):
     assert len(rollout.from_json(entry, 256).logprobs) == 2
     with pytest.raises(ValueError, match=f"{[*change][0]}: |spans: they do not fit ids and logprobs"):
         rollout.from_json(entry | change, 256)
-    for key in entry:
+    older = {name: value for name, value in entry.items() if name != "extra"}
+    assert rollout.from_json(older).extra == {}
+    for key in older:
         with pytest.raises(ValueError, match=f"^{key}: missing, or unknown"):
             rollout.from_json({name: value for name, value in entry.items() if name != key})
 

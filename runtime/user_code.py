@@ -252,5 +252,5 @@ def closer(instance, name):
 
 def close(instances, seconds):
     """Closes environments by close() or else release(), and waits `seconds` for all of them together."""
-    functions = [closer(one, "close") or closer(one, "release") for one in instances]
-    at_once(functions := [*filter(None, functions)], len(functions), 0, seconds)
+    closers = [closer(one, "close") or closer(one, "release") for one in instances]
+    at_once([*filter(None, closers)], len(closers), 0, seconds)

@@ -19,6 +19,7 @@ from episodes import Player
 from rewards import Scorer
 from runtime import check_model, user_code
 from runtime.checkpoint import checksum
+from runtime.user_process import UserProcess
 from runs import ROOT, begin, finish, launch, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for
 from test_survive import count_lines, wait_for
@@ -313,6 +314,10 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
         "prompts_per_step": 2, "model": "tiny"})
     train, held_out, _ = data.load_prompts(TOKENIZER, settings)
     assert len(train) + len(held_out) == 41 and len(held_out) > 0
+    # By the text of the whole row: rows of one length are on both sides.
+    sides = [{len(row["opening"]) for row in rows if row["opening"]} for rows in (
+        train.rows, [prompt.row for prompt in held_out])]
+    assert sides[0] & sides[1]
     named = {repr(row): prompt for row, prompt in zip(train.rows, train.encoded(range(len(train))))}
     (first, lacks) = (next(p for p in [*named.values(), *held_out] if p.row.get("number") is number
                            and (number or p.row["opening"])) for number in (None, 3))
@@ -659,6 +664,17 @@ def test_rewards_that_do_not_go_together_are_refused(moves, reward, told):
     plays = player(f"{moves}:Game")
     with pytest.raises((ValueError, RuntimeError), match=told):
         scored(plays, lambda: played(plays, [["a<|end|>"]])[0], reward=reward.replace("GAME", moves))
+
+
+def test_a_reward_of_another_file_reads_environments_in_the_runs_process(moves, write, monkeypatch):
+    """The process that told what it takes is ended."""
+    other = write("import os\ndef where(environments, **_):\n    return [env.reward + os.getpid() for env in environments]",
+                  "other.py")
+    plays, ended, end = player(f"{moves}:Game"), [], UserProcess.end
+    monkeypatch.setattr(UserProcess, "end", lambda self: ended.append(self) or end(self))
+    (r,) = scored(plays, lambda: played(plays, [[call("move", '{"steps": 2}') + "<|end|>", "b<|end|>"]])[0],
+                  reward=f"{other}:where", reward_timeout=5.0)
+    assert r.score == 2.0 + os.getpid() and len(ended) == 1 and ended[0].process is None
 
 
 def test_a_reward_that_takes_environments_needs_one(moves):

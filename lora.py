@@ -25,11 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 
-from configurator import input_errors
 from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
-from runtime.load_sharded import own_rows
+from runtime.load_sharded import own_rows, spread
 from runtime.logprobs import product
-from weights import spread
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # What keys of an adapter's config may say, and keys that change nothing here. All others have to be empty:
@@ -44,9 +42,9 @@ def merge(weight, A, B, scale):
 
     A bfloat16 is the first half of a float32's bits. Rounded to the nearest one, the sum would be the base
     weight until B A reaches half a step, which is 1 / 500 of it: most of a small adapter would be lost. So a
-    number from 0 to 65535, always the same for the same place (weights.spread), is added to the second half
-    before that is cut off. Of the sums that are a third of the way to the next bfloat16, a third then get
-    there. Where B is 0 the result is the base weight, because its second half is 0.
+    number from 0 to 65535, always the same for the same place (load_sharded.spread), is added to the second
+    half before that is cut off. Of the sums that are a third of the way to the next bfloat16, a third then
+    get there. Where B is 0 the result is the base weight, because its second half is 0.
     """
     exact = torch.addmm(weight.float(), B, A, alpha=scale)
     if weight.dtype != torch.bfloat16:
@@ -210,5 +208,7 @@ def merge_folder(folder):
 
 
 if __name__ == "__main__":
-    with input_errors():
+    try:
         print(merge_folder(sys.argv[-1]))
+    except ValueError as error:
+        sys.exit(f"lora.py: {error}")

@@ -1,6 +1,7 @@
 """
 Policy and critic: loaded from a model folder, sharded by FSDP2, and what they compute of packed rows.
 
+    open_folders     what a run reads of its models' folders before it loads weights
     load_policy      a Policy under FSDP2, whose forward returns logprobs and entropies
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
@@ -23,9 +24,8 @@ from attention import cut_over, join, packed_attention, pick
 from packing import deal, idle, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
-from runtime.check_model import model_class
-from runtime.load_sharded import load_rows, put_under_fsdp, whole_while_running
-from weights import spread_masters
+from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer, model_class
+from runtime.load_sharded import load_rows, put_under_fsdp, spread_masters, whole_while_running
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -154,6 +154,20 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 
 
 # ---------------------------------------------------------------- loading and sharding
+
+def open_folders(s, longest):
+    """What a run reads of its models' folders before it loads weights, as attributes of what is returned.
+
+    s: a script's settings. longest: the tokens of its longest row. policy, reference, critic: folders or hub
+    ids, the last two for a script that has the setting; tokenizer; eos_ids: the tokens that end a completion.
+    Raises ValueError for a model that cannot be trained, or that does not read the policy's tokens.
+    """
+    policy = check_trainable(s.model, length=longest)
+    tokenizer = load_tokenizer(policy, settings=s)
+    other = {key.removesuffix("_model"): check_reader(key, getattr(s, key), policy, tokenizer, longest)
+             for key in ("reference_model", "critic_model") if hasattr(s, key)}
+    return SimpleNamespace(policy=policy, tokenizer=tokenizer, eos_ids=end_tokens(policy, tokenizer), **other)
+
 
 CLOSE = 1e-4                # what differs less from transformers, relative to the largest value, is rounding
 

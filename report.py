@@ -18,7 +18,6 @@ import re
 import sys
 from collections import defaultdict
 
-from configurator import check, fail
 from runtime.health import findings, series
 from runtime.safe_files import opened
 
@@ -154,8 +153,9 @@ def at_end(folder):
 
 
 if __name__ == "__main__":
-    check(len(sys.argv) > 1 and not sys.argv[1].startswith("-"), __doc__.strip())
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__.strip())
     try:
         print(write(sys.argv[1:]))
     except OSError as error:
-        fail(f"there is no report: {error}")
+        sys.exit(f"report.py: there is no report: {error}")

@@ -36,10 +36,9 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player, Table
-from model import kl_to_reference, load_policy, micro_batches, offload, token_logprobs
+from model import kl_to_reference, load_policy, micro_batches, offload, open_folders, token_logprobs
 from placement import Bridge, Sampled, kept_ahead, staleness
-from runtime.check_settings import check_grpo, check_placement, check_suits
-from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
+from runtime.check_settings import check_run
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -101,8 +100,7 @@ if engine_correction == "auto":
     settings.engine_correction = engine_correction = (
         "token_truncate" if max_staleness and old_logprobs == "trainer" else "none")
 # ---------------------------------------------------------------- set-up of both roles
-check_placement(settings, int(os.environ.get("WORLD_SIZE", 1)))
-check_grpo(settings)
+check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - rollout_ranks)
 with input_errors():
     bridge = Bridge(settings)                                   # this rank's role, and the way to the other
 # Rank and world size are those of the role.
@@ -114,13 +112,9 @@ eval_steps = {*range(0, max_steps, eval_interval or max_steps), max_steps}   # w
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
-    # The initial model's folder or hub id.
-    base = check_trainable(model, length=longest)
-    check_suits(settings, base)
+    models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
+    tokenizer, eos_ids = models.tokenizer, models.eos_ids
     part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
-    tokenizer = load_tokenizer(base, settings=settings)
-    eos_ids = end_tokens(base, tokenizer)
-    reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
@@ -194,15 +188,17 @@ player.close()                                                  # only the engin
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
 run = Run(settings, __file__, ahead=[])
 with input_errors():
-    run.check_data(train_set, eval_set)
-    start = base if lora_rank else run.resumed or base          # adapters come on top of the base
+    run.check_data(models.policy, train_set, eval_set)
+    # Adapters come on top of the initial model, in a resumed run as well.
+    start = run.resumed if run.resumed and not lora_rank else models.policy
     ahead = kept_ahead(run.state, settings, start)              # {step: Sampled}, by the run before
     bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
                  max([run.state["position"], *(one.position for one in ahead.values())])})
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
-        load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False))
+        load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
+                    trained=False))
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:

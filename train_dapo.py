@@ -30,9 +30,7 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import kl_to_reference, load_policy, micro_batches, offload, token_logprobs
-from runtime.check_settings import check_dapo, check_grpo, check_run, check_suits
-from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer
+from model import kl_to_reference, load_policy, micro_batches, offload, open_folders, token_logprobs
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -94,39 +92,34 @@ settings = configure(globals())         # overrides the names above by config fi
 # One process per device. FSDP2 shards over the mesh; the ranks of sequence_group share each row of tokens.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-check_run(settings, world_size)
-check_grpo(settings)
-check_dapo(settings)
+# Checks the settings. run.resumed is a checkpoint or None, run.state what a checkpoint saves.
+run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row; an evaluation may need more
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
 may_be_stale = old_logprobs == "engine" or engine_correction != "none"      # by weights of an earlier step
-# run.resumed is a checkpoint or None, run.state what a checkpoint saves.
-run = Run(settings, __file__)
 with input_errors():                                            # a ValueError becomes a one-line message
-    # The initial model's folder or hub id.
-    base = check_trainable(model, length=longest)
-    check_suits(settings, base)
+    models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
+    tokenizer, eos_ids = models.tokenizer, models.eos_ids
     engine_class = rollout.engine_class(engine)
-    tokenizer = load_tokenizer(base, settings=settings)
-    eos_ids = end_tokens(base, tokenizer)
-    reference_base = check_reader("reference_model", reference_model, base, tokenizer, longest)
     player = Player(settings, tokenizer, eos_ids)               # of episodes; idle without an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    run.check_data(train_set, eval_set)                         # that they are those of the resumed run
+    run.check_data(models.policy, train_set, eval_set)          # that they are those of the resumed run
     trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]        # shows a broken environment or reward now
     player.check_with(trial)
     scorer.check_with([prompt.row for prompt in trial])
 
-    start = base if lora_rank else run.resumed or base          # adapters come on top of the base
+    # Adapters come on top of the initial model, in a resumed run as well.
+    start = run.resumed if run.resumed and not lora_rank else models.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
-        load_policy(reference_base, mesh, compute_dtype, False, float32_head, sequence_group, trained=False))
+        load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
+                    trained=False))
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),

@@ -1,7 +1,7 @@
 """
-Checkpoints: a run's models and its state on their way to disk and back.
+A run's folder, and the checkpoints in it: models and state on their way to disk and back.
 
-A checkpoint is written next to its final place, synced to disk and then renamed, so it is whole or absent:
+The folder is kept from other runs and is never one that belongs to somebody else. A checkpoint is written next to its final place, synced to disk and then renamed, so it is whole or absent:
 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of
                               over 5 GB are model-00001-of-00003.safetensors and so on, with their index
@@ -10,6 +10,8 @@ A checkpoint is written next to its final place, synced to disk and then renamed
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
 """
+import atexit
+import fcntl
 import itertools
 import json
 import os
@@ -17,6 +19,8 @@ import pickle
 import re
 import shutil
 import stat
+import sys
+import time
 import zlib
 
 import torch
@@ -31,6 +35,7 @@ from runtime.safe_files import in_words, opened, remove, sync
 from weights import full_weights
 
 FILE_BYTES = 5 * 10 ** 9        # of a file of weights at most, unless one tensor has more: rank 0 holds these
+LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
 
@@ -300,3 +305,102 @@ def load_state(folder):
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not what a run writes: {error!r:.300}") from error
     return state
+
+
+# ---------------------------------------------------------------- the folder of a run
+
+def claim(out_dir, patience=600):
+    """Keep other runs out of a folder while this process lives.
+
+    Waits up to `patience` seconds for a run that is still in it, then raises ValueError: the workers of a
+    torchrun that was killed live on until the end of their step.
+    """
+    try:
+        # TensorBoard wants UTF-8.
+        out_dir.encode()
+        os.makedirs(out_dir, exist_ok=True)
+        LOCKS.append(opened(os.path.join(out_dir, ".lock"), "ab"))
+    # A name may have a NUL in it, or thousands of parts.
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"out_dir={out_dir!r} cannot be written: {in_words(error)}") from None
+    for second in range(patience + 1):
+        try:
+            return fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if second == 0:
+                print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
+            time.sleep(1)
+        except OSError as error:
+            return print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
+    raise ValueError(f"out_dir={out_dir}: another run is writing there")
+
+
+def locate_run(out_dir, resume, default):
+    """(the run's folder, the checkpoint to resume or None), from the settings out_dir and resume.
+
+    An empty out_dir means the run that the resumed checkpoint belongs to, or where none is resumed a new
+    folder named `default`, with a number behind it if that is taken. The folder is claimed. resume=auto
+    passes over damaged checkpoints and prints their names. Raises ValueError for a resume that is not a
+    checkpoint, is damaged or is not the newest of its run, and for a folder that cannot be written, that
+    holds another run, only damaged checkpoints, or what is no run at all.
+    """
+    out_dir, resume = (path and os.path.normpath(os.path.expanduser(path)) for path in (out_dir, resume))
+    if resume == "auto":
+        if not out_dir:
+            raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
+        refuse_foreign(out_dir)
+        claim(out_dir)
+        found = checkpoints(out_dir)
+        for folder in reversed(found):
+            if not (problem := damage(folder)):
+                return out_dir, folder
+            print(f"{folder} is damaged and passed over: {problem}", file=sys.stderr)
+        if found:
+            raise ValueError(f"resume=auto: all {len(found)} checkpoints in {out_dir} are damaged")
+        return out_dir, None
+    own = os.path.dirname(os.path.abspath(resume)) if resume else ""
+    if resume and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
+        raise ValueError(f"resume={resume}: not a checkpoint folder")
+    goes_on = bool(resume) and os.path.abspath(out_dir or own) == own
+    folder = own if goes_on else out_dir or new_folder(default)
+    refuse_foreign(folder)
+    # Before looking into it: another run may be about to end.
+    claim(folder)
+    if goes_on:
+        newest = (checkpoints(own) or [resume])[-1]
+        if os.path.basename(newest) != os.path.basename(os.path.abspath(resume)):
+            raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
+    elif set(os.listdir(folder)) - {".lock"}:
+        raise ValueError(f"out_dir={out_dir} holds another run: "
+                         "name a new folder, or resume it by --resume=auto")
+    if resume and (problem := damage(resume)):
+        raise ValueError(f"resume={resume}: damaged: {problem}")
+    return folder, resume or None
+
+
+def new_folder(default):
+    # Two runs may begin in the same second: only one of them can make the folder.
+    for number in itertools.count(1):
+        try:
+            os.makedirs(folder := default if number == 1 else f"{default}-{number}")
+            atexit.register(remove_unused, folder)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"out_dir={folder} cannot be made: {error.strerror}") from None
+
+
+def remove_unused(folder):
+    # A run that is refused before it has written anything leaves no folder.
+    if os.path.isdir(folder) and set(os.listdir(folder)) <= {".lock"}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_foreign(folder):
+    # A run's folder has a .lock from its first moment on; what else has none belongs to somebody else.
+    if os.path.isdir(folder):
+        strangers = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
+        if strangers and ".lock" not in strangers:
+            raise ValueError(f"out_dir={folder} holds {min(strangers)} and is not the folder of a run: name "
+                             "a new folder")

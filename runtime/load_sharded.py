@@ -4,6 +4,7 @@ A model from its folder to the ranks that share it: each keeps its own rows of e
     load_rows               a model of a transformers class, whose parameters are DTensors cut as FSDP2 does
     whole_while_running     such a network computes before it is under FSDP2
     put_under_fsdp          such a network under FSDP2
+    spread_masters          its weights, if bfloat16 rounds them, moved so that small steps are not lost
 While it loads, a rank holds its rows and one whole tensor, which is cut as soon as it is part of the model.
 transformers reads the files, and gives tensors the names and shapes that they have in the model.
 """
@@ -75,6 +76,40 @@ def own_rows(whole, mesh, dtype):
     # transformers draws new numbers for what lacks this mark.
     kept._is_hf_initialized = getattr(whole, "_is_hf_initialized", False)
     return kept
+
+
+def spread(weight, first=0):
+    """An int16 for each place of a weight: always the same, and spread evenly over rows and columns.
+
+    first: the number of the weight's first row, where it has some rows of a whole.
+    """
+    def along(start, count, step):
+        return ((torch.arange(count, device=weight.device) + start) * step).to(torch.int16)     # it wraps
+
+    columns = weight.numel() // max(len(weight), 1)
+    return (along(first, len(weight), 49471)[:, None] + along(0, columns, 37345)).view(weight.shape)
+
+
+@torch.no_grad()
+def spread_masters(parameters):
+    """Move float32 weights, in place, off the grid of bfloat16 without changing what they are rounded to.
+
+    parameters: DTensors of this rank's rows. A step of the optimizer that is far smaller than the grid's
+    would otherwise change no rounded weight, and neither trainer nor engine would compute anything new.
+    With weights all over the interval that is rounded to the same bfloat16, the share of them that comes
+    to the next one is the step as a share of the grid's. A weight that is not on the grid, as in a
+    checkpoint of a run, is left as it is, and so is every 0. A collective.
+    """
+    bits = [parameter.to_local().view(torch.int32) for parameter in parameters]
+    off_grid = torch.tensor([bool((rows & 0xffff).any()) for rows in bits], dtype=torch.int32)
+    dist.all_reduce(off_grid, dist.ReduceOp.MAX)
+    for parameter, rows, off in zip(parameters, bits, off_grid.tolist()):
+        mesh = parameter.device_mesh
+        per_rank = -(-len(parameter) // mesh.size(mesh.ndim - 1))
+        if not off:
+            # Half a step itself might be rounded up.
+            moved = spread(rows, per_rank * mesh.get_local_rank(mesh.ndim - 1)).clamp_(min=1 - 2 ** 15)
+            rows.add_(torch.where(rows.view(torch.float32) == 0, 0, moved))
 
 
 def replace(modules, make):

@@ -1,8 +1,8 @@
 """
 The frame of a run, which all training scripts share: it begins or resumes, saves, stops, and ends.
 
-None of it is part of an algorithm. run_folder.py finds the folder, checkpoint.py writes the checkpoints,
-run_log.py the metrics, the samples and the console output.
+None of it is part of an algorithm. checkpoint.py finds the folder and writes the checkpoints, run_log.py
+writes the metrics, the samples and the console output.
 """
 import datetime
 import json
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from configurator import check, input_errors, printable
 from runtime import checkpoint, distributed, forecast
-from runtime.run_folder import locate_run
+from runtime.check_settings import check_run, check_suits
 from runtime.run_log import RunLog, make_lenient
 from runtime.user_code import HERE, source_file, specs
 
@@ -35,13 +35,14 @@ class Run:
 
     settings: what configure returned. script: the training script's __file__. critic: whether it trains one.
     state: what a new run's state holds apart from the step; it is saved with each checkpoint, as JSON, and a
-    resumed run gets it back. Stops the script with a message if the settings do not fit the folder or the
-    checkpoint. A collective.
+    resumed run gets it back. Stops the script with a message if the settings do not fit each other, the
+    folder or the checkpoint. A collective.
     """
 
     def __init__(self, settings, script, critic=False, **state):
         make_lenient()
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
+        check_run(settings, self.world_size)
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         located = None
         with input_errors():
@@ -50,7 +51,7 @@ class Run:
                 clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
                 # An environment may have gone to another folder already.
                 here = lambda path: path if path in ("", "auto") else os.path.join(HERE, path)
-                located = locate_run(here(settings.out_dir), here(settings.resume),
+                located = checkpoint.locate_run(here(settings.out_dir), here(settings.resume),
                                      here(f"out/{kind}-{settings.task}-{clock}"))
         self.out_dir, self.resumed = distributed.from_master(located)
         # What load_policy needs of the adapters, if there are any.
@@ -79,10 +80,11 @@ class Run:
         check(self.first_step <= self.max_steps,
               f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
 
-    def check_data(self, train_set, eval_set):
-        """Refuse prompts that are not those of the resumed run, because their file may have changed, and
-        models whose weights no device can hold. Raises ValueError."""
+    def check_data(self, base, train_set, eval_set):
+        """Refuse prompts that are not those of the resumed run, because their file may have changed, and a
+        model that no device can hold or that defaults do not suit. base: its folder. Raises ValueError."""
         s, before = self.settings, self.state["settings"]
+        check_suits(s, base)
         checksums = {"train_prompts": checkpoint.checksum_of_rows(train_set.rows),
                      "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
         for key in CODE:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from runtime import checkpoint
-from runtime import run_folder
 from runtime.run_log import RunLog
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -168,9 +167,9 @@ def test_what_is_wrong_is_said_and_nothing_hangs(whole, harm, problem):
 
 LOCATE = """
 import sys
-from runtime import run_folder
+from runtime import checkpoint
 sys.stdin.readline()
-folder, _ = run_folder.locate_run("", "", sys.argv[1])
+folder, _ = checkpoint.locate_run("", "", sys.argv[1])
 print(folder, flush=True)
 sys.stdin.readline()
 """
@@ -193,22 +192,22 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
 def test_what_is_no_run_is_left_alone(tmp_path, resume):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds config.json and is not the folder of a run"):
-        run_folder.locate_run(str(tmp_path), resume, "out/x")
+        checkpoint.locate_run(str(tmp_path), resume, "out/x")
     assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_a_name_may_have_a_tilde_and_slashes(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_folder.locate_run("~/run//", "auto", "out/x") == (str(tmp_path / "run"), None)
-    run_folder.LOCKS.clear()                                    # as at the end of a process
-    assert run_folder.locate_run("~/run/", "auto", "out/x") == (str(tmp_path / "run"), None)
+    assert checkpoint.locate_run("~/run//", "auto", "out/x") == (str(tmp_path / "run"), None)
+    checkpoint.LOCKS.clear()                                    # as at the end of a process
+    assert checkpoint.locate_run("~/run/", "auto", "out/x") == (str(tmp_path / "run"), None)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for out_dir in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run", tmp_path / ("x" * 300)):
         with pytest.raises(ValueError, match="out_dir="):
-            run_folder.locate_run(str(out_dir), "", "out/x")
+            checkpoint.locate_run(str(out_dir), "", "out/x")
 
 
 @pytest.mark.parametrize("name", [
@@ -226,9 +225,9 @@ def test_links_and_pipes_are_not_followed(mesh, tmp_path, name):
         place.unlink(missing_ok=True)
         plant()
         with pytest.raises(ValueError, match=f"out_dir=.*{name}: .*({word})"):
-            run_folder.locate_run(str(tmp_path / "run"), "auto", "out/x")
+            checkpoint.locate_run(str(tmp_path / "run"), "auto", "out/x")
             RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 1}, 0, 1)
-        run_folder.LOCKS.clear()
+        checkpoint.LOCKS.clear()
     assert (tmp_path / "precious").read_text() == '{"step": 0}\n'
 
 

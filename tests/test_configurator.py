@@ -1,5 +1,6 @@
 """What a command line and a config file may say is taken, and the rest is refused with these words."""
 import ast
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import configurator
 from config import conversation, shared
 from configurator import configure, read_layout
-from runtime.check_settings import check_grpo, check_values
+from runtime.check_settings import RULES, check_run, check_values
 
 SCRIPT = '''"""
 Trains a policy,
@@ -430,6 +431,26 @@ def test_every_recipe_fits_the_script_that_it_names(recipe):
         settings = configure(script, [str(recipe)])
         assert any(value != defaults[key] for key, value in vars(settings).items())
         if name in scripts:
-            check_values(settings)
-        if name == "train_grpo.py":
-            check_grpo(settings)
+            check_run(settings, trainers=1)
+
+
+def test_each_rule_reads_settings_that_a_script_has():
+    """A misspelt setting would leave its rule out for ever."""
+    left = dict.fromkeys(RULES)
+    for path in Path(__file__).parents[1].glob("train_*.py"):
+        settings = SimpleNamespace(**configure(defaults_of(path), []).__dict__, trainers=1, samplers=1, engines=1)
+        for rule in [*left]:
+            with contextlib.suppress(AttributeError):
+                assert rule(settings)[0]
+                del left[rule]
+    assert not left, [rule.__code__.co_firstlineno for rule in left]
+
+
+def test_a_script_may_drop_a_setting():
+    """Then the rules that read it are left out, and the others stay."""
+    settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"), ["--epsilon=2"])
+    del settings.dual_clip, settings.kl_estimator
+    with pytest.raises(SystemExit):
+        check_run(settings, trainers=1)
+    settings.epsilon = 0.2
+    check_run(settings, trainers=1)

@@ -19,7 +19,7 @@ import weights
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
 from runs import ROOT, forked, launch, on_ranks, without_times
-from runtime import logprobs
+from runtime import load_sharded, logprobs
 from runtime.check_model import SHIPPED, check_model
 from test_packing import episode, random_parts
 from test_rollout import ENGINES, close
@@ -136,12 +136,12 @@ def test_a_merged_weight_is_one_of_the_two_next_to_the_sum():
 
 
 def test_the_spread_is_even_over_rows_columns_and_blocks():
-    found = weights.spread(torch.empty(300, 400)).double() / 2 ** 16
+    found = load_sharded.spread(torch.empty(300, 400)).double() / 2 ** 16
     for part in (found, found[7], found[:, 9], found[40:60, 100:120]):
         assert part.mean().abs() < 0.02 and part.std() == pytest.approx(12 ** -0.5, rel=0.05)
         counts = part.flatten().histc(10, -0.5, 0.5) / part.numel()
         assert (counts - 0.1).abs().max() < 0.04
-    assert weights.spread(torch.empty(3, 4, 5)).shape == (3, 4, 5)
+    assert load_sharded.spread(torch.empty(3, 4, 5)).shape == (3, 4, 5)
 
 
 # ---------------------------------------------------------------- trainer and engine
@@ -432,14 +432,14 @@ def test_damaged_folders_are_refused_in_one_line(checkpoint, tmp_path, files):
     adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
     for name, content in files.items():
         (adapter / name).write_bytes(content)
-    said = launch("lora.py", adapter, code=2).splitlines()
+    said = launch("lora.py", adapter, code=1).splitlines()
     assert said[-1].startswith(f"lora.py: {adapter}/{min(files)} cannot be read: "), said
 
 
 # ---------------------------------------------------------------- small steps in bfloat16
 
 def spread(weight, mesh):
-    weights.spread_masters([DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)])
+    load_sharded.spread_masters([DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)])
 
 
 def rows_spread_on_this_rank(*shapes):
@@ -448,7 +448,7 @@ def rows_spread_on_this_rank(*shapes):
     wholes = [torch.ones(shape) for shape in shapes]
     wholes[-1][-1] += 1e-7
     spread_out = [distribute_tensor(whole, mesh, [Shard(0)]) for whole in wholes]
-    weights.spread_masters(spread_out)
+    load_sharded.spread_masters(spread_out)
     return [one.full_tensor() for one in spread_out]
 
 

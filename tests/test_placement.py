@@ -523,9 +523,9 @@ def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
 # ---------------------------------------------------------------- settings that do not fit
 
 @pytest.mark.parametrize("ranks, settings, message", [
-    (1, {}, "trainers and engines need a process each at least: torchrun --nproc_per_node=2 train_async.py"),
+    (1, {}, "leaves no trainer: there are 1 ranks (torchrun --nproc_per_node=2 train_async.py has two)"),
     (2, {"rollout_ranks": 2}, "rollout_ranks=2 leaves no trainer: there are 2 ranks"),
-    (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide rollout_ranks=1"),
+    (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide the 1 ranks that sample"),
     (3, {"rollout_ranks": 2, "vllm_tensor_parallel_size": 2},
      "vllm_tensor_parallel_size=2: engine=hf has one rank"),
     (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),

@@ -208,9 +208,9 @@ def test_long_samples_fit_as_well(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    said = launch("report.py", tmp_path, code=2)
+    said = launch("report.py", tmp_path, code=1)
     assert f"there is no report: [Errno 2] No such file or directory: '{tmp_path}/config.json'" in said
-    assert "python report.py out/" in launch("report.py", code=2)
+    assert "python report.py out/" in launch("report.py", code=1)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import checkpoint, distributed, tell_launcher
-from runtime import run_folder
 from runtime.run_log import Lenient, RunLog
 from runs import ROOT, TORCHRUN, begin, change_state, finish, forked, launch, lines, refused, without_times
 
@@ -264,17 +263,17 @@ def test_the_best_checkpoint_stays(whole):
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out_dir = str(tmp_path / "run")
-    code = ("import time; from runtime import run_folder; "
-            f"run_folder.claim({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
+    code = ("import time; from runtime import checkpoint; "
+            f"checkpoint.claim({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "in\n"
     # A claim that has failed does not make the folder this process's own.
     for patience in (1, 0):
         with pytest.raises(ValueError, match="another run is writing there"):
-            run_folder.claim(out_dir, patience)
+            checkpoint.claim(out_dir, patience)
     holder.kill()
     holder.wait()
-    run_folder.claim(out_dir, patience=1)
+    checkpoint.claim(out_dir, patience=1)
     assert "another run is writing there" in launch("-c", code, code=1)
 
 

@@ -30,7 +30,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 import data
 from configurator import check, configure, input_errors
-from runtime.check_settings import SUITS_TINY, check_divides, check_values
+from runtime.check_settings import SUITS_TINY, check_values
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
@@ -190,7 +190,7 @@ def save(model, tokenizer, folder):
 if __name__ == "__main__":
     settings = configure(globals())
     check_values(settings)
-    check_divides(settings, "heads", hidden_size, f"hidden_size={hidden_size}")
+    check(hidden_size % heads == 0, f"heads={heads} does not divide hidden_size={hidden_size}")
     check(hidden_size // heads % 2 == 0, f"heads={heads}: each must have an even number of dimensions")
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer, rng = make_tokenizer(), random.Random(seed)

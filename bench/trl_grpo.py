@@ -6,8 +6,8 @@ starts this script with the interpreter that has TRL (bench/against_trl.py says 
 
 Model, task, prompts of each step, reward, optimizer, learning rate of each update and both evaluations are
 those of train_grpo.py with the same settings. Two things differ. TRL samples with transformers' generate,
-from random numbers of its own. And loss_type="dapo", its default, divides the loss of an update by the mean
-number of tokens of the step's updates, where train_grpo.py divides by that of the update itself.
+and draws random numbers of its own. And its default loss, dapo, divides an update's sum over tokens by the
+mean number of tokens of the step's updates, where train_grpo.py divides by the number of the update's own.
 
 The script leaves config.json and metrics.jsonl in out_dir, as a run does. timing_s/step counts all that TRL
 does for a step: generation, reward, old logprobs, updates and logs. It counts neither start nor evaluations.
@@ -47,6 +47,8 @@ epsilon = 0.2
 warmup_steps = 5
 lr_decay = "linear"
 grad_clip = 1.0
+# of TRL
+loss_type = "dapo"              # its default; with bnpo the gradients are those of train_grpo.py
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 
@@ -101,7 +103,7 @@ config = GRPOConfig(
     max_steps=max_steps * updates_per_step, steps_per_generation=updates_per_step,
     per_device_train_batch_size=prompts_per_step * num_generations // updates_per_step,
     num_generations=num_generations, max_completion_length=max_completion_length, shuffle_dataset=False,
-    loss_type="dapo", scale_rewards="group", beta=0.0, epsilon=epsilon, max_grad_norm=grad_clip,
+    loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon, max_grad_norm=grad_clip,
     logging_steps=updates_per_step, disable_tqdm=True, report_to=[], save_strategy="no")
 trainer = GRPOTrainer(policy, rewards.load_reward(reward, task), config, Dataset.from_list(rows),
                       processing_class=tokenizer, callbacks=[Log()], optimizers=(optimizer, scheduler))

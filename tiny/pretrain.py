@@ -16,6 +16,7 @@ out that showing the work pays: completions get longer while the reward rises. P
 ability and the bad habit, on purpose; GRPO has to find which of the two to follow.
 """
 import functools
+import itertools
 import json
 import os
 import random
@@ -104,29 +105,22 @@ def quick_answer(row, answers, rng):
     return f"Answer: {answer}"
 
 
-def batches(rows, harder_rows, tokenizer, rng):
-    """Yields one list of (ids, which of them are learned) for each step."""
+def problems(rows, harder_rows, rng):
+    """Yields for each step batch_size conversations (tools, messages): a problem and an answer to it."""
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
-    # Each text comes many times, and to encode a sequence takes 0.15 ms: 40 ms for a batch of 256.
-    encode = functools.cache(lambda text: tokenizer(text).input_ids)
-    encode_prompt = functools.cache(lambda text: tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))
     for step in range(steps):
-        batch = []
         for _ in range(batch_size):
             row = rng.choice(harder_rows if rng.random() < harder else rows)
             is_quick = step >= steps * (1 - quick_steps) and rng.random() < quick
             text = quick_answer(row, answers, rng) if is_quick else row["solution"]
-            prompt = encode_prompt(data.prompt_text(row["prompt"]))
-            completion = encode(text) + [tokenizer.eos_token_id]
-            batch.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
-        yield batch
+            yield None, [*row["prompt"], {"role": "assistant", "content": text}]
 
 
-def conversation_batches(make, tokenizer, rng):
-    """Yields batches like those above, made of conversations; only the assistant's messages are learned."""
+def batches(conversations, tokenizer):
+    """Yields for each step a list of (ids, which of them are learned): what the assistant says is learned."""
+    # The same texts come many times, and rendering and encoding one takes much longer than looking it up.
     @functools.cache
     def encode(text):
         messages, tools = json.loads(text)
@@ -134,10 +128,9 @@ def conversation_batches(make, tokenizer, rng):
 
     for step in range(steps):
         batch = []
-        for _ in range(batch_size):
-            tools, messages = make(rng)
+        for tools, messages in itertools.islice(conversations, batch_size):
             ids, learned = [], []
-            # The template writes a message without looking at others.
+            # The template writes each message without looking at the others.
             for number, message in enumerate(messages):
                 part = encode(json.dumps([[message], None if number else tools]))
                 ids += part
@@ -197,11 +190,12 @@ if __name__ == "__main__":
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
     with input_errors():
         if transcripts:
-            made = conversation_batches(load_from(transcripts, "transcripts", "function"), tokenizer, rng)
+            make = load_from(transcripts, "transcripts", "function")
+            conversations = (make(rng) for _ in itertools.count())
         else:
             rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
             harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
             check("solution" in rows[0], f"task={task}: its problems have no worked solutions")
-            made = batches(rows, harder_rows, tokenizer, rng)
-    pretrain(model, tokenizer, made)
+            conversations = problems(rows, harder_rows, rng)
+    pretrain(model, tokenizer, batches(conversations, tokenizer))
     save(model, tokenizer, out)

@@ -11,13 +11,10 @@ compose is for config/compose_base.py: answers for the small model of config/com
 operations of its prompt, every one of them correctly, but in a random order and only a random number of them.
 GRPO has to find out that the order is that of the prompt.
 """
-from transformers.utils import get_json_schema
-
-from environments.calculator import Calculator
-from environments.guess_number import Guess
 from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
 
-TOOLS = [get_json_schema(Calculator().calculate)]
+# What the chat template reads of the calculator's schema.
+TOOLS = [{"function": {"name": "calculate", "parameters": {"properties": {"expression": {}}}}}]
 
 
 def problem(rng, generator):
@@ -30,20 +27,22 @@ def problem(rng, generator):
 
 def game(rng):
     messages, columns = problem(rng, guess_problem)
-    environment, low, high = Guess(), 1, 64
-    environment.reset(columns["number"])
+    number, low, high = columns["number"], 1, 64
     talks, near = rng.choice([0, 1, 1, 2, 2, 2, 3, 3]), rng.random() < 0.5
     for turn in range(6):
         spread = (high - low) // 4 * near
         guess = (low + high) // 2 + rng.randint(-spread, spread)
-        text = str(guess) if turn >= talks else rng.choice(["Let me think.", "A number?", "Hm."])
-        messages.append({"role": "assistant", "content": text})
-        observation, _, done = environment.step(text)
-        if done or turn == 5:
-            return None, messages
-        if observation in ("higher", "lower"):
-            low, high = (guess + 1, high) if observation == "higher" else (low, guess - 1)
-        messages.append({"role": "user", "content": observation})
+        if turn < talks:
+            said, heard = rng.choice(["Let me think.", "A number?", "Hm."]), "A number from 1 to 64, please."
+        elif guess < number:
+            said, heard, low = str(guess), "higher", guess + 1
+        else:
+            said, heard, high = str(guess), "lower", guess - 1
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
+        if said == str(number):
+            break
+    # The game is over after the right guess or the last one, and nothing is said to either.
+    return None, messages[:-1]
 
 
 def arithmetic(rng):

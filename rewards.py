@@ -21,8 +21,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, escaped, in_order, load_from,
-                               logging_into, name_of, shown, source_file, specs)
+from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, in_order, load_from, logging_into,
+                               name_of, outcome, shown, source_file, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
@@ -67,8 +67,8 @@ def math_verify(prompts, completions, answer, **columns):
             for completion, truth in zip(completions, answer)]
 
 
-# A comparison that hangs costs its own completion alone.
-math_verify.one_by_one = True
+# Each call gets one completion, so a comparison that hangs costs no other completion its score.
+math_verify.at_once = 0
 
 
 def load_reward(spec, task, workers=0):
@@ -117,19 +117,15 @@ def one_by_one(compute_score):
         arguments = accepted(compute_score, columns)
         values = [compute_score(**dict(zip(arguments, values))) for values in zip(*arguments.values())]
         return in_order(values) if values and inspect.isawaitable(values[0]) else values
-    reward.__name__, reward.one_by_one = name_of(compute_score), True
+    reward.__name__, reward.at_once = name_of(compute_score), 0
     return reward
 
 
-class Raised(RuntimeError):
-    """Says that a reward has raised, and what."""
-
-
 def judge(reward, columns, timeout=0.0, seconds=math.inf):
-    # Returns by these columns (parts, steps, what it logged) for each completion. A reward that is called for
-    # each alone has `timeout` seconds for a call and `seconds` for all, and where a call fails its error is
-    # returned.
-    completions = [*columns["completions"]]
+    # Returns (parts, steps, what it logged) for each completion of these columns. Where calls run at once,
+    # each has `timeout` seconds and all together have `seconds`, and the error of a call that fails stands in
+    # place of its result.
+    completions = columns["completions"]
     logged = [{} for _ in completions]
 
     def call(places):
@@ -137,33 +133,27 @@ def judge(reward, columns, timeout=0.0, seconds=math.inf):
         logs = logging_into([logged[place] for place in places], reward)
         return functools.partial(reward, **accepted(reward, arguments | logs))
 
-    if hasattr(reward, "at_once"):
+    if getattr(reward, "at_once", 0):
         values = at_once([call([i]) for i in range(len(completions))], reward.at_once, timeout, seconds)
-        return [TimeoutError() if isinstance(value, TimeUp) else
-                Raised(f"raised {escaped(shown(value.__cause__))}") if isinstance(value, Failed) else
+        return [value if isinstance(value, (TimeUp, Failed)) else
                 (*checked(reward, value, [completion])[0], log)
                 for value, completion, log in zip(values, completions, logged)]
-    function = call(range(len(completions)))
-    try:
-        returned = function()
-    except KeyboardInterrupt:
-        raise
-    # sys.exit in a reward, for example, must not end the run as if it had come to its end.
-    except BaseException as error:
-        raise Raised(f"raised {escaped(shown(error))}") from error
+    returned, error, _ = outcome(call(range(len(completions))))
+    if error:
+        raise error
     return [(*pair, log) for pair, log in zip(checked(reward, returned, completions), logged)]
 
 
 def judge_there(spec, task, workers=0):
-    # What a UserProcess makes: the function that it calls, and what score wants to know of the reward.
+    # Runs in a UserProcess. Returns the function that it calls, and what score wants to know of the reward.
     reward = load_reward(spec, task, workers)
-    known = {key: getattr(reward, key) for key in ("one_by_one", "at_once") if hasattr(reward, key)}
-    about = {"__name__": name_of(reward), "takes_environments": takes_environments(reward)}
-    return functools.partial(judge, reward), about | known
+    return functools.partial(judge, reward), {
+        "__name__": name_of(reward), "at_once": getattr(reward, "at_once", None),
+        "takes_environments": takes_environments(reward)}
 
 
 def takes_environments(reward):
-    # As in TRL: it reads the environments of the episodes, which are in the run's own process.
+    # As in TRL, a reward may read the environments of the episodes, which are in the run's own process.
     return "environments" in inspect.signature(reward).parameters
 
 
@@ -189,7 +179,7 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
     that reads them.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
-    end, several = time.monotonic() + budget, getattr(reward, "at_once", 0)
+    end, several = time.monotonic() + budget, getattr(reward, "at_once", None)
 
     def call(chosen):
         columns = {key: [rows[i][key] for i in chosen] for key in shared}
@@ -211,24 +201,25 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
 
     found, problem = [], None
     try:
-        found = [] if hasattr(reward, "one_by_one") and not several else call(range(len(rows)))
+        found = [] if several == 0 else call(range(len(rows)))
     except TimeoutError:
         pass
-    except (Raised, ChildProcessError) as error:
+    except (Failed, ChildProcessError) as error:
         problem = error
     for i in range(len(found), len(rows)):
         try:
             found += call([i])
-        except (TimeoutError, Raised, ChildProcessError) as error:
+        except (TimeoutError, Failed, ChildProcessError) as error:
             found.append(error)
             if not (unscored or isinstance(error, TimeoutError)):
                 break
-    raised = [i for i, one in enumerate(found) if isinstance(one, (Raised, ChildProcessError))]
-    if (raised or problem) and not unscored:
-        # The culprit is the first where the reward raises for all together and for none alone.
-        culprit, problem = (raised[0], found[raised[0]]) if raised else (0, problem)
-        text = content(completions[culprit])[:500]
-        raise RuntimeError(f"reward {name_of(reward)} {problem}; the completion is {text!r}") from problem
+    failures = [(i, one) for i, one in enumerate(found) if isinstance(one, (Failed, ChildProcessError))]
+    # The reward may have raised for all completions together and for none of them alone.
+    failures += [(0, problem)] if problem else []
+    if failures and not unscored:
+        i, error = failures[0]
+        raise RuntimeError(f"reward {name_of(reward)} {error}; the completion is "
+                           f"{content(completions[i])[:500]!r}") from error
     names = dict.fromkeys(name for one in found if isinstance(one, tuple) for name in one[0])
     failed = {} if unscored else dict.fromkeys(names or [name_of(reward)], 0.0)
     return [(*one, "") if isinstance(one, tuple) else
@@ -245,47 +236,47 @@ def total(parts, weights):
 
 
 def checked(reward, returned, completions):
-    # Returns (parts, steps) for each value that a reward returned; these may be in an array or tensor.
+    # Returns (parts, steps) for each value that a reward returned, in a list, an array or a tensor.
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
         raise RuntimeError(f"reward {name_of(reward)} returned {what}, not a list of {len(completions)}, one "
                            "for each completion")
+    return [parts_of(name_of(reward), *pair) for pair in zip(returned, completions)]
 
-    def real(value, completion):
+
+def parts_of(name, value, completion):
+    # Returns (parts, steps) of the value that the reward of this name returned for a completion.
+    def wrong(value, problem):
+        return RuntimeError(f"reward {name} returned {shown(value)}: {problem}; the completion is "
+                            f"{content(completion)[:500]!r}")
+
+    def real(value):
         try:
             as_float = float(value) if hasattr(value, "__float__") else math.nan
-        # Of 10**400, for example.
+        # This happens for 10**400, for example.
         except Exception:
             as_float = math.nan
         if not abs(as_float) <= LARGEST:
-            raise wrong(value, "not a finite number in float32", completion)
+            raise wrong(value, "not a finite number in float32")
         return as_float
 
-    def wrong(value, problem, completion):
-        return RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: {problem}; the completion is "
-                            f"{content(completion)[:500]!r}")
-
-    def pair(value, completion):
-        if isinstance(value, (list, tuple)):
-            length = len(content(completion))
-            if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in range(length)
-                       for pair in value):
-                raise wrong(value, f"not pairs (character, score) with characters from 0 to {length - 1}",
-                            completion)
-            steps = [(int(character), real(one, completion)) for character, one in value]
-            return {name_of(reward): real(sum(one for _, one in steps), completion)}, steps
-        if not isinstance(value, dict):
-            return ({} if value is None else {name_of(reward): real(value, completion)}), []
-        # Besides the score, verl's functions may return entries that are not numbers.
-        if "score" in value:
-            value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
-        parts = {str(key): math.nan if part is None else real(part, completion)
-                 for key, part in value.items()}
-        real(sum(part for part in parts.values() if not math.isnan(part)), completion)
-        return parts, []
-
-    return [pair(value, completion) for value, completion in zip(returned, completions)]
+    steps = []
+    if isinstance(value, (list, tuple)):
+        length = len(content(completion))
+        if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in range(length)
+                   for pair in value):
+            raise wrong(value, f"not pairs (character, score) with characters from 0 to {length - 1}")
+        steps = [(int(character), real(one)) for character, one in value]
+        value = sum(one for _, one in steps)
+    if not isinstance(value, dict):
+        value = {} if value is None else {name: value}
+    # Besides the score, verl's functions may return entries that are not numbers.
+    elif "score" in value:
+        value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
+    parts = {str(key): math.nan if part is None else real(part) for key, part in value.items()}
+    real(sum(part for part in parts.values() if not math.isnan(part)))
+    return parts, steps
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -392,15 +383,13 @@ class Scorer:
         # By any rewards, with an environment or a reward model or without.
         s, rows = self.settings, [rollout.row for rollout in rollouts]
         completions = [rollout.completion for rollout in rollouts]
-        found = [vars(rollout).pop("judged", []) for rollout in rollouts]
-        for reward in self.rewards:
-            for results, result in zip(found, score(reward, rows, completions, s.reward_timeout,
-                                                    s.reward_step_timeout or math.inf, self.unscored)):
-                results.append(result)
+        columns = [score(reward, rows, completions, s.reward_timeout, s.reward_step_timeout or math.inf,
+                         self.unscored) for reward in self.rewards]
         if self.model:
             judged = self.model.score([row["prompt"] for row in rows], completions)
         weight = lambda name: self.weights.get(name, 1.0)
-        for i, (rollout, results) in enumerate(zip(rollouts, found)):
+        for i, rollout in enumerate(rollouts):
+            results = vars(rollout).pop("judged", []) + [column[i] for column in columns]
             # What the environment gave at each turn, or a reward for each step; None of get_reward is NaN.
             given = rollout.rewards if self.environment else {}
             own = {token: weight(self.environment) * one for token, one in given.items()
@@ -491,7 +480,7 @@ def evaluation(rollouts, k, name="eval"):
             continue
         scores = [rollout.score for rollout in scored]
         answers = [extract_answer(content(rollout.completion)) for rollout in scored]
-        # What has no value votes by its text.
+        # An answer votes by its exact value, or by its text if it has none.
         texts = [None if answer is None else plain(answer) for answer in answers]
         answers = [text if text is None or (tree := value(text)) is None else tree for text in texts]
         votes = Counter(answer for answer in answers if answer is not None)

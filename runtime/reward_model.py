@@ -64,17 +64,16 @@ class RewardModel:
         messages if the tokenizer has no chat template.
         """
         ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions)]
-        longest_first = sorted((i for i in range(len(ids)) if len(ids[i]) <= self.max_length),
-                               key=lambda i: len(ids[i]), reverse=True)
+        fitting = [i for i in range(len(ids)) if len(ids[i]) <= self.max_length]
+        longest_first = sorted(fitting, key=lambda i: -len(ids[i]))
         scores = [math.nan] * len(ids)
         self.model.to(self.device)
         while longest_first:
             width = len(ids[longest_first[0]])
             count = max(1, self.token_budget // width)
             batch, longest_first = longest_first[:count], longest_first[count:]
-            padding = [width - len(ids[i]) for i in batch]
-            padded = [ids[i] + n * [self.pad_id] for i, n in zip(batch, padding)]
-            mask = [(width - n) * [1] + n * [0] for n in padding]                       # [count, width]
+            padded = [ids[i] + [self.pad_id] * (width - len(ids[i])) for i in batch]    # [count, width]
+            mask = [[1] * len(ids[i]) + [0] * (width - len(ids[i])) for i in batch]
             logits = self.model(input_ids=torch.tensor(padded, device=self.device),
                                 attention_mask=torch.tensor(mask, device=self.device)).logits
             for i, value in zip(batch, logits[:, 0].tolist()):                          # [count, 1]

@@ -116,12 +116,12 @@ def logging_into(stores, function):
     return {key: logs[key] for key in logs.keys() & inspect.signature(function).parameters.keys()}
 
 
-class TimeUp(Exception):
+class TimeUp(TimeoutError):
     """Says that a function of the user's ran out of time."""
 
 
 class Failed(Exception):
-    """An environment has raised the error that is the __cause__ of this one."""
+    """Says that a function of the user's raised an error, which is the __cause__ of this one."""
 
 
 def outcome(function, seconds=0):
@@ -141,7 +141,7 @@ def outcome(function, seconds=0):
         problem = error
     # sys.exit, for example, must not end the run as if it had come to its end.
     except BaseException as error:
-        problem = Failed()
+        problem = Failed(f"raised {escaped(shown(error))}")
         problem.__cause__ = error
     return value, problem, time.perf_counter() - start
 

@@ -84,18 +84,15 @@ def serve(descriptor):
             raw = Console(number, "w", closefd=False)
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True))
     pipe, function = Connection(descriptor), None
-    while True:
-        try:
-            message = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if function:
-                reply = function(*message), None
-            else:
-                function, about = message[0](*message[1])
-                reply = about, None
-        except BaseException as error:
-            error.add_note(traceback.format_exc())
-            reply = None, error
-        pipe.send(reply)
+    with contextlib.suppress(EOFError):                         # the UserProcess has gone
+        while True:
+            message, result, problem = pipe.recv(), None, None
+            try:
+                if function:
+                    result = function(*message)
+                else:
+                    function, result = message[0](*message[1])
+            except BaseException as error:
+                error.add_note(traceback.format_exc())
+                problem = error
+            pipe.send((result, problem))

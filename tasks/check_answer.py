@@ -58,9 +58,8 @@ def extract_answer(text):
     if found:
         return ", ".join(reversed(found))
     for kind in ("mark", "words"):
-        signs = [sign for sign in others if kind == "words" or not sign["words"]]
-        following = None
-        for sign in reversed(signs):
+        signs = [sign for sign in reversed(others) if kind == "words" or not sign["words"]]
+        for sign, following in zip(signs, [None, *signs]):
             # What a sign announces ends before the next one.
             below = text[sign.end():following.start() if following else None].strip(EDGES)
             if below and sign[kind]:
@@ -68,7 +67,6 @@ def extract_answer(text):
                 answer = FRAME.sub("", below if closed else displayed(below))
                 if answer := answer.strip(EDGES).removesuffix("*.").strip(EDGES):
                     return answer
-            following = sign
 
 
 def displayed(text):
@@ -320,14 +318,14 @@ def unit(text):
     known, before = [], ""
     for word in re.findall("[a-z]+|[/23]", found[0]) if found else []:
         word = {"per": "/", "square": "2", "sq": "2", "cubic": "3"}.get(word, word)
+        if word in "/23":
+            known.append(word)
         # Of `cm in total`, cm is the unit.
-        if word not in "/23" and before in ("", *"/23"):
+        elif before in ("", *"/23"):
             letter = re.fullmatch("unit(.)", word)
             name = letter[1] if letter else word
             number = UNITS.get(name, UNITS.get(name.rstrip("s"), letter and name))
             known += [] if number is None else [f"unit {number}"]
-        elif word in "/23":
-            known.append(word)
         before = word
     return tuple(sorted(known)) if any(word[0] == "u" for word in known) else None
 

@@ -31,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 import data
 from configurator import check, configure, input_errors
-from runtime.check_settings import SUITS_TINY, check_divides, check_values
+from runtime.check_settings import SUITS_TINY, check_values
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
@@ -183,8 +183,8 @@ def save(model, tokenizer, folder):
 if __name__ == "__main__":
     settings = configure(globals())
     check_values(settings)
-    check_divides(settings, "heads", hidden_size, f"hidden_size={hidden_size}")
-    check(hidden_size // heads % 2 == 0, f"heads={heads}: each must have an even number of dimensions")
+    check(hidden_size % (2 * heads) == 0,
+          f"heads={heads} must give each head an even number of the hidden_size={hidden_size} dimensions")
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer, rng = make_tokenizer(), random.Random(seed)
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")

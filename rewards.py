@@ -92,8 +92,7 @@ def load_reward(spec, task, workers=0):
                              f"'math-verify[antlr4_13_2]' ({error})") from error
         return math_verify
     function = load_from(spec, "reward", "function", " or math_verify")
-    parameters = inspect.signature(function).parameters.keys()
-    verl = {"data_source", "solution_str", "ground_truth"} <= parameters
+    verl = {"data_source", "solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
     reward = verl_reward(function) if verl else function
     later = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
     if workers > 1 and not (later or verl):
@@ -390,14 +389,14 @@ class Scorer:
         columns = [score(reward, rows, completions, s.reward_timeout, s.reward_step_timeout or math.inf,
                          self.unscored) for reward in self.rewards]
         if self.model:
-            judged = self.model.score([row["prompt"] for row in rows], completions)
+            by_model = self.model.score([row["prompt"] for row in rows], completions)
         weight = lambda name: self.weights.get(name, 1.0)
         for i, rollout in enumerate(rollouts):
             results = vars(rollout).pop("judged", []) + [column[i] for column in columns]
             # What the environment gave at each turn, or a reward at each step. NaN is get_reward's None.
             given = rollout.rewards if self.environment else {}
-            own = {token: weight(self.environment) * one for token, one in given.items()
-                   if not math.isnan(one)}
+            own = defaultdict(float, {token: weight(self.environment) * one for token, one in given.items()
+                                      if not math.isnan(one)})
             parts, rollout.problem = {}, ""
             for named, steps, logged, problem in results:
                 if steps and self.plays:
@@ -405,37 +404,33 @@ class Scorer:
                                        "episode has several messages")
                 if len(results) > 1 and (clash := {*parts, "score"} & named.keys()):
                     raise RuntimeError(f"reward={s.reward}: a part of one of them may not be called "
-                                       f"{min(clash)}, which stands for all or for another's")
-                if steps and own:
-                    raise RuntimeError(f"reward={s.reward}: only one of them may score characters")
+                                       f"{min(clash)}: this names the whole score or another's part")
                 parts, rollout.problem = parts | named, rollout.problem or problem
                 rollout.extra |= logged
-                if steps:
-                    own = {token: weight(min(named)) * one
-                           for token, one in self._at_tokens(rollout, steps).items()}
+                for token, one in self._at_tokens(rollout, steps):
+                    own[token] += weight(min(named)) * one
             value = total(parts, self.weights)
             if self.environment:
                 parts |= {self.environment: sum(given.values())}
                 if own:
                     value = sum(own.values()) + (0 if math.isnan(value) else value)
             if self.model:
-                parts, factor = parts | {"reward_model": judged[i]}, weight("reward_model")
-                value = (factor and factor * judged[i]) + (0 if math.isnan(value) else value)
+                parts, factor = parts | {"reward_model": by_model[i]}, weight("reward_model")
+                value = (factor and factor * by_model[i]) + (0 if math.isnan(value) else value)
             unscored = rollout.finish_reason == "error" or self.unscored and rollout.problem
             rollout.score, rollout.parts = math.nan if unscored else value, parts
             rest, last = rollout.score - sum(own.values()), len(rollout.logprobs) - 1
-            if not own or not abs(rest) < 1e-9:                 # beyond rounding
-                own[last] = own.get(last, 0.0) + rest
-            rollout.rewards = own
+            if not own or not abs(rest) < 1e-9:                 # more than rounding leaves
+                own[last] += rest
+            rollout.rewards = dict(own)
 
     def _at_tokens(self, rollout, steps):
-        # Returns {sampled token: its reward} for pairs (character of the completion, reward).
-        ids, text, rewards = rollout.sampled_ids, content(rollout.completion), defaultdict(float)
+        # Yields (sampled token, its reward) for pairs (character of the completion, reward).
+        ids, text = rollout.sampled_ids, content(rollout.completion)
         for character, reward in steps:
             begins = lambda t: self.tokenizer.decode(ids[:t + 1], skip_special_tokens=True).startswith(
                 text[:character + 1])
-            rewards[bisect.bisect_left(range(len(ids)), True, key=begins)] += reward
-        return rewards
+            yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
 
 
 def part_weights(text):

@@ -205,8 +205,12 @@ def tree_of(text):
 
     def parse(level):
         # Reads on as long as the operators bind more tightly than the level.
-        tree, op = operand(level), None
+        tree, op = prefix(level), None
         while tokens[-1] not in ENDS:
+            # 3*4! is 3*(4!).
+            if tokens[-1] in ("!", "'"):
+                tree = tokens.pop(), tree
+                continue
             before, op = op, tokens[-1] if tokens[-1] in PRECEDENCE else ""
             if PRECEDENCE[op] <= level:
                 break
@@ -218,13 +222,6 @@ def tree_of(text):
                 # f(x)^2 is not f(x^2).
                 tokens[-1] = r"\of"
             tree = applied(op, tree, parse(PRECEDENCE[op] - (op == "^")))
-        return tree
-
-    def operand(level):
-        tree = prefix(level)
-        while tokens[-1] in ("!", "'"):
-            # 3*4! is 3*(4!).
-            tree = tokens.pop(), tree
         return tree
 
     def prefix(level):

@@ -139,7 +139,7 @@ def batches(conversations, tokenizer):
 
 
 def loss_of(model, batch, pad):
-    """Returns the mean cross-entropy of what is learned. Right padding needs no mask, as attention is causal."""
+    """Returns the mean cross-entropy of what is learned. Padding comes last, so no token attends to it."""
     rows, learned = zip(*batch)
     padded = lambda lists, value: pad_sequence([torch.tensor(one) for one in lists], True, value)
     ids, wanted = padded(rows, pad).to(model.device), padded(learned, False)[:, 1:].to(model.device)

@@ -6,6 +6,7 @@
     evaluation    returns mean@k, pass@k and maj@k of scored rollouts
 """
 import bisect
+import contextlib
 import copy
 import functools
 import importlib
@@ -37,8 +38,6 @@ def content(completion):
     """Returns the text of a completion: the string, or the content of the last message."""
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
-
-LARGEST = 3.4e38        # a score has to fit into float32
 
 # This finds a number such as 7, -3/4 or 0.5 at the end of a text, behind "Answer:" or in a box.
 NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
@@ -255,14 +254,11 @@ def parts_of(name, value, completion):
                             f"{content(completion)[:500]!r}")
 
     def real(value):
-        try:
-            as_float = float(value) if hasattr(value, "__float__") else math.nan
-        # This happens for 10**400, for example.
-        except Exception:
-            as_float = math.nan
-        if not abs(as_float) <= LARGEST:
-            raise wrong(value, "not a finite number in float32")
-        return as_float
+        # float raises for 10**400, for example.
+        with contextlib.suppress(Exception):
+            if hasattr(value, "__float__") and abs(float(value)) <= 3.4e38:     # float32's largest
+                return float(value)
+        raise wrong(value, "not a finite number in float32")
 
     steps = []
     if isinstance(value, (list, tuple)):

@@ -389,10 +389,11 @@ class Scorer:
         weight = lambda name: self.weights.get(name, 1.0)
         for i, rollout in enumerate(rollouts):
             results = vars(rollout).pop("judged", []) + [column[i] for column in columns]
-            # What the environment gave at each turn, or a reward at each step. NaN is get_reward's None.
+            # What the environment gave at each turn, or a reward at each step. If get_reward returned None,
+            # a NaN says that the environment gave nothing.
             given = rollout.rewards if self.environment else {}
             own = defaultdict(float, {token: weight(self.environment) * one for token, one in given.items()
-                                      if not math.isnan(one)})
+                                      if not math.isnan(sum(given.values()))})
             parts, rollout.problem = {}, ""
             for named, steps, logged, problem in results:
                 if steps and self.plays:

@@ -467,6 +467,18 @@ def test_scorer_adds_a_reward_model(scorer):
         scorer(reward="none")
 
 
+def test_an_environment_that_gives_none_leaves_an_episode_unscored_however_many_turns_it_has(scorer):
+    """NaN at the last token stands for get_reward's None; the turns before it gave nothing."""
+    scores = scorer(reward="none", reward_model="some/model")
+    scores.environment, scores.plays, scores.model = "Game", True, None
+    rollouts = [rollout(ROWS[0], "a"), rollout(ROWS[1], "b")]
+    for r, given in zip(rollouts, ({2: 0.0, 5: NAN}, {2: 0.0, 5: 1.0})):
+        r.rewards, r.logprobs = given, [-1.0] * 6
+    scores(rollouts)
+    assert math.isnan(rollouts[0].score) and math.isnan(rollouts[0].rewards[5])
+    assert rollouts[1].score == 1.0 and rollouts[1].rewards == {2: 0.0, 5: 1.0}
+
+
 def test_check_with_finds_what_is_broken_beforehand(scorer):
     for source, message in [
             ("def reward(completions): raise KeyError('oops')", "raised KeyError: 'oops'"),

@@ -63,8 +63,9 @@ class Bridge:
     """The role of this rank, and its end of the bridge.
 
     settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
-    are. engine: the number of this rank's engine, from 0. For runtime.run_lifecycle the bridge is the
-    trainers' engine: it has the attributes name, weight_names and allocated, and close.
+    are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
+    weights that has arrived. For runtime.run_lifecycle the bridge is the trainers' engine: it has the
+    attributes name, weight_names and allocated, and close.
     """
     allocated = 0
 
@@ -115,8 +116,8 @@ class Bridge:
             # What each engine sent and nobody took yet: {("step" or "eval", number): Sampled}.
             self.boxes = [{} for _ in range(self.engines)]
         else:
-            # incoming: first how the run begins, then a (version, tensors) after each weight sync.
-            self.incoming, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
+            # heard: first how the run begins, then (version, tensors) of each weight sync.
+            self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
             self._in_background(self._listen)
             self._in_background(self._post)
 
@@ -193,7 +194,7 @@ class Bridge:
     # ------------------------------------------------------------ the engines' end
 
     def begin(self):
-        """Returns what the trainers tell about the beginning. From here on they decide what a signal does."""
+        """Returns how the trainers say that the run begins. From now on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signal)
         distributed.watchdog.can_save = True
@@ -213,10 +214,6 @@ class Bridge:
             sampled.figures |= {"timing_s/wait_for_weights": self.waited, "perf/engines_busy": self.busy()}
         self.outgoing.put(packed(((kind, number), sampled)))
 
-    def arrived(self, version):
-        """Whether the weights of this version are here."""
-        return version <= self.newest
-
     def weights(self, version):
         """Returns the named tensors of a version as soon as they are here. Older versions are dropped."""
         found = -1
@@ -231,7 +228,7 @@ class Bridge:
     def _next(self, what):
         began = time.monotonic()
         try:
-            return self.incoming.get(timeout=self.seconds)
+            return self.heard.get(timeout=self.seconds)
         except queue.Empty:
             raise self._in_vain(what) from None
         finally:
@@ -241,12 +238,12 @@ class Bridge:
         # Takes weights into host memory while the engine works, and ends this process with the run.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.incoming.put(self._hear())
+        self.heard.put(self._hear())
         tensors = []
         while (words := self._hear()) is not None:
             version, layout, dtype = words
             if layout is None:
-                self.incoming.put((version, tensors))
+                self.heard.put((version, tensors))
                 self.newest, tensors = version, []
                 continue
             sizes = [shape.numel() for _, shape in layout]
@@ -350,12 +347,11 @@ def staleness(rollouts, step):
 
 def buckets(named_tensors, size=BUCKET):
     """Yields lists of (name, tensor) with at least `size` bytes each, and a last one with the rest."""
-    bucket, held = [], 0
-    for name, tensor in named_tensors:
-        bucket.append((name, tensor))
-        held += tensor.nbytes
-        if held >= size:
+    bucket = []
+    for pair in named_tensors:
+        bucket.append(pair)
+        if sum(tensor.nbytes for _, tensor in bucket) >= size:
             yield bucket
-            bucket, held = [], 0
+            bucket = []
     if bucket:
         yield bucket

@@ -56,7 +56,7 @@ class Rollout:
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
-        """Returns the Rollout of one completion, made of lists."""
+        """Returns the Rollout of one completion, given as lists."""
         ids = np.array([*prompt_ids, *completion_ids], dtype=np.int32)
         return cls(ids, np.array([[len(prompt_ids), len(ids)]], dtype=np.int32),
                    np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
@@ -171,7 +171,7 @@ class Engine:
         self.load_weights(self.incoming(version), version)
 
     def so_far(self):
-        """Returns {name of a request: how many tokens it has}, without requests that have none yet."""
+        """Returns {name of a request: how many tokens were sampled for it}, where there are any."""
         return {}
 
     def serve(self, jobs, play):

@@ -160,7 +160,7 @@ def sample_for_trainers(_):
                 advance()
         if version == max_steps:
             bridge.wait_for_the_end()
-        while not (in_flight and bridge.arrived(version + 1)):
+        while not (in_flight and bridge.newest > version):
             # The schedule says which steps these weights may sample for. keep_ahead relies on it.
             while number <= version + max_staleness and number < max_steps:
                 picked, position = train_set.draw(position, prompts_per_step, seed)
@@ -170,7 +170,7 @@ def sample_for_trainers(_):
                 break
             advance()
         version += 1
-        while in_flight and version not in eval_steps and bridge.arrived(version + 1):
+        while in_flight and version not in eval_steps and bridge.newest > version:
             version += 1                                        # an engine that is late takes the newest
         rollout_engine.switch(version)                          # waits for these weights
 

@@ -145,7 +145,7 @@ class Template:
 
 
 def tool_call(number, name, arguments):
-    """A turn's tool call as transformers writes it in a message; number: its place among those of the turn."""
+    """A turn's tool call as transformers writes it in a message; number: its place in the turn."""
     # Some templates want an id of nine letters or digits.
     return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
 

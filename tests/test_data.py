@@ -165,7 +165,7 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": ["1+1?"]}, "a message needs a role and a content"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not int"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not dict"),
-    ({"prompt": "1+1?"}, "no answer, ground_truth, reward_model.ground_truth, solution or reference"),
+    ({"prompt": "1+1?"}, "no answer, though other rows have one, in answer or ground_truth or"),
     (r'{"prompt": "1+1? \ud83d"}', "half a surrogate pair"),
     (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "half a surrogate pair"),
     (r'{"prompt": "1+1?", "answer": "\ud800"}', "half a surrogate pair"),
@@ -194,7 +194,7 @@ def test_file_errors_name_the_line(tmp_path, row, message):
     ("rows.csv", b"prompt,answer\n", "rows are read from .jsonl and .parquet files"),
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
     ("rows.jsonl", b'{"prompt": "\xff"}', "1: not JSON"),
-    ("rows.parquet", b"not parquet", "not a parquet file"),
+    ("rows.parquet", b"not parquet", "cannot be read"),
 ])
 def test_file_errors(tmp_path, name, content, message):
     path = tmp_path / name
@@ -525,8 +525,8 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     rows = [{"prompt": f"{i}?" + " " * (30 * (i % 4 == 0))} for i in range(12_000)]
     path = write(tmp_path / "rows.jsonl", *rows)
     train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
-    # On each side 32 are compared with each other, and one is tried with the template.
-    assert counting.count == 512 + 40 + 2 * 33 and len(eval_set) < 40
+    # On each side one more is tried with the template.
+    assert counting.count == 512 + 40 + 2 and len(eval_set) < 40
     first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.rows[i]["prompt"]) > 24 for i in first)
     rows, fitting = f"{len(train_set):,}", f"{len(train_set) - long:,}"

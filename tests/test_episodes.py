@@ -450,7 +450,7 @@ def test_a_timeout_of_its_own_is_an_error_and_ctrl_c_is_none():
 
 def test_a_run_stops_where_every_episode_fails(games):
     rows = [{"replies": ["raise"]}, {"replies": [ON, "exit"]}]
-    with pytest.raises(RuntimeError, match=r"all 2 episodes ended by errors; the first: environment Script: "
+    with pytest.raises(RuntimeError, match=r"all 2 episodes ended in errors; the first: environment Script: "
                                            r"it raised KeyError: 'lost' in turn 1; the row is {"):
         played(games, "Script", rows, [["a<|end|>"] * 2] * 2)
 

@@ -267,7 +267,7 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
 
 
 @pytest.mark.parametrize("body, message", [
-    (r"raise ValueError('deaf\nand mute')", "all 16 episodes ended by errors; the first: environment Broken: "
+    (r"raise ValueError('deaf\nand mute')", "all 16 episodes ended in errors; the first: environment Broken: "
      r"it raised ValueError: deaf\nand mute in turn 2"),
     ("return '', math.nan, False",
      "environment Broken: the reward nan in turn 2 is not a finite number")])

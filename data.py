@@ -50,8 +50,7 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
     if task == "file":
         path = eval_file if split == "eval" and eval_file else train_file
         if not path:
-            raise ValueError("task file needs train_file" if split == "train" else
-                             "task file needs eval_file, or train_file to hold rows out of")
+            raise ValueError("task file needs train_file, or for an evaluation alone eval_file")
         named = (read or file_rows)(path)
         return (named if eval_file else one_side(path, named, split))[:count or None]
     if task not in GENERATORS:
@@ -148,9 +147,8 @@ def one_side(path, named, split):
     side = [(name, row) for name, row in named
             if held_out(whole_text(row["prompt"]) or unescaped(row)) == (split == "eval")]
     if not 0 < len(side) < len(named):
-        count = len(side) if split == "eval" else len(named) - len(side)
-        raise ValueError(f"{path}: without an eval_file a hash of the prompt sets one in eight rows aside "
-                         f"for evaluation, here {count} of {len(named)}, which leaves one side empty")
+        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides whether a row is for "
+                         f"training or evaluation, and {len(side)} of {len(named)} rows are for {split}")
     return side
 
 

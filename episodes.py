@@ -79,8 +79,7 @@ class Player:
         self.name = s.environment.rpartition(":")[2]
         self.who = f"environment {self.name}" if self.name else "tools"
         if not s.chat or tokenizer.chat_template is None:
-            raise ValueError(f"{self.key} answers by the chat template, but "
-                             + ("the tokenizer has none" if s.chat else "chat is False"))
+            raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
         closing.callback(self.close)
         environment, error, _ = outcome(self.make, s.environment_timeout)
         if error:
@@ -95,8 +94,9 @@ class Player:
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
-        others = ["reset", "get_reward"] + [name for name in ("close", "release") if closer(environment, name)]
-        tools = functions + [method for name, method in methods.items() if name not in others]
+        closes = {name for name in ("close", "release") if closer(environment, name)}
+        tools = functions + [methods[name] for name in methods
+                             if name not in {"reset", "get_reward", *closes}]
         if not self.has_step:
             if not tools:
                 raise ValueError(f"{self.key} has neither a method step nor tools")
@@ -133,9 +133,8 @@ class Player:
             _, calls = self._read(before, said)
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
-                    "the tokenizer has no response_template that reads the calls of its chat template, and "
-                    f"they are not <tool_call>JSON</tool_call>: {self.tokenizer.decode(said)!r:.300}; "
-                    "--response_template=file.json gives it one")
+                    f"the call in {self.tokenizer.decode(said)!r:.300}, which the chat template wrote, is not "
+                    "found: it needs a --response_template=file.json or the form <tool_call>JSON</tool_call>")
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         for prompt in prompts:
             episode = self.episode(prompt, 0, (self.settings.max_completion_length,))

@@ -49,7 +49,7 @@ def test_generation(task):
      "task must be algebra, compose, guess, arithmetic, gsm8k or file, not 'algebr'"),
     (("file", "train", 10), "task file needs train_file"),
     (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
-    (("file", "eval", 10), "task file needs eval_file, or train_file"),
+    (("file", "eval", 10), "task file needs train_file, or for an evaluation alone eval_file"),
 ])
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):
@@ -287,7 +287,8 @@ def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
 def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
     texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == held_out][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* here {count} of 3, "):
+    count = count if split == "eval" else 3 - count
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* {count} of 3 rows are for {split}"):
         data.load_rows("file", split, 0, train_file=path)
 
 

@@ -806,8 +806,8 @@ CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 @pytest.mark.parametrize("row, chat, template, told", [
     ({"prompt": "Go."}, True, pretrain.CHAT_TEMPLATE, "needs prompts that are lists of .* unlike 'Go.'"),
     ({"prompt": MANY}, True, pretrain.CHAT_TEMPLATE, r"needs .* not the assistant's, unlike \[{.*'I'}\]"),
-    ({}, False, pretrain.CHAT_TEMPLATE, "answers by the chat template, but chat is False"),
-    ({}, True, None, "answers by the chat template, but the tokenizer has none"),
+    ({}, False, pretrain.CHAT_TEMPLATE, "needs chat=True and a tokenizer with a chat template"),
+    ({}, True, None, "needs chat=True and a tokenizer with a chat template"),
     ({}, True, CONTENTS, "the chat template ends a turn with none of the tokens")])
 def test_prompts_and_tokenizers_without_a_chat_are_refused(games, row, chat, template, told):
     tokenizer = pretrain.make_tokenizer()

@@ -31,9 +31,9 @@ offload_optimizer = False       # keep Adam's moments in host memory between upd
 timeout = 3600.0                # seconds after which a rank that stands still stops the run; with 0, never
 max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # evaluation, checkpoints and output
-eval_interval = 10              # in steps; the first and the last model are always evaluated, with 0 only they
+eval_interval = 10              # in steps; the first and the last model are always evaluated; with 0 no other
 eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k
-save_interval = 20              # in steps; the last model is always saved, with 0 only this one
+save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; the best at an evaluation is also kept
 sample_interval = 20            # steps between tables of sample completions on the console; 0 shows none
 # ------------------------------------------------------------------------------------------------------------

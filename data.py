@@ -232,11 +232,11 @@ def is_answer(value):
 
 class Prompt(NamedTuple):
     row: dict
-    ids: list               # token ids, those of the chat template included
+    ids: list               # token ids, including those that the chat template adds
 
 
 def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
-    """Returns a Prompt for each of the pairs (name, row), which are as named_rows gives them.
+    """Returns a Prompt for each of the pairs (name, row) that named_rows returns.
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
@@ -257,7 +257,7 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
 
 
 def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
-    # What is encoded of a prompt.
+    # The text of a prompt, before it is encoded.
     if isinstance(prompt, str):
         if system_prompt:
             raise ValueError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")

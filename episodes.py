@@ -133,8 +133,8 @@ class Player:
             _, calls = self._read(before, said)
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
-                    f"no call is found in what the chat template writes, {self.tokenizer.decode(said)!r:.300}; "
-                    "it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
+                    f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
+                    "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         for prompt in prompts:
             episode = self.episode(prompt, 0, (self.settings.max_completion_length,))

@@ -44,11 +44,10 @@ class MicroBatch:
     targets: torch.Tensor        # [C] the sampled tokens
     # which sequences the tokens belong to
     sequences: list              # S numbers: the rollouts in this micro-batch, in order
-    numbers: torch.Tensor        # [S] `sequences` as a tensor
-    owner: torch.Tensor          # [C] the sequence of each sampled token, as a place in `sequences`
+    owner: torch.Tensor          # [C] the number of the rollout that each sampled token belongs to
     lengths: list                # S numbers: how many sampled tokens each sequence has; they sum to C
-    # An attention.Cut if this rank has only a part of the row. input_ids and position_ids are then [1, T / P],
-    # and index and targets have the entries that are predicted in this part, about C / P.
+    # An attention.Cut if this rank has only a part of the row. Then input_ids and position_ids are
+    # [1, T / P], and index and targets hold only what is predicted in this part, about C / P entries.
     cut: object = None
 
     def flat(self, tensors, dtype=torch.float32):
@@ -61,11 +60,11 @@ class MicroBatch:
 
     def spread(self, values):
         """A value per rollout, [N], or per token, {s: [len]} -> the value of each sampled token here, [C]."""
-        return self.flat(values) if isinstance(values, dict) else values[self.numbers][self.owner]
+        return self.flat(values) if isinstance(values, dict) else values[self.owner]
 
     def mean(self, values):
         """For each token the mean of the values of its sequence; [C] -> [C], with gradient."""
-        sums = lambda x: x.new_zeros(len(self.sequences)).index_add(0, self.owner, x)
+        sums = lambda x: x.new_zeros(max(self.sequences, default=-1) + 1).index_add(0, self.owner, x)
         return (sums(values) / sums(torch.ones_like(values)).clamp(min=1))[self.owner]
 
     def split(self, flat):
@@ -232,13 +231,13 @@ def micro_batch(rollouts, members, packed, multiple):
     sequences = [s for s, _, _ in members]
     lengths = [len(rollouts[s].logprobs) for s in sequences]
     return MicroBatch(row(ids), row(positions), segments, tensor(index), tensor(targets), sequences,
-                      torch.tensor(sequences), tensor([np.repeat(np.arange(len(members)), lengths)]), lengths)
+                      tensor([np.repeat(sequences, lengths)]), lengths)
 
 
 def idle(T=1):
     # A MicroBatch that predicts nothing, C = 0, so that any loss computed from it is 0, with gradient 0.
     zeros, none = torch.zeros(1, T, dtype=torch.long), torch.empty(0, dtype=torch.long)
-    return MicroBatch(zeros, zeros, Segments([T], [np.arange(T)]), none, none, [], none, none, [])
+    return MicroBatch(zeros, zeros, Segments([T], [np.arange(T)]), none, none, [], none, [])
 
 
 class Segments:

@@ -132,7 +132,7 @@ def adapt(policy, layers, rank, alpha, folder=None):
 
     The policy is loaded but not under FSDP2 yet. folder: an adapter's, to go on training it. Without one B
     starts at 0. A is then drawn as in PEFT, uniformly up to 1 / sqrt(in), with a seed from the layer's name,
-    so that all ranks draw the same. Raises ValueError if there is no such layer, or if the folder does not fit.
+    so that all ranks draw the same. Raises ValueError if there is no such layer or the folder does not fit.
     """
     policy.requires_grad_(False)
     inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}

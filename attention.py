@@ -38,9 +38,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
 
     If there are several rows, all have the same segments; without segments each row is one sequence.
     sliding_window: how many tokens a token sees, itself included. softcap, s_aux ([heads], sinks): see
-    explicit_attention. The work grows with the number of pairs of tokens that see each other, and there is no
-    T x T mask. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads,
-    d]. Raises ValueError if P does not divide the heads, and for any tensor that it does not know.
+    explicit_attention. There is no T x T mask: the work grows with the pairs of tokens in which one sees the
+    other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
+    Raises ValueError if P does not divide the heads, and for any tensor that it does not know.
     """
     for name, given in {"attention_mask": attention_mask, **others}.items():
         if isinstance(given, torch.Tensor):             # the model's own; transformers makes no mask (below)

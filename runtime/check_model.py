@@ -41,6 +41,12 @@ def reading(what):
         raise ValueError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
 
 
+def located(path):
+    """The folder or file that the name of a model stands for, or the name itself, which may be a hub id."""
+    here = os.path.join(HERE, SHIPPED.get(path, path))
+    return here if os.path.exists(here) else path
+
+
 def check_model(path, key="model", tokenizer=True, length=0):
     """The folder (or hub id) of the model that `path` names, after a look at what a model needs.
 
@@ -49,8 +55,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
     ValueError if it is not found, or is a folder that cannot be used. Weights are looked at when they are
     loaded.
     """
-    here = os.path.join(HERE, SHIPPED.get(path, path))
-    path = here if os.path.isdir(here) else path
+    path = located(path)
     if not os.path.isdir(path):
         if path.startswith((".", "/", "~", "out/")):
             raise ValueError(f"{key}={path}: no such folder")

@@ -261,8 +261,10 @@ def known(lines):
 
 
 def agreement(runs):
-    """(Spearman's correlation of the methods' means on every other seed and on the others, their number)."""
-    several = {method: found for method, found in runs.items() if len(found) > 1}
+    """Spearman's correlation of the means on every other seed and on the others, of the methods that have most
+    seeds; their number; the seeds that they share."""
+    most = max(map(len, runs.values()), default=0)
+    several = {method: found for method, found in runs.items() if len(found) == most > 1}
     shared = sorted(set.intersection(*map(set, several.values()))) if several else []
     if len(shared) < 2:
         return math.nan, len(several), shared

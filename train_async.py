@@ -47,16 +47,16 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
-reward = ""                     # file.py:function,..., math_verify, none; if empty, the reward of the task
+reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
-prompts_per_step = 32           # over all ranks
+prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
 max_prompt_length = 64          # in tokens; longer prompts are left out
 max_completion_length = 64      # in tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
 max_steps = 60                  # each samples completions and makes updates_per_step updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # of generated problems, prompt order, sampling, and the split into updates
+seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
 from config.shared import *     # what few people change: data, episodes, engine, training, evaluation
@@ -67,12 +67,12 @@ in_flight = False               # new weights enter in the middle of completions
 sync_timeout = 1800.0           # seconds; the run stops if one role waits longer for the other
 vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may take, where it runs alone
 # algorithm
-temperature = 1.0               # of sampling; the trainer divides its logits by it as well
+temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none: losses.ADVANTAGES
-kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
-kl_in = "loss"                  # loss; reward: subtracted from each completion's score; advantage: from the
-                                # advantage of each token, as in on-policy distillation
+kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
+kl_in = "loss"                  # where the KL is: in the loss, or taken off the score of each completion
+                                # (reward) or the advantage of each token (advantage: on-policy distillation)
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwise k1
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
@@ -80,7 +80,7 @@ old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old i
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg: losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, e.g. 3; 0 is none
+dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
 skip_zero_advantage = False     # do not compute rollouts whose advantage is 0: faster, and right as long as
                                 # nothing else in the loss moves the policy there
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
@@ -91,8 +91,8 @@ correction_low = 0.5            # a mask gives weight 0 where the ratio of train
 correction_high = 2.0           # a mask gives weight 0 where it is higher; truncation caps the weight here
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
-warmup_steps = 5                # of linear warm-up, from learning_rate / warmup_steps
-lr_decay = "linear"             # schedule after that: linear or cosine to 0 at max_steps, or constant
+warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
+lr_decay = "linear"             # then it is constant, or falls to 0 at max_steps: linear or cosine
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())         # overrides the names above by config files and --key=value

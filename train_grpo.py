@@ -43,26 +43,26 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
-reward = ""                     # file.py:function,..., math_verify, none; if empty, the reward of the task
+reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
-prompts_per_step = 32           # over all ranks
+prompts_per_step = 32           # of all ranks together
 num_generations = 8             # completions per prompt (G)
 max_prompt_length = 64          # in tokens; longer prompts are left out
 max_completion_length = 64      # in tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
 max_steps = 60                  # each samples completions and makes updates_per_step updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # of generated problems, prompt order, sampling, and the split into updates
+seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
 from config.shared import *     # what few people change: data, episodes, engine, training, evaluation
 # algorithm
-temperature = 1.0               # of sampling; the trainer divides its logits by it as well
+temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none: losses.ADVANTAGES
-kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
-kl_in = "loss"                  # loss; reward: subtracted from each completion's score; advantage: from the
-                                # advantage of each token, as in on-policy distillation
+kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
+kl_in = "loss"                  # where the KL is: in the loss, or taken off the score of each completion
+                                # (reward) or the advantage of each token (advantage: on-policy distillation)
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwise k1
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
@@ -70,7 +70,7 @@ old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old i
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg: losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, e.g. 3; 0 is none
+dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
 skip_zero_advantage = False     # do not compute rollouts whose advantage is 0: faster, and right as long as
                                 # nothing else in the loss moves the policy there
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
@@ -80,8 +80,8 @@ correction_low = 0.5            # a mask gives weight 0 where the ratio of train
 correction_high = 2.0           # a mask gives weight 0 where it is higher; truncation caps the weight here
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
-warmup_steps = 5                # of linear warm-up, from learning_rate / warmup_steps
-lr_decay = "linear"             # schedule after that: linear or cosine to 0 at max_steps, or constant
+warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
+lr_decay = "linear"             # then it is constant, or falls to 0 at max_steps: linear or cosine
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())         # overrides the names above by config files and --key=value
@@ -97,16 +97,16 @@ longest = max_prompt_length + max_completion_length             # tokens in a ro
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-may_be_stale = old_logprobs == "engine" or engine_correction != "none"      # by weights of an earlier step
+may_be_stale = old_logprobs == "engine" or engine_correction != "none"      # sampled with earlier weights
 with input_errors():                                            # a ValueError becomes a one-line message
     models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
     tokenizer, eos_ids = models.tokenizer, models.eos_ids
     engine_class = rollout.engine_class(engine)
-    player = Player(settings, tokenizer, eos_ids)               # of episodes; idle without an environment
+    player = Player(settings, tokenizer, eos_ids)               # plays episodes; idle without an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    run.check_data(models.policy, train_set, eval_set)          # that they are those of the resumed run
+    run.check_data(models.policy, train_set, eval_set)          # are they those of the resumed run?
     trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]        # shows a broken environment or reward now
     player.check_with(trial)
     scorer.check_with([prompt.row for prompt in trial])
@@ -132,8 +132,8 @@ if lora_rank and run.resumed:                                   # the engine has
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """n adjacent rollouts per prompt. Their seeds are the hash of the prompt's name, that + 1, ..., on
-    whichever rank they are sampled."""
+    """Return n rollouts per prompt, next to each other. Their seeds are h, h + 1, ..., where h is a hash of
+    the prompt's name, so they are the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if player.make:
         return player.play(rollout_engine, prompts, n, seeds, length, temperature)
@@ -142,7 +142,8 @@ def sample(prompts, n, names, temperature=temperature, length=max_completion_len
 
 def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
              length=max_completion_length):
-    """mean@k, pass@k, maj@k on prompts, from the same seeds every time. Their names begin with `name`."""
+    """Return mean@k, pass@k and maj@k on prompts, which are sampled with the same seeds every time, under
+    metrics that begin with `name`."""
     own = range(rank, len(prompts), world_size)
     rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
     if temperature > 0:
@@ -233,12 +234,13 @@ for step in range(run.first_step, max_steps + 1):
                 learning_rate, step, max_steps, lr_decay, warmup_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # Of the whole update, on all ranks: so the gradient depends on neither ranks nor micro-batches.
+            # It counts the tokens of the whole update, on all ranks, so the gradient depends on neither the
+            # number of ranks nor the micro-batches.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
             # Every rank runs the same number of micro-batches, at least one, because forward and backward are
-            # collectives. C = 0 in one that only fills up the number, or whose row another rank is credited.
+            # collectives. One that only makes up the number has C = 0, as does one that another rank counts.
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())

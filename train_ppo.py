@@ -41,9 +41,9 @@ model = "tiny"                  # a folder, a hub id, or tiny: the small model t
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
 train_file = ""                 # the JSONL or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
-reward = ""                     # file.py:function,..., math_verify, none; if empty, the reward of the task
+reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
-prompts_per_step = 256          # over all ranks
+prompts_per_step = 256          # of all ranks together
 num_generations = 1             # completions per prompt (G)
 max_prompt_length = 64          # in tokens; longer prompts are left out
 max_completion_length = 64      # in tokens; longer completions are cut off
@@ -51,15 +51,15 @@ learning_rate = 1e-4            # the peak; a model of 1 B parameters wants abou
 critic_learning_rate = 2e-3     # the critic's peak; a model of 1 B parameters wants about 1e-5
 max_steps = 50                  # rollouts, each with its updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # of generated problems, prompt order, sampling, and the split into updates
+seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
 from config.shared import *     # what few people change: data, episodes, engine, training, evaluation
 # algorithm
-temperature = 1.0               # of sampling; the trainer divides its logits by it as well
+temperature = 1.0               # engine and trainer divide their logits by it
 critic_model = ""               # a folder or hub id that the critic starts from; if empty, the model
 critic_warmup_steps = 5         # steps that train the critic alone, at the beginning
-kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads none
+kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 reference_model = ""            # a folder or hub id; if empty, the initial model
 gamma = 1.0                     # discount of GAE, from 0 to 1
 lam = 1.0                       # lambda of GAE, from 0 (one step) to 1 (Monte Carlo)
@@ -67,13 +67,13 @@ num_epochs = 1                  # passes over a step's rollouts
 updates_per_epoch = 2           # optimizer steps per pass, each on an equal part of the rollouts
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, e.g. 3; 0 is none
+dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
-warmup_steps = 5                # of linear warm-up, from learning_rate / warmup_steps
-lr_decay = "linear"             # schedule after that: linear or cosine to 0 at max_steps, or constant
+warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
+lr_decay = "linear"             # then it is constant, or falls to 0 at max_steps: linear or cosine
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())         # overrides the names above by config files and --key=value
@@ -92,11 +92,11 @@ with input_errors():                                            # a ValueError b
     models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
     tokenizer, eos_ids = models.tokenizer, models.eos_ids
     engine_class = rollout.engine_class(engine)
-    player = Player(settings, tokenizer, eos_ids)               # of episodes; idle without an environment
+    player = Player(settings, tokenizer, eos_ids)               # plays episodes; idle without an environment
     # Prompts to draw from, a list of held-out ones, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    run.check_data(models.policy, train_set, eval_set)          # that they are those of the resumed run
+    run.check_data(models.policy, train_set, eval_set)          # are they those of the resumed run?
     trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]        # shows a broken environment or reward now
     player.check_with(trial)
     scorer.check_with([prompt.row for prompt in trial])
@@ -125,8 +125,8 @@ if lora_rank and run.resumed:                                   # the engine has
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """n adjacent rollouts per prompt. Their seeds are the hash of the prompt's name, that + 1, ..., on
-    whichever rank they are sampled."""
+    """Return n rollouts per prompt, next to each other. Their seeds are h, h + 1, ..., where h is a hash of
+    the prompt's name, so they are the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if player.make:
         return player.play(rollout_engine, prompts, n, seeds, length, temperature)
@@ -135,7 +135,8 @@ def sample(prompts, n, names, temperature=temperature, length=max_completion_len
 
 def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
              length=max_completion_length):
-    """mean@k, pass@k, maj@k on prompts, from the same seeds every time. Their names begin with `name`."""
+    """Return mean@k, pass@k and maj@k on prompts, which are sampled with the same seeds every time, under
+    metrics that begin with `name`."""
     own = range(rank, len(prompts), world_size)
     rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
     if temperature > 0:
@@ -214,7 +215,7 @@ for step in range(run.first_step, max_steps + 1):
         # The score of a single answer is the reward of its last token. Turns and steps have their own.
         token_reward = losses.token_rewards([rollouts[s].rewards for s in all_shares], kl, kl_coef, lens)
         raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
-        adv = losses.whiten(raw_adv, distributed.mean)                                        # [C]
+        adv = losses.whiten(raw_adv, distributed.mean)                                  # [C]
         # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
         advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
         log.metrics |= {"kl": distributed.mean(kl),

@@ -6,12 +6,15 @@ runs what has no line yet, and prints the table and draws assets/methods.svg fro
     python -m bench.methods --jobs=2                            # the whole table: an evening on two cores
     python -m bench.methods --methods=grpo,rloo --seeds=0,1 --tune=false
     python -m bench.methods --methods=mine --add="mine=train_mine.py config/compose.py"
+    python -m bench.methods --methods=trl --tune=false          # TRL's GRPOTrainer: bench/trl_grpo.py
     python -m bench.methods --stress=true                       # rollouts four steps old, 20% wrong answers
     python -m bench.methods --methods=none                      # only the table and the picture
 
 All methods run at the learning rate of config/compose.py. Then each runs at three learning rates with a seed
 that is not in the table, and at the best of them, if it is another one, with the seeds of the table. Each run
-samples 20,480 completions, DAPO at most. mean@4 is the mean over depths 2 to 5 of what is held out.
+samples 20,480 completions, DAPO at most. mean@4 is the mean over depths 2 to 5 of what is held out. The
+seconds of a line are those of the steps, without evaluations. Its processor seconds are those of the whole
+process, with its start and two evaluations.
 """
 import ast
 import json
@@ -34,6 +37,7 @@ seeds = ""                      # with commas between them; empty: 0,1,2,3,4, un
 learning_rates = "2.5e-4,5e-4,1e-3"  # of which each method's best is chosen
 tuning_seed = 100               # the seed that chooses; it is not in the table
 tune = True                     # run the learning rates; False leaves it at that of config/compose.py
+trl = "out/trl/bin/python"      # the interpreter that has TRL; where there is none, trl is not among all
 add = ""                        # a method of your own: NAME=script.py and its settings, as on a command line
 stress = False                  # train_async.py with max_staleness=4, and one training row in five is wrong
 jobs = 1                        # runs at once, each on a core of its own (under stress on two)
@@ -52,7 +56,7 @@ METHODS = {
     "one_update": f"{GRPO} --updates_per_step=1", "ppo": f"train_ppo.py {FOR_PPO} --updates_per_epoch=4",
     "dapo": f"train_dapo.py {RECIPE} --max_num_gen_batches=2 --max_steps=40",
     "gspo": f"{GRPO} config/gspo.py", "cispo": f"{GRPO} config/cispo.py",
-    "dr_grpo": f"{GRPO} config/dr_grpo.py"}
+    "dr_grpo": f"{GRPO} config/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}"}
 UNDER_STRESS = "grpo,rloo,reinforce++,cispo"
 BASE = (f"evaluate_model.py --model={SHARED['model']} --task={SHARED['task']} --samples=64 --show=0 "
         f"--eval_prompts={SHARED['eval_prompts']} --max_completion_length={SHARED['max_completion_length']} "
@@ -158,8 +162,9 @@ def launch(command, log):
     words = shlex.split(command)
     if words[0] == "torchrun":
         words[:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    python = trl if "bench.trl_grpo" in words else sys.executable
     with open(log, "w") as file:
-        process = subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT,
+        process = subprocess.Popen([python, *words], stdout=file, stderr=subprocess.STDOUT,
                                    env=os.environ | {"OMP_NUM_THREADS": "1"})
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -365,12 +370,15 @@ if __name__ == "__main__":
         check(given and ".py" in given.split()[0] and name not in METHODS,
               f"add={add}: write NAME=script.py and its settings, with a name that is new")
         METHODS[name] = given
-    methods = methods or (UNDER_STRESS if stress else ",".join(METHODS))
+    every = [method for method in METHODS if method != "trl" or shutil.which(trl)]
+    methods = methods or (UNDER_STRESS if stress else ",".join(every))
     wanted = [] if methods == "none" else methods.split(",")
     for method in wanted:
         check(method in METHODS, f"methods={methods}: choose from {', '.join(METHODS)}")
         check(not stress or METHODS[method].startswith("train_grpo.py "),
               f"methods={methods}: under stress only what train_grpo.py runs, not {method}")
+    check("trl" not in wanted or shutil.which(trl),
+          f"trl={trl}: no such interpreter; bench/against_trl.py says how to make one with TRL")
     numbers = lambda key, given, kind: [kind(one) for one in given.split(",")]
     try:
         table_seeds = numbers("seeds", seeds or ("0,1,2" if stress else "0,1,2,3,4"), int)

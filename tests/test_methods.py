@@ -182,7 +182,7 @@ def test_wrong_rows(tmp_path, monkeypatch):
 
 def test_every_method_has_a_script_and_its_recipe():
     for command in methods.METHODS.values():
-        script, *arguments = command.split()
+        script, *arguments = command.replace("-m bench.trl_grpo", "bench/trl_grpo.py").split()
         for name in [script, *(one for one in arguments if one.endswith(".py"))]:
             with open(f"{ROOT}/{name}"):
                 pass
@@ -191,6 +191,8 @@ def test_every_method_has_a_script_and_its_recipe():
 @pytest.mark.parametrize("arguments, message", [
     (["--methods=grppo"], "methods=grppo: choose from grpo, rloo"),
     (["--methods=ppo", "--stress=true"], "under stress only what train_grpo.py runs, not ppo"),
+    (["--methods=trl", "--trl=no/python"], "trl=no/python: no such interpreter"),
+    (["--methods=trl", "--stress=true"], "under stress only what train_grpo.py runs, not trl"),
     (["--add=grpo=train_grpo.py"], "write NAME=script.py and its settings, with a name that is new"),
     (["--seeds=0,x"], "seeds=0,x"), (["--seeds=0,100"], "tuning_seed=100 is one of the table's seeds"),
     (["--jobs=0"], "jobs=0: must be above 0")])

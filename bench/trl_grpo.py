@@ -1,0 +1,118 @@
+"""
+TRL's GRPOTrainer in the place of train_grpo.py, on a CPU in float32: the row trl of bench/methods.py, which
+starts this script with the interpreter that has TRL (bench/against_trl.py says how to make one).
+
+    python -m bench.methods --methods=trl --trl=out/trl/bin/python
+
+Model, task, prompts of each step, reward, optimizer, learning rate of each update and both evaluations are
+those of train_grpo.py with the same settings. Two things differ. TRL samples with transformers' generate,
+and draws random numbers of its own. And its default loss, dapo, divides an update's sum over tokens by the
+mean number of tokens of the step's updates, where train_grpo.py divides by the number of the update's own.
+
+The script leaves config.json and metrics.jsonl in out_dir, as a run does. timing_s/step counts all that TRL
+does for a step: generation, reward, old logprobs, updates and logs. It counts neither start nor evaluations.
+"""
+import json
+import time
+import zlib
+
+import torch
+
+import data
+import losses
+import rewards
+import rollout
+from configurator import configure
+from episodes import Player
+from runtime.check_model import check_model, end_tokens, load_tokenizer
+# ------------------------------------------------------------------------------------------------------------
+# as in train_grpo.py
+model = "tiny"
+task = "algebra"
+train_file = ""
+eval_file = ""
+reward = ""
+engine = "hf"                   # of the evaluations, and the only choice
+prompts_per_step = 32
+num_generations = 8
+max_prompt_length = 64
+max_completion_length = 64
+learning_rate = 1e-4
+max_steps = 60
+seed = 0
+out_dir = "out/trl_grpo"
+from config.shared import *     # only data, eval_samples and AdamW's settings are used
+updates_per_step = 1
+epsilon = 0.2
+warmup_steps = 5
+lr_decay = "linear"
+grad_clip = 1.0
+# of TRL
+loss_type = "dapo"              # its default; with bnpo the gradients are those of train_grpo.py
+# ------------------------------------------------------------------------------------------------------------
+settings = configure(globals())
+
+# Imported here, so that --help and a wrong setting's message need no TRL.
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+base = check_model(model)
+tokenizer = load_tokenizer(base, settings=settings)
+eos_ids = end_tokens(base, tokenizer)
+train_set, eval_set, _ = data.load_prompts(tokenizer, settings)
+scorer = rewards.Scorer(settings, "cpu", torch.float32, Player(settings, tokenizer, eos_ids))
+evaluator = rollout.HFEngine(base, torch.float32, max_prompt_length + max_completion_length, eos_ids, 0.0)
+policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
+                              weight_decay=weight_decay, fused=True)
+# The updates of a step share a learning rate. With TRL's own schedules it would change after each update.
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: losses.schedule(
+    1.0, update // updates_per_step, max_steps, lr_decay, warmup_steps))
+rows, position = [], 0                                          # in the order in which a run uses them
+for _ in range(max_steps):
+    picked, position = train_set.draw(position, prompts_per_step, seed)
+    rows += [prompt.row for prompt in picked]
+lines = []                                                      # of metrics.jsonl, one per step
+
+
+def evaluate():
+    """mean@k, pass@k, maj@k as a run finds them, with its held-out prompts and its seeds."""
+    seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(eval_set))]
+    rollouts = rollout.single_answers(evaluator, tokenizer, eval_set, eval_samples, seeds,
+                                      max_completion_length, temperature=1.0)
+    scorer(rollouts)
+    return rewards.evaluation(rollouts, eval_samples)
+
+
+class Log(TrainerCallback):
+    """Keeps what TRL logs at the end of a step, with the seconds since the end of the step before."""
+
+    def on_train_begin(self, *_, **__):
+        self.began = time.perf_counter()
+
+    def on_log(self, args, state, control, logs, **_):
+        if "reward" in logs:                                    # TRL's last log is a summary of the run
+            now = time.perf_counter()
+            lines.append({"step": len(lines), **logs, "timing_s/step": now - self.began})
+            self.began = now
+
+
+config = GRPOConfig(
+    out_dir, seed=seed, use_cpu=True, bf16=False, gradient_checkpointing=False,
+    max_steps=max_steps * updates_per_step, steps_per_generation=updates_per_step,
+    per_device_train_batch_size=prompts_per_step * num_generations // updates_per_step,
+    num_generations=num_generations, max_completion_length=max_completion_length, shuffle_dataset=False,
+    loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon, max_grad_norm=grad_clip,
+    logging_steps=updates_per_step, disable_tqdm=True, report_to=[], save_strategy="no")
+trainer = GRPOTrainer(policy, rewards.load_reward(reward, task), config, Dataset.from_list(rows),
+                      processing_class=tokenizer, callbacks=[Log()], optimizers=(optimizer, scheduler))
+before = evaluate()
+trainer.train()
+evaluator.load_weights(policy.named_parameters(), version=max_steps)
+lines[0] |= before
+lines.append({"step": max_steps, **evaluate()})
+with open(f"{out_dir}/config.json", "w") as file:
+    json.dump(vars(settings), file)
+with open(f"{out_dir}/metrics.jsonl", "w") as file:
+    file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -263,18 +263,20 @@ def test_the_best_checkpoint_stays(whole):
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out_dir = str(tmp_path / "run")
-    code = ("import time; from runtime import checkpoint; "
-            f"checkpoint.claim({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
-    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "in\n"
+    (tmp_path / "holds.py").write_text(
+        "import time; from runtime import checkpoint; "
+        f"checkpoint.claim({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
+    (holder,) = begin(tmp_path / "log", tmp_path / "holds.py")
+    wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "in\n", holder)
+    assert holder.is_alive()
     # A claim that has failed does not make the folder this process's own.
     for patience in (1, 0):
         with pytest.raises(ValueError, match="another run is writing there"):
             checkpoint.claim(out_dir, patience)
     holder.kill()
-    holder.wait()
+    holder.join()
     checkpoint.claim(out_dir, patience=1)
-    assert "another run is writing there" in launch("-c", code, code=1)
+    assert "another run is writing there" in forked(tmp_path / "log", tmp_path / "holds.py", code=1)
 
 
 # ---------------------------------------------------------------- files that changed in between

@@ -1,8 +1,9 @@
 """
 Attention for packed rows (packing.py): a sequence sees itself and nothing else in the row.
 
-Hugging Face models call packed_attention by the name "packed" in place of their own. It is PyTorch's CUDA
-kernel for sequences of several lengths where kernel_takes says so, otherwise a loop over the sequences.
+Hugging Face models call packed_attention, by the name "packed", in place of their own attention. It calls
+PyTorch's CUDA kernel for sequences of several lengths if kernel_takes says so, and otherwise loops over the
+sequences.
 """
 import inspect
 import math
@@ -18,13 +19,13 @@ from transformers import AttentionInterface
 from packing import Segments
 
 
-# PyTorch 2.11's kernel takes fewer heads of key and value than of query by default; later ones need
-# enable_gqa.
+# By default PyTorch 2.11's kernel takes fewer heads of keys and values than of queries. Later versions need
+# enable_gqa for that.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
 def kernel_takes(query, value):
-    """Whether PyTorch's CUDA kernel for sequences of several lengths computes such attention."""
+    """Whether PyTorch's CUDA kernel for sequences of several lengths accepts tensors like these."""
     head = query.shape[-1]
     return (query.is_cuda and len(query) == 1 and query.dtype in (torch.bfloat16, torch.float16)
             and head % 8 == 0 and head <= 256 and value.shape[-1] == head
@@ -35,14 +36,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
                      sliding_window=None, softcap=None, s_aux=None, position_ids=None, **others):
     """Causal attention inside each sequence of a packed row; query [1, heads, T, d] -> [1, T, heads, d].
 
-    Several rows have the same segments; without any each row is one sequence. sliding_window: how many
-    tokens a token sees, counting itself. softcap, s_aux ([heads], sinks): see explicit_attention. The work
-    grows with the pairs of tokens of which one sees the other: no T x T mask exists. Of a row cut over P
-    ranks it takes [1, heads, T / P, d] and returns [1, T / P, heads, d]. Raises ValueError where P does not
-    divide the heads, and for any other tensor.
+    If there are several rows, all have the same segments; without segments each row is one sequence.
+    sliding_window: how many tokens a token sees, itself included. softcap, s_aux ([heads], sinks): see
+    explicit_attention. There is no T x T mask: the work grows with the pairs of tokens in which one sees the
+    other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
+    Raises ValueError if P does not divide the heads, and for any tensor that it does not know.
     """
     for name, given in {"attention_mask": attention_mask, **others}.items():
-        if isinstance(given, torch.Tensor):                     # which is the model's own, even if a mask
+        if isinstance(given, torch.Tensor):             # the model's own; transformers makes no mask (below)
             raise ValueError(f"its attention depends on {name}, which is not supported")
     segments = segments or Segments([query.shape[2]], [np.arange(query.shape[2])]).to(query.device)
     if cut is not None:
@@ -59,10 +60,10 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
 
 
 def attend_by_kernel(query, key, value, scaling, segments, window):
-    # All segments in one call of PyTorch's kernel.
+    # Computes all segments in one call of PyTorch's kernel.
     rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                      # [T, heads, d]
-    # window_size: how many tokens before and after are seen; -1 is all. Where a segment has fewer tokens than
-    # keys, the kernel lets its last token see the last key.
+    # window_size: how many tokens before and after a token it sees; -1 stands for all. If a segment has fewer
+    # tokens than keys, the kernel aligns their ends: the last token sees the last key.
     longest = max(segments.key_sizes)
     before = window - 1 if window < longest else -1
     return varlen.varlen_attn(*rows, segments.offsets, segments.key_offsets, max(segments.sizes), longest,
@@ -70,20 +71,20 @@ def attend_by_kernel(query, key, value, scaling, segments, window):
 
 
 def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
-    # The segments one after the other.
+    # Computes the segments one after the other.
     sizes, key_sizes = segments.sizes, segments.key_sizes
     shared = [key_size - size for size, key_size in zip(sizes, key_sizes)]
     explicit = softcap is not None or sinks is not None
-    # Without a mask PyTorch wants a query for each key. For a long segment those of the tokens that it shares
-    # are computed again, which costs less than its mask.
+    # A plain segment needs no mask, but then PyTorch wants a query for each key. For a long segment the
+    # queries of its shared tokens are computed again, which costs less than a mask.
     plain = [not explicit and before + size <= window and (before == 0 or size >= max(256, before))
              for before, size in zip(shared, sizes)]
     if not all(plain):
         most, longest = (max(x for x, is_plain in zip(counts, plain) if not is_plain)
                          for counts in (shared, sizes))
         mask = segments.mask(longest, most, window, query.dtype)
-    # split, not slices: the gradient of a slice is as large as the row, so S of them cost S * T, which is a
-    # tenth of the update of 64 short sequences.
+    # split, not slices: the gradient of a slice is as large as the row, so S slices cost S * T, which is a
+    # tenth of the time of an update of 64 short sequences.
     queries, keys, values = query.split(sizes, 2), key.split(key_sizes, 2), value.split(key_sizes, 2)
     again = any(before and is_plain for before, is_plain in zip(shared, plain))
     all_queries = pick(query, segments.places).split(key_sizes, 2) if again else queries
@@ -95,7 +96,7 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
                                                     enable_gqa=True)[:, :, before:]
         else:
             seen = mask[:size, most - before:most + size]
-            # CUDA's kernels want aligned rows.
+            # CUDA's kernels need aligned rows.
             seen = seen.contiguous() if seen.is_cuda else seen
             output = (explicit_attention(q, k, v, seen, scaling, softcap, sinks) if explicit else
                       F.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True))
@@ -104,16 +105,17 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
 
 
 def pick(x, places):
-    """The tokens at these places: [1, heads, T, d] -> [1, heads, K, d], or [T, H] -> [K, H]."""
-    if x.dim() == 2:
-        return Pick.apply(x, places)
-    # A CPU takes a third of the time with all heads of a token at once.
+    """The tokens at these places: [1, heads, T, d] -> [1, heads, K, d]."""
+    # With all heads of a token at once a CPU takes a third of the time.
     tokens = Pick.apply(x.transpose(1, 2).flatten(2)[0], places)
     return tokens[None].unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
 class Pick(torch.autograd.Function):
-    """index_select of rows, whose gradient is summed in float32: hundreds of sequences may share a token."""
+    """The rows of x at these places, [T, H] -> [K, H].
+
+    Hundreds of sequences may share a token, so the gradient of its row is summed in float32.
+    """
 
     @staticmethod
     def forward(ctx, x, places):
@@ -130,11 +132,11 @@ class Pick(torch.autograd.Function):
 
 
 def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=None):
-    """Attention by its formula, in memory that grows with len^2, for scores that no fused kernel computes.
+    """Attention by its formula, for scores that no fused kernel computes. Its memory grows with len^2.
 
-    mask: what is added to the scores. softcap: scores become softcap * tanh(score / softcap) (Gemma 2,
-    https://arxiv.org/abs/2408.00118). sinks [heads]: a score in each token's softmax that belongs to no value
-    (gpt-oss).
+    mask: is added to the scores. softcap: a score becomes softcap * tanh(score / softcap) (Gemma 2,
+    https://arxiv.org/abs/2408.00118). sinks [heads]: each softmax has this additional score, which belongs to
+    no value (gpt-oss).
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -149,21 +151,21 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
 
 
 # ---------------------------------------------------------------- rows cut over ranks
-# Ulysses, https://arxiv.org/abs/2309.14509, for sequences too long for one device. With
+# This is Ulysses, https://arxiv.org/abs/2309.14509, for sequences that are too long for one device. With
 # sequence_parallel_size=P each of P neighbouring ranks holds 1 / P of the tokens of a row and computes
-# everything but attention for them. Attention needs the whole row, so before it the ranks exchange tokens for
-# heads: each then has all tokens, of 1 / P of the heads. After it they change back.
-# A loss by sequence needs all tokens of a sequence. So the leader, which is the rank of the group whose
-# sequences the row holds, gets the logprobs or values of all parts: on it they are the [C] of any
-# micro-batch, and on the other ranks C = 0. Losses and scripts need to know nothing of the cut.
+# everything except attention for them. Attention needs the whole row, so before it the ranks exchange tokens
+# for heads: each rank then has all tokens for 1 / P of the heads. After attention they exchange them back.
+# Some losses need all tokens of a sequence. The rank whose sequences the row holds is therefore the leader of
+# its group: it gets the logprobs or values of all parts, [C] as for any micro-batch, and on the other ranks
+# C = 0. Losses and scripts do not notice the cut.
 
 @dataclass
 class Cut:
     """How a micro-batch is cut over a group of ranks."""
     group: dist.ProcessGroup
-    leader: int                 # the rank, in the group, whose sequences these are
+    leader: int                 # the rank within the group whose sequences these are
     count: int                  # C on the leader
-    mine: torch.Tensor          # which of these C are predicted in this rank's part
+    mine: torch.Tensor          # which of these C tokens are predicted in this rank's part
 
     def to(self, device):
         """A copy with its tensor on the device."""
@@ -171,9 +173,9 @@ class Cut:
 
 
 def cut_over(group, batch):
-    """Gather the MicroBatch of each rank of a group; return this rank's part of each, in the order of ranks.
+    """Gather the MicroBatches of a group's ranks and return this rank's part of each, in the order of ranks.
 
-    batch: this rank's, on the CPU; the group's size divides its T. A collective of the group.
+    batch: this rank's MicroBatch, on the CPU. The group's size divides its T. A collective of the group.
     """
     batches = [None] * group.size()
     dist.all_gather_object(batches, batch, group)
@@ -181,21 +183,21 @@ def cut_over(group, batch):
 
 
 def part(batch, leader, group):
-    # This rank's part of the leader's MicroBatch.
+    # Returns this rank's part of the leader's MicroBatch.
     here, width = group.rank(), batch.input_ids.shape[1] // group.size()
     of_row = lambda row: row.chunk(group.size(), 1)[here]                           # [1, T] -> [1, T / P]
     mine = (batch.index // width == here).nonzero()[:, 0]
     none = batch.index[:0]
-    emptied = {} if here == leader else {"sequences": [], "numbers": none, "owner": none, "lengths": []}
+    emptied = {} if here == leader else {"sequences": [], "owner": none, "lengths": []}
     return replace(batch, input_ids=of_row(batch.input_ids), position_ids=of_row(batch.position_ids),
                    index=batch.index[mine] - here * width, targets=batch.targets[mine],
                    cut=Cut(group, leader, len(batch.index), mine), **emptied)
 
 
 class Joined(torch.autograd.Function):
-    """What was computed for this rank's part of a row -> that of all parts, [C] on the leader, elsewhere [0].
+    """Joins values that each rank computed for its part of a row: [C] on the leader, [0] on other ranks.
 
-    Its gradient goes back to the ranks that computed it. A collective of the group.
+    The gradient goes back to the rank that computed a value. A collective of the group.
     """
 
     @staticmethod
@@ -214,28 +216,32 @@ class Joined(torch.autograd.Function):
         return joined[cut.mine], None
 
 
-join = Joined.apply             # (values, cut) -> the values of the whole row
+join = Joined.apply             # (values, cut) -> the values for the whole row
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of [1, a, b / P, d] on each of P ranks -> [1, a / P, b, d].
+    """All-to-all among P ranks: each gives its [1, a, b / P, d] and gets [1, a / P, b, d].
 
-    Heads and tokens are a and b before attention, tokens and heads after it. The gradient goes the same way
-    back. A collective of the group.
+    Before attention a are the heads and b the tokens, after attention the other way round. The gradient is
+    exchanged back. A collective of the group.
     """
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, x, group, split=1, join=2):
+        # Each rank keeps a part of the dimension `split` and gets all parts of the dimension `join`.
         ctx.group = group
-        return all_to_all(x, group, 1, 2)
+        parts = torch.stack(x.chunk(group.size(), split))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return torch.cat(received.unbind(), join)
 
     @staticmethod
     def backward(ctx, gradient):
-        return all_to_all(gradient, ctx.group, 2, 1), None
+        return Exchange.forward(ctx, gradient, ctx.group, split=2, join=1), None
 
 
 def exchanged(query, key, value, group):
-    # All tokens of a row, of 1 / P of the heads, for this rank's part of the row with all heads.
+    # Gives this rank's part of the row, with all heads, for all tokens of the row with 1 / P of the heads.
     P = group.size()
     if query.shape[1] % P or key.shape[1] % P:
         raise ValueError(f"sequence_parallel_size={P} does not divide its {query.shape[1]} heads of queries "
@@ -243,13 +249,5 @@ def exchanged(query, key, value, group):
     return [Exchange.apply(x, group) for x in (query, key, value)]
 
 
-def all_to_all(x, group, split, join):
-    # Each rank keeps a part of the dimension `split` and gets all parts of the dimension `join`.
-    parts = torch.stack(x.chunk(group.size(), split))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return torch.cat(received.unbind(), join)
-
-
-# No mask function is registered with it, so transformers makes no mask.
+# No mask function is registered by this name, so transformers makes no mask.
 AttentionInterface.register("packed", packed_attention)

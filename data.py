@@ -20,6 +20,8 @@ from tasks.generate_problems import GENERATORS, held_out
 
 HERE = os.getcwd()      # where the run was started; an environment may go to another folder
 NO_PROMPT = [{"role": "user", "content": ""}]
+# Columns of a file that hold the answer; the first of them that a row has is taken.
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
@@ -28,27 +30,27 @@ NO_PROMPT = [{"role": "user", "content": ""}]
 def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file=""):
     """Returns the rows of a task's split, "train" or "eval".
 
-    The tasks of tasks/generate_problems.py generate `count` distinct problems; count 0 stands for 4,096 of
-    "train" and 128 of "eval", or all that the task has if it has fewer. gsm8k and file give their first
-    `count` rows, or all of them for 0. Without an eval_file task file sets one in eight prompts of train_file
-    aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows, or fewer
-    distinct problems than `count`; a message about a row of a file begins with file:line.
+    The tasks of tasks/generate_problems.py generate `count` distinct problems; with count 0 these are 4,096
+    for "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give their first
+    `count` rows, or with count 0 all of them. Without an eval_file, task file sets one in eight prompts of
+    train_file aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows,
+    or fewer distinct problems than `count`; a message about a row of a file begins with file:line.
     """
     return [row for _, row in named_rows(task, split, count, seed, difficulty, train_file, eval_file)]
 
 
 def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read=None):
-    """Returns load_rows' rows as pairs (name, row); a message about a row begins with its name.
+    """Returns the rows of load_rows as pairs (name, row); a message about a row begins with its name.
 
-    The name is file:line, or the text of a generated problem. read: what reads a file; None: file_rows.
+    The name is file:line, or the text of a generated problem. read: the function that reads a file, by
+    default file_rows.
     """
     if task == "gsm8k":
         return gsm8k_rows(split)[:count or None]
     if task == "file":
         path = eval_file if split == "eval" and eval_file else train_file
         if not path:
-            raise ValueError("task file needs train_file" if split == "train" else
-                             "task file needs eval_file, or train_file to hold rows out of")
+            raise ValueError("task file needs train_file, or for an evaluation alone eval_file")
         named = (read or file_rows)(path)
         return (named if eval_file else one_side(path, named, split))[:count or None]
     if task not in GENERATORS:
@@ -56,7 +58,7 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
     if not isinstance(difficulty, int) or not 1 <= difficulty <= 100:
         raise ValueError(f"difficulty must be a whole number from 1 to 100, not {difficulty!r}")
     if count > 1_000_000:
-        raise ValueError(f"{split}_prompts={count}: at most 1,000,000 problems are generated")
+        raise ValueError(f"{split}_prompts={count}: a task generates at most 1,000,000 problems")
     wanted = count or {"train": 4096, "eval": 128}[split]
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
     while len(rows) < wanted:
@@ -74,8 +76,8 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
 
 
 def gsm8k_rows(split):
-    # Cobbe et al. 2021, https://arxiv.org/abs/2110.14168, in its original files, which are kept in a cache
-    # folder. The prompt is verl's.
+    # Cobbe et al. 2021, https://arxiv.org/abs/2110.14168. The original files are kept in a cache folder. The
+    # prompt is verl's.
     name = {"train": "train.jsonl", "eval": "test.jsonl"}[split]
     url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
     path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
@@ -89,12 +91,12 @@ def gsm8k_rows(split):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(part := f"{path}.{os.getpid()}", "wb") as file:
             file.write(content)
-        # The file appears whole or not at all, whoever else is writing it.
+        # The file appears whole or not at all, even if another process is writing it as well.
         os.replace(part, path)
     rows = []
     for where, row in read_rows(path):
         if not isinstance(row.get("question"), str) or "####" not in str(row.get("answer")):
-            raise ValueError(f"{where}: not a row of GSM8K; remove the file, and it is fetched again")
+            raise ValueError(f"{where}: not a row of GSM8K; remove the file, then it is fetched again")
         text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
         rows.append((where, {"prompt": [{"role": "user", "content": text}], "answer": answer,
@@ -103,91 +105,81 @@ def gsm8k_rows(split):
 
 
 def reader(s):
-    """A function that reads the rows of a file, once. Where there is an environment its reset may prompt."""
+    """A function that reads a file once. With an environment rows need no prompt: its reset may give one."""
     return functools.cache(functools.partial(file_rows, prompt=NO_PROMPT if s.environment else None))
 
 
 def file_rows(path, prompt=None):
-    # All of a file, as pairs (file:line, row). prompt: that of rows that have none. Takes TRL's rows (with
-    # answer, ground_truth, solution or reference) and verl's (with reward_model and data_source).
-    names, rows, lacking = [], [], None
+    # All rows of a file, as pairs (file:line, row). prompt: what a row without a prompt gets.
+    rows = {}
     for where, row in read_rows(path):
         if prompt and row.get("prompt") is None:
             row["prompt"] = prompt
         check_row(where, row)
-        model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
-        # verl's ground truth may be anything that a reward understands. Only text and numbers are answers.
-        judged = model.get("ground_truth") if is_answer(model.get("ground_truth")) else None
-        truths = {"answer": row.get("answer"), "ground_truth": row.get("ground_truth"),
-                  "reward_model.ground_truth": judged, "solution": row.get("solution"),
-                  "reference": row.get("reference")}
-        key = next((key for key, truth in truths.items() if truth is not None), None)
-        if key and not is_answer(truths[key]):
-            raise ValueError(f"{where}: {key} must be text or a finite number, not {truths[key]!r:.100}; "
-                             "a list may hold several; a column of another name goes to the reward as it is")
-        truth = truths.get(key)
-        answer = list(map(str, truth)) if isinstance(truth, list) else str(truth) if key else None
-        lacking = lacking or (where if answer is None else None)
-        added = {"answer": answer, "source": row.get("data_source", row.get("source"))}
-        rows.append(row | {key: value for key, value in added.items() if value is not None})
-        names.append(where)
+        added = {"answer": answer_of(where, row), "source": row.get("data_source", row.get("source"))}
+        rows[where] = row | {key: value for key, value in added.items() if value is not None}
     if not rows:
         raise ValueError(f"{path}: no rows")
-    if lacking and any(row.get("answer") is not None for row in rows):
-        raise ValueError(f"{lacking}: no answer, ground_truth, reward_model.ground_truth, solution or "
-                         "reference, which other rows have")
+    lacking = [where for where, row in rows.items() if row.get("answer") is None]
+    if 0 < len(lacking) < len(rows):
+        raise ValueError(f"{lacking[0]}: no answer, though other rows have one, in {' or '.join(ANSWERS)}")
     # Every row gets every column, so that a reward gets the same columns at every step.
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return [(name, dict.fromkeys(columns) | row) for name, row in zip(names, rows)]
+    columns = dict.fromkeys(key for row in rows.values() for key in row)
+    return [(where, columns | row) for where, row in rows.items()]
+
+
+def answer_of(where, row):
+    # The answer of a row of TRL's or verl's form: a text or a list of texts, or None if the row has none.
+    judged = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+    truths = row | {"reward_model.ground_truth": judged.get("ground_truth")}
+    for key in ANSWERS:
+        truth = truths.get(key)
+        if is_answer(truth):
+            return [*map(str, truth)] if isinstance(truth, list) else str(truth)
+        # What verl's form holds may be anything that a reward understands; then it is no answer.
+        if truth is not None and key != "reward_model.ground_truth":
+            raise ValueError(f"{where}: {key} must be text or a finite number, not {truth!r:.100}; "
+                             "a list may hold several; a column of another name goes to the reward as it is")
 
 
 def one_side(path, named, split):
-    # What a file without an eval_file gives to a split.
+    # The rows of a split, where one file holds both.
     side = [(name, row) for name, row in named
             if held_out(whole_text(row["prompt"]) or unescaped(row)) == (split == "eval")]
     if not 0 < len(side) < len(named):
-        count = len(side) if split == "eval" else len(named) - len(side)
-        raise ValueError(f"{path}: without an eval_file a hash of the prompt sets one in eight rows aside "
-                         f"for evaluation, here {count} of {len(named)}, which leaves one side empty")
+        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides whether a row is for "
+                         f"training or evaluation, and {len(side)} of {len(named)} rows are for {split}")
     return side
 
 
 def read_rows(path):
-    # Yields (where, row); a message about the row begins with `where`.
+    # All rows of a file as pairs (where, row); a message about the row begins with `where`.
     whole = os.path.join(HERE, path)
+    if not path.endswith((".jsonl", ".parquet")):
+        raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
     if not os.path.isfile(whole):
         raise ValueError(f"{path}: no such file")
-    if path.endswith(".parquet"):
-        import pyarrow.parquet
-        try:
+    try:
+        if path.endswith(".parquet"):
+            import pyarrow.parquet
             rows = pyarrow.parquet.read_table(whole).to_pylist()
-        # pyarrow has errors of its own.
-        except Exception as error:
-            raise ValueError(f"{path}: not a parquet file that can be read ({error})") from error
-        for number, row in enumerate(rows, 1):
-            try:
-                json.dumps(row.get("prompt"))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}: row {number}: the prompt cannot be written as JSON: "
-                                 f"{error}") from error
-            yield f"{path}: row {number}", row
-    elif path.endswith(".jsonl"):
-        try:
-            with open(whole, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        row = json.loads(line.decode().removeprefix("\ufeff"))
-                    except (ValueError, RecursionError) as error:
-                        raise ValueError(f"{path}:{number}: not JSON ({error})") from error
-                    if not isinstance(row, dict):
-                        raise ValueError(f"{path}:{number}: not an object")
-                    yield f"{path}:{number}", row
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    else:
-        raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
+            return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
+        with open(whole, "rb") as file:
+            lines = [(f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip()]
+    # pyarrow has errors of its own.
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    return [(where, json_row(where, line)) for where, line in lines]
+
+
+def json_row(where, line):
+    try:
+        row = json.loads(line.decode().removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: not an object")
+    return row
 
 
 # The text of a row with its characters as they are. An encoder that is made once is faster than json.dumps.
@@ -195,40 +187,43 @@ unescaped = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def check_row(where, row):
-    if problem := problem_of(row):
-        raise ValueError(f"{where}: {problem}")
-
-
-def problem_of(row):
+    """Raises ValueError for a row that cannot be used; the message begins with `where`."""
     prompt = row.get("prompt")
     if prompt is None:
-        return f"no prompt; the columns are {', '.join(row) or 'none'}"
+        raise ValueError(f"{where}: no prompt; the columns are {', '.join(row) or 'none'}")
     if not isinstance(prompt, (str, list)):
-        return f"prompt must be a string or a list of messages, not {type(prompt).__name__}"
+        kind = type(prompt).__name__
+        raise ValueError(f"{where}: prompt must be a string or a list of messages, not {kind}")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)
                 and isinstance(message.get("content"), str)):
-            return f"a message needs a role and a content, both strings: {str(message)[:100]}"
+            raise ValueError(f"{where}: a message needs a role and a content, both strings: {message!s:.100}")
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            return f"tool_calls must be a list of objects, not {calls!r:.100}"
+            raise ValueError(f"{where}: tool_calls must be a list of objects, not {calls!r:.100}")
     if prompt is not NO_PROMPT and not any(message["content"].strip() for message in messages):
-        return "empty prompt"
+        raise ValueError(f"{where}: empty prompt")
+    try:
+        json.dumps(prompt)
+    # A parquet file may hold bytes and dates.
+    except TypeError as error:
+        raise ValueError(f"{where}: the prompt cannot be written as JSON: {error}") from error
     text = unescaped(row)
     if text != text.encode(errors="ignore").decode():
-        return "half a surrogate pair, which cannot be encoded"
-    for key in ("prompts", "completions"):
-        if key in row:
-            return f"a column must not be named {key}: a reward gets something else by that name"
+        raise ValueError(f"{where}: half a surrogate pair, which cannot be encoded")
+    if taken := {"prompts", "completions"} & row.keys():
+        raise ValueError(f"{where}: a column must not be named {min(taken)}: a reward gets something else by "
+                         "that name")
 
 
 def is_answer(value):
     # A text that says something, a number other than NaN and infinity, or a list of these.
     if isinstance(value, list):
         return value != [] and all(is_answer(one) and not isinstance(one, list) for one in value)
-    return bool(value.strip()) if isinstance(value, str) else (
-        isinstance(value, numbers.Number) and value - value == 0)
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, numbers.Number) and value - value == 0
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -237,11 +232,11 @@ def is_answer(value):
 
 class Prompt(NamedTuple):
     row: dict
-    ids: list               # token ids, those of the chat template included
+    ids: list               # token ids, including those that the chat template adds
 
 
 def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
-    """Returns a Prompt for each of the pairs (name, row), which are as named_rows gives them.
+    """Returns a Prompt for each of the pairs (name, row) that named_rows returns.
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
@@ -262,7 +257,7 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
 
 
 def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
-    # What is encoded of a prompt.
+    # The text of a prompt, before it is encoded.
     if isinstance(prompt, str):
         if system_prompt:
             raise ValueError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")
@@ -331,9 +326,8 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
     wanted = s.prompts_per_step * batches
     # Both splits may be in one file, which is read once.
     read = reader(s)
-    train_set, fitting, train_note = open_split(tokenizer, s, "train", s.train_prompts, s.seed, wanted, read,
-                                                tools)
-    _, eval_set, eval_note = open_split(tokenizer, s, "eval", s.eval_prompts, 0, math.inf, read, tools)
+    train_set, fitting, train_note = open_split(tokenizer, s, "train", wanted, read, tools)
+    _, eval_set, eval_note = open_split(tokenizer, s, "eval", math.inf, read, tools)
     if len(fitting) < wanted:
         raise ValueError(f"prompts_per_step={s.prompts_per_step}" + f" times max_num_gen_batches={batches}"
                          * (batches > 1) + f" is more than the {len(fitting)} training prompts")
@@ -354,44 +348,45 @@ def as_read(tokenizer, prompt):
                           f"and its answer is {prompt.row.get('answer')!r:.200}"])
 
 
-def open_split(tokenizer, s, split, count, seed, wanted, read, tools):
-    # Returns the Prompts of a split, those that fit among the encoded ones, and a note. The held-out prompts
-    # are all encoded; the training prompts, in the order of the first epoch, 512 at a time until as many as
-    # wanted fit. All rows of a file are loaded, even where only the first `count` are used, because the note
-    # says how many there are.
-    asked = count if s.task in GENERATORS else min(count, 0)
-    named = named_rows(s.task, split, asked, seed, s.difficulty, s.train_file, s.eval_file, read)
+def open_split(tokenizer, s, split, wanted, read, tools):
+    # Returns the Prompts of a split, those that fit among the encoded ones, and a note. The training prompts
+    # are encoded in the order of the first epoch, 512 at a time until as many as wanted fit; of the held-out
+    # prompts all are wanted. All rows of a file are loaded, even where only the first `count` are used,
+    # because the note says how many there are.
+    count, seed = (s.train_prompts, s.seed) if split == "train" else (s.eval_prompts, 0)
+    named = named_rows(s.task, split, count if s.task in GENERATORS else 0, seed, s.difficulty, s.train_file,
+                       s.eval_file, read)
     prompts = Prompts(tokenizer, named[:count or None], s, tools)
     total = len(prompts)
-    first = prompts.encoded(range(min(32, total)))
-    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
-        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
-                         f"{tokenizer.decode(first[0].ids)!r:.200}")
-    # Templates refuse roles, or their order. One prompt of each kind shows most of that now, not after hours.
-    kinds = {}
+    # A template may refuse a role, or an order of roles. One prompt of each kind shows that now, not after
+    # hours.
+    kinds, key = {}, "environment" if s.environment else "tools"
     for number, (name, row) in enumerate(prompts.named):
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
-        key = "environment" if s.environment else "tools"
         if getattr(s, key) and (not messages or messages[-1]["role"] == "assistant"):
             raise ValueError(f"{name}: {key}={getattr(s, key)} needs prompts that are lists of messages, the "
                              "last one not the assistant's")
         kinds.setdefault(tuple((m["role"], bool(m.get("tool_calls"))) for m in messages), number)
     prompts.encoded(kinds.values())
     order = epoch_order(total, 0, seed, s.shuffle) if split == "train" else range(total)
-    looked, fitting, shortest = 0, [], math.inf
-    while looked < total and len(fitting) < wanted:
-        batch = prompts.encoded(order[looked:looked + 512])
-        looked += len(batch)
+    looked_at, fitting = [], []
+    while len(looked_at) < total and len(fitting) < wanted:
+        batch = prompts.encoded(order[len(looked_at):len(looked_at) + 512])
+        looked_at += batch
         fitting += [prompt for prompt in batch if len(prompt.ids) <= s.max_prompt_length]
-        shortest = min(shortest, *(len(prompt.ids) for prompt in batch))
+    first = looked_at[:32]
+    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
+        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
+                         f"{tokenizer.decode(first[0].ids)!r:.200}")
     if not fitting:
+        shortest = min(len(prompt.ids) for prompt in looked_at)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
-    long, kind = looked - len(fitting), {"train": "", "eval": "held-out "}[split]
+    long, kind = len(looked_at) - len(fitting), {"train": "", "eval": "held-out "}[split]
     source = (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    note = (f"{'' if looked == total else 'at most '}{total - long:,} {kind}prompts (the first {total:,} of "
-            f"{len(named):,} rows of {source}; {long:,} of {looked:,} have more than max_prompt_length="
-            f"{s.max_prompt_length} tokens and are left out)")
+    note = (f"{'' if len(looked_at) == total else 'at most '}{total - long:,} {kind}prompts (the first "
+            f"{total:,} of {len(named):,} rows of {source}; {long:,} of {len(looked_at):,} have more than "
+            f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
     return prompts, fitting, note
 
 

@@ -4,20 +4,19 @@ Episodes: the policy speaks and an environment answers, turn after turn. One epi
 An environment is a class of yours, --environment=my_game.py:Guess, in one of two forms. An instance plays one
 episode at a time and is reset for the next one. Its methods may be `async def`.
 
-    text    reset(**row)     the columns of the row -> text to add to the last message of the prompt, or None
-            step(text)       what the policy said -> (observation, reward, whether the episode is over)
-    tools   reset(**row)     the same; this is TRL's form, and such a class runs in TRL as well
-            other methods    tools: type hints and docstring tell the policy how to call them
-    both    get_reward()     at the end of each episode, if there is such a method; None: not scored
-            close()          at the end of the run, if there is such a method, or else release()
+    text    reset(**row)     gets the columns of the row; returns text for the prompt's last message, or None
+            step(text)       gets what the policy said; returns (observation, reward, whether it is over)
+    tools   reset(**row)     does the same; this is TRL's form, and such a class runs in TRL as well
+            other methods    are tools: type hints and docstring tell the policy how to call them
+    both    get_reward()     if it exists, is called at the end of an episode; None gives no score
+            close()          if it exists, or else release(), is called at the end of the run
 
 Functions become tools as well, with or without a class: --tools=my_tools.py:search.
 
 Each episode continues as soon as it can: its next turn joins those that the engine is working on. Without an
-environment an answer is an episode of one turn; train_async.py plays these here as well.
+environment an answer is an episode of one turn, which train_async.py plays here as well.
 """
 import contextlib
-import functools
 import inspect
 import itertools
 import json
@@ -26,6 +25,7 @@ import re
 import zlib
 from collections import deque
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer,
                                logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout
 
-# A call of a tool in the form of Qwen's and many other models. One without its closing tag is found as well.
+# A tool call in the form that Qwen and many other models use. It is found without its closing tag as well.
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 CLOSING = 10.0          # seconds that environments have to close at the end of a run
@@ -51,19 +51,23 @@ class Functions:
         pass
 
 
+class CannotBegin(Exception):
+    """Says why an episode cannot begin, although its environment works."""
+
+
 class Player:
-    """Plays episodes, with the environment and the tools that a run's settings name or without any.
+    """Plays episodes with the environment and the tools that a run's settings name, or without any.
 
     tools: JSON schemas of the tools, or None. rewards_as: the environment's name if it gives rewards,
-    otherwise "". judge: None, or the function of a rewards.Scorer that scores an episode while its
-    environment is still as the episode left it, judge(rollout, environment). Raises ValueError for an
-    environment or tools that cannot be used.
+    otherwise "". judge: None, or a function judge(rollout, environment) of a rewards.Scorer, which scores an
+    episode while its environment is still as the episode left it. Raises ValueError for an environment or
+    tools that cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
         s, self.tokenizer, self.eos_ids = settings, tokenizer, eos_ids
         self.settings, self.tools, self.rewards_as, self.judge = settings, None, "", None
-        # {id: instance} of all, and those that play no episode now.
+        # {id: instance} of all instances of the environment, and a list of those that play no episode now.
         self.opened, self.idle = {}, []
         functions = [load_from(spec, "tools", "function") for spec in specs(s.tools) if s.tools]
         self.functions = {name_of(function): function for function in functions}
@@ -75,16 +79,15 @@ class Player:
         self.name = s.environment.rpartition(":")[2]
         self.who = f"environment {self.name}" if self.name else "tools"
         if not s.chat or tokenizer.chat_template is None:
-            raise ValueError(f"{self.key} answers by the chat template, but "
-                             + ("the tokenizer has none" if s.chat else "chat is False"))
+            raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
         closing.callback(self.close)
         environment, error, _ = outcome(self.make, s.environment_timeout)
         if error:
             raise ValueError(f"{self.key}: {self.name}() {self._told(error)}")
         self.opened[id(environment)] = environment
         self.idle.append(environment)
-        # Those of the class, as in TRL: an attribute that can be called is no tool, and to read a property
-        # may fail before the first reset.
+        # As in TRL only methods of the class are tools, not attributes that can be called. They are looked up
+        # in the class because reading a property of the instance may fail before the first reset.
         methods = {name: getattr(environment, name)
                    for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
                    if not name.startswith("_")}
@@ -92,7 +95,7 @@ class Player:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
         closes = {name for name in ("close", "release") if closer(environment, name)}
-        tools = functions + [method for name, method in methods.items()
+        tools = functions + [methods[name] for name in methods
                              if name not in {"reset", "get_reward", *closes}]
         if not self.has_step:
             if not tools:
@@ -106,13 +109,9 @@ class Player:
         self.template = Template(tokenizer, eos_ids, self.tools)
 
     def close(self):
-        """Closes all instances of the environment. Called as the process ends."""
+        """Closes all instances of the environment. It is called when the process ends."""
         close([*self.opened.values()], CLOSING)
         self.opened, self.idle = {}, []
-
-    def _drop(self, environment):
-        # One whose reset has failed, or that is still busy, plays no more episodes.
-        close([self.opened.pop(id(environment))], 0)
 
     def _schema(self, tool):
         try:
@@ -134,81 +133,71 @@ class Player:
             _, calls = self._read(before, said)
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
-                    "the tokenizer has no response_template that reads the calls of its chat template, and "
-                    f"they are not <tool_call>JSON</tool_call>: {self.tokenizer.decode(said)!r:.300}; "
-                    "--response_template=file.json gives it one")
+                    f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
+                    "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
         ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
         for prompt in prompts:
-            counts = {"calls": 0, "failures": 0}
-            sampling, value, error, turn = (self.settings.max_completion_length,), None, None, 0
-            episode = self.episode(prompt, 0, sampling, counts)
+            episode = self.episode(prompt, 0, (self.settings.max_completion_length,))
             try:
-                while turn < 2:
-                    wish = episode.throw(error) if error else episode.send(value)
-                    if isinstance(wish, Request):
-                        value, error, turn = Answer(0, ids, [0.0] * len(ids), "stop"), None, turn + 1
-                    else:
-                        value, error, _ = outcome(wish, self.settings.environment_timeout)
+                self.proceed(episode)
+                self.proceed(episode, Answer(0, ids, [0.0] * len(ids), "stop"))
             except RuntimeError as error:
                 raise ValueError(error) from error
-            except StopIteration:
-                if "problem" in counts:
-                    raise ValueError(counts["problem"]) from None
+            except StopIteration as end:
+                if "problem" in end.value.counts:
+                    raise ValueError(end.value.counts["problem"]) from None
 
     # ------------------------------------------------------------ all episodes
 
     def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        """Returns n adjacent Rollouts per data.Prompt; seeds has one per prompt, for seed, seed + 1, ...
+        """Returns n adjacent Rollouts per data.Prompt.
 
-        max_tokens: an episode with more tokens after its prompt is cut off.
+        seeds: one per prompt, for seed, seed + 1, ... max_tokens: an episode with more tokens after its
+        prompt is cut off.
 
-        finish_reason is stop or length, and with an environment also turns (there were max_turns), timeout,
-        or error (the environment raised, or could not begin, and the episode gets no score). Raises
-        RuntimeError if an environment returns what it must not, or if all episodes, on all ranks, end by
+        finish_reason is stop or length, and with an environment also turns (the episode had max_turns),
+        timeout, or error (the environment raised, or the episode could not begin; it gets no score). Raises
+        RuntimeError if an environment returns what it must not, or if all episodes on all ranks end in
         errors.
         """
-        def play(jobs):
-            table, ended = Table(self, engine), {}
-            table.add("all", jobs)
-            while not ended:
-                ended = table.step()
-            return ended["all"]
-
         jobs = [(prompt, seed + j, (max_tokens, temperature, top_p, top_k))
                 for prompt, seed in zip(prompts, seeds) for j in range(n)]
-        rollouts = engine.serve(jobs, play)
+        rollouts = engine.serve(jobs, Table(self, engine).play)
         self.check_errors(rollouts)
         return rollouts
 
     def check_errors(self, rollouts):
-        """Raises RuntimeError if all episodes, on all ranks, ended by errors. A collective."""
+        """Raises RuntimeError if all episodes on all ranks ended in errors. All ranks have to call it."""
         problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
         counts = torch.tensor([len(problems), len(rollouts)])
         if dist.is_initialized():
             dist.all_reduce(counts)
         failed, played = counts.tolist()
-        # A rank that has played none leaves this to the others.
+        # A rank that has played no episode leaves this to the others.
         if problems and failed == played:
-            raise RuntimeError(f"all {played} episodes ended by errors; the first: {problems[0]}")
+            raise RuntimeError(f"all {played} episodes ended in errors; the first: {problems[0]}")
 
     # ------------------------------------------------------------ one episode
 
-    def episode(self, prompt, seed, sampling, counts):
+    def episode(self, prompt, seed, sampling):
         """A generator of one episode, which returns its Rollout.
 
-        It yields Requests, and gets their Answers, and functions that call the environment, and gets what
-        they return; TimeUp and Failed are raised where it yields. counts: a dict, in which it counts.
+        It yields Requests, for which it is sent their Answers, and functions that call the environment, for
+        which it is sent what user_code.outcome returns.
         """
         row, ids, environment, problem, hung, extra = prompt.row, list(prompt.ids), None, "", False, {}
+        counts = {"calls": 0, "failures": 0, "seconds": 0.0} if self.make else {}
         try:
             if self.make:
                 try:
-                    environment = self.idle.pop() if self.idle else (yield self.make)
+                    environment = self.idle.pop() if self.idle else (yield from self._call(counts, self.make))
                     self.opened[id(environment)] = environment
-                    reset, columns = environment.reset, deepcopy(row)
-                    columns = accepted(reset, columns | logging_into(extra, reset), f"{self.who}: reset")
-                    returned = yield functools.partial(reset, **columns)
-                    row, ids, problem = self._opening(prompt, returned)
+                    columns = deepcopy(row) | logging_into(extra, environment.reset)
+                    columns = accepted(environment.reset, columns, f"{self.who}: reset")
+                    returned = yield from self._call(counts, environment.reset, **columns)
+                    row, ids = self._opening(prompt, returned)
+                except CannotBegin as error:
+                    problem = str(error)
                 except (Failed, TimeUp) as error:
                     problem, hung = f"reset {self._told(error)}", True
             # An episode that cannot begin is one answer to its prompt, without a score.
@@ -223,8 +212,25 @@ class Player:
                 self.judge(rollout, environment)
             return rollout
         finally:
-            if environment is not None:
-                (self._drop if hung else self.idle.append)(environment)
+            # One whose reset has failed, or that is still busy, plays no more episodes.
+            if hung and environment is not None:
+                close([self.opened.pop(id(environment))], 0)
+            elif environment is not None:
+                self.idle.append(environment)
+
+    def proceed(self, episode, value=None):
+        """Sends a value to an episode and calls its environment, until it yields a Request; returns this."""
+        while not isinstance(wish := episode.send(value), Request):
+            value = outcome(wish, self.settings.environment_timeout)
+        return wish
+
+    def _call(self, counts, function, /, *args, **kwargs):
+        # Part of an episode: what a function of the environment returns. Raises Failed or TimeUp.
+        value, error, seconds = yield partial(function, *args, **kwargs)
+        counts["seconds"] += seconds
+        if error:
+            raise error
+        return value
 
     def _turns(self, environment, row, ids, seed, sampling, counts):
         # The turns of an episode, or without an environment a single answer, from where the policy begins.
@@ -245,17 +251,17 @@ class Player:
             if environment is None:
                 messages.append({"role": "assistant", "content": text})
                 ended = answer.finish_reason
-                continue
+                break
             said, calls = self._read(before, answer.ids)
             messages.append(said)
             cut, done, heard = answer.finish_reason == "length", True, []
             try:
                 if self.has_step:
-                    returned = yield functools.partial(environment.step, text)
+                    returned = yield from self._call(counts, environment.step, text)
                     observation, rewards[last], done = self._checked(returned, turn, row)
                     heard = [({"role": "user"}, observation)]
                 elif cut:
-                    said["content"] = text                      # with a call that is not made
+                    said["content"] = text                      # including a call, which is not made
                 elif calls:
                     said["tool_calls"] = [call for call, _ in calls]
                     heard, done = (yield from self._results(environment, calls, counts, row)), False
@@ -273,7 +279,7 @@ class Player:
                 ended = self._ended_by(error, turn, row, counts)
         if environment is not None and self.has_reward and ended != "error" and not self._busy(ended):
             try:
-                reward = yield environment.get_reward
+                reward = yield from self._call(counts, environment.get_reward)
                 if reward is not None:
                     rewards[last] += self._number(reward, turn, row)
                 elif not self.has_step:
@@ -302,19 +308,19 @@ class Player:
         return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
 
     def _opening(self, prompt, observation):
-        # The row and the ids of the prompt, with what reset returned, and why it is of no use, or "".
+        # The row and the ids of a prompt, with what reset returned. Raises CannotBegin if they are of no use.
         *earlier, last = prompt.row["prompt"]
         if observation is None:
-            empty = not any(message["content"] for message in (*earlier, last))
-            return prompt.row, list(prompt.ids), "reset gave no prompt, and the row has none" * empty
+            if not any(message["content"] for message in (*earlier, last)):
+                raise CannotBegin("reset gave no prompt, and the row has none")
+            return prompt.row, list(prompt.ids)
         if not isinstance(observation, str):
             raise self._broken(f"reset returned {shown(observation)}, neither a string nor None", prompt.row)
         ids = self.template.opening(self._messages(prompt.row["prompt"], self.template.defused(observation)))
-        if len(ids) > self.settings.max_prompt_length:
-            return prompt.row, list(prompt.ids), (
-                f"with what reset returned the prompt has {len(ids)} tokens, more than max_prompt_length="
-                f"{self.settings.max_prompt_length}")
-        return prompt.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}, ids, ""
+        if (most := self.settings.max_prompt_length) < len(ids):
+            raise CannotBegin(f"with what reset returned the prompt has {len(ids)} tokens, more than "
+                              f"max_prompt_length={most}")
+        return prompt.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}, ids
 
     def _checked(self, returned, turn, row):
         # (observation, reward, done), as step has to return them.
@@ -325,11 +331,9 @@ class Player:
                            "reward, done): a string, a number, and True or False", row)
 
     def _number(self, reward, turn, row):
-        try:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             if abs(reward) <= 3.4e38:                           # float32's largest
                 return float(reward)
-        except (TypeError, ValueError, OverflowError):
-            pass
         raise self._broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
 
     def _broken(self, problem, row):
@@ -388,7 +392,7 @@ class Player:
                 if not problem:
                     method = self.functions.get(name) or getattr(environment, name)
                     inspect.signature(method).bind(**arguments)
-                    result = yield functools.partial(method, **arguments)
+                    result = yield from self._call(counts, method, **arguments)
             except TypeError as error:
                 problem = f"wrong arguments: {error}"
             except Failed as error:
@@ -425,72 +429,63 @@ class Player:
 
 
 class Table:
-    """Where an engine plays episodes: add more at any time, and each step returns what is complete.
+    """The episodes that are played at a time: add more whenever you like, and step returns what is complete.
 
-    player, engine: who plays, and on what.
+    player: plays them. engine: samples the policy's turns.
     """
 
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
         self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
         self.numbers = itertools.count()
-        # {key: its Rollouts, None for those that have not ended}; {number: (episode, counts, key, place)}
+        # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
-        # Of those that wait, as many begin as there may be environments.
+        # Only so many episodes are played at a time as there may be environments.
         self.most = (self.settings.max_environments if player.make else 0) or math.inf
         self.asked = 0                          # Requests that wait for an Answer
 
     def add(self, key, jobs):
-        """An episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
+        """Adds an episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
 
-        key: under which step returns their Rollouts, when all have ended.
+        key: the one under which step returns their Rollouts when all of them have ended.
         """
         self.groups[key] = [None] * len(jobs)
         self.waiting += [(key, place, *job) for place, job in enumerate(jobs)]
-        self._begin()
 
-    def _begin(self):
-        while self.waiting and len(self.playing) < self.most:
-            key, place, *job = self.waiting.popleft()
-            counts = {"calls": 0, "failures": 0, "seconds": 0.0} if self.player.make else {}
-            number = next(self.numbers)
-            self.playing[number] = self.player.episode(*job, counts), counts, key, place
-            self._go_on(number)
+    def play(self, jobs):
+        """Returns the Rollouts of these jobs, when no others are at the table."""
+        self.add("all", jobs)
+        while not (ended := self.step()):
+            pass
+        return ended["all"]
 
-    def _go_on(self, number, value=None, error=None):
+    def _go_on(self, number, value=None):
         # Runs an episode until it ends, or waits for the engine or for a thread.
-        episode, counts, key, place = self.playing[number]
-        while True:
-            try:
-                wish = episode.throw(error) if error else episode.send(value)
-            except StopIteration as end:
-                self.groups[key][place] = end.value
-                del self.playing[number]
-                return
-            if isinstance(wish, Request):
-                self.engine.add(wish._replace(name=number))
-                self.asked += 1
-                return
-            if self.settings.environment_workers:
-                self.threads.start(number, wish)
-                return
-            value, error, seconds = outcome(wish, self.settings.environment_timeout)
-            counts["seconds"] += seconds
+        episode, key, place = self.playing[number]
+        try:
+            wish = (episode.send(value) if self.settings.environment_workers
+                    else self.player.proceed(episode, value))
+        except StopIteration as end:
+            self.groups[key][place] = end.value
+            del self.playing[number]
+            return
+        if isinstance(wish, Request):
+            self.engine.add(wish._replace(name=number))
+            self.asked += 1
+        else:
+            self.threads.start(number, wish)
 
     def step(self):
-        """Takes a step of the engine, if an episode waits for it; returns {key: Rollouts} of what ended."""
+        """Takes a step of the engine if an episode waits for one; returns {key: its complete Rollouts}."""
+        while self.waiting and len(self.playing) < self.most:
+            key, place, *job = self.waiting.popleft()
+            number = next(self.numbers)
+            self.playing[number] = self.player.episode(*job), key, place
+            self._go_on(number)
         for answer in self.engine.step() if self.asked else ():
             self.asked -= 1
             self._go_on(answer.name, answer)
-        for number, value, error, seconds in self.threads.finished(wait=self.playing and not self.asked):
-            self.playing[number][1]["seconds"] += seconds
-            self._go_on(number, value, error)
-        self._begin()
+        for number, *ended in self.threads.finished(wait=self.playing and not self.asked):
+            self._go_on(number, ended)
         complete = [key for key, group in self.groups.items() if None not in group]
         return {key: self.groups.pop(key) for key in complete}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# calls of an environment
-
-

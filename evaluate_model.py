@@ -1,5 +1,5 @@
 """
-Generate from a checkpoint and score it: mean@k, pass@k, maj@k over held-out problems or the rows of a file.
+Sample from a checkpoint and score it: mean@k, pass@k and maj@k on held-out problems or the rows of a file.
 
     python evaluate_model.py --model=out/grpo-algebra-20260101-120000/checkpoint-60
     python evaluate_model.py --model=Qwen/Qwen3-1.7B --task=gsm8k --samples=8 --max_completion_length=1024
@@ -10,13 +10,12 @@ import math
 import os
 import zlib
 
-from runtime import distributed         # first: runtime sets what PyTorch reads when it is loaded
+from runtime import distributed         # first, because runtime sets what PyTorch reads when it is loaded
 import data
 import rewards
 import rollout
 from configurator import configure, input_errors, printable
 from episodes import Player
-from rewards import conversation
 from runtime.check_settings import check_suits, check_values
 from runtime.check_model import check_model, end_tokens, load_tokenizer
 # ------------------------------------------------------------------------------------------------------------
@@ -32,15 +31,15 @@ samples = 4                     # completions per problem: the k of mean@k, pass
 temperature = 1.0               # 0 is greedy
 top_p = 1.0                     # sample from the likeliest tokens that together have this probability
 top_k = 0                       # sample from this many likeliest tokens; 0 samples from all
-max_prompt_length = 0           # in tokens, for what an environment adds to a prompt; 0 if it adds nothing
-max_completion_length = 64      # in tokens; of an episode, all that follows its prompt
+max_prompt_length = 0           # in tokens, with what an environment adds to a prompt; 0 if it adds nothing
+max_completion_length = 64      # in tokens; in an episode it counts all that follows the prompt
 seed = 0                        # of sampling
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 vllm_gpu_memory_utilization = 0.8  # fraction of the GPU's memory that vLLM may take
 dtype = "auto"                  # float32, bfloat16, or auto, which is bfloat16 on CUDA
 float32_head = True             # compute logits in float32 even with bfloat16
 show = 4                        # problems whose first samples are printed
-output = ""                     # a JSONL file for a line per prompt: its row, mean@k and samples
+output = ""                     # a JSONL file that gets a line per prompt: its row, mean@k and samples
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 check_values(settings)
@@ -50,7 +49,7 @@ with input_errors():
     engine_type = rollout.engine_class(engine)
     if output:
         output = os.path.abspath(output)                        # an environment may go to another folder
-        # Before hours of sampling, not after.
+        # A file that cannot be written is refused before hours of sampling, not after.
         try:
             os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
         except (OSError, ValueError) as error:
@@ -67,10 +66,10 @@ with input_errors():
     prompts = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)
     longest = max(max_prompt_length, *(len(prompt.ids) for prompt in prompts)) + max_completion_length
     player.check_with(prompts[:1])
-    # With the length, now that it is known.
+    # The length is known only now.
     check_model(base, length=longest)
     compute_dtype, _ = distributed.precision(dtype, 0, device)
-    settings.reward_model, settings.reward_step_timeout = "", 0.0       # which only a training run has
+    settings.reward_model, settings.reward_step_timeout = "", 0.0       # settings of a training run
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     print(f"loading {base} into the engine", flush=True)
     rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
@@ -78,34 +77,33 @@ with input_errors():
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
-sampling = (max_completion_length, temperature, top_p, top_k)
-rollouts = (player.play(rollout_engine, prompts, samples, seeds, *sampling) if player.make else
-            rollout.single_answers(rollout_engine, tokenizer, prompts, samples, seeds, *sampling))
+rollouts = player.play(rollout_engine, prompts, samples, seeds, max_completion_length, temperature, top_p,
+                       top_k)
 rollout_engine.close()
 
 if prompt:
     for i, r in enumerate(rollouts, 1):
-        print(f"--- sample {i} of {samples}\n{printable(conversation(r.completion))}")
+        print(f"--- sample {i} of {samples}\n{printable(rewards.conversation(r.completion))}")
     distributed.leave()                                         # ends the process
 
 scorer(rollouts)
-for first in range(0, min(show, len(named)) * samples, samples):
-    row = rollouts[first].row
+groups = [rollouts[first:first + samples] for first in range(0, len(rollouts), samples)]        # by prompt
+for group in groups[:show]:
+    row, texts = group[0].row, [rewards.conversation(r.completion) for r in group]
     print(printable(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})"))
     # Samples that are the same are shown once, with their count.
-    texts = [conversation(r.completion) for r in rollouts[first:first + samples]]
     for text in dict.fromkeys(texts):
-        r = rollouts[first + texts.index(text)]
-        print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {r.score:g}\n")
+        score = group[texts.index(text)].score
+        print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {score:g}\n")
 if output:
     with open(output, "w") as file:
-        for first in range(0, len(rollouts), samples):
-            own = rollouts[first:first + samples]
+        for group in groups:
             shown = [{"completion": r.completion if player.make else rewards.content(r.completion),
                       "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}
-                     for r in own]
-            mean = rewards.evaluation(own, samples).get(f"eval/mean@{samples}")         # None: nothing scored
-            line = own[0].row | {f"mean@{samples}": mean, "samples": shown}
+                     for r in group]
+            # None if no sample was scored.
+            mean = rewards.evaluation(group, samples).get(f"eval/mean@{samples}")
+            line = group[0].row | {f"mean@{samples}": mean, "samples": shown}
             file.write(json.dumps(line, default=str) + "\n")
 for name, value in rewards.evaluation(rollouts, samples).items():
     print(f"{name:40} {value:.4f}")

@@ -4,13 +4,13 @@ Only A [rank, in] and B [out, rank] are trained, so gradients, moments and maste
 
     python lora.py out/.../checkpoint-60            # writes a plain model to out/.../checkpoint-60-merged
 
-    adapt              gives every linear layer of a policy's decoder an adapter and freezes all else
-    merge              W + alpha / rank * B A as the trainer computes with it and as the engine gets it
-    Adapters           of a policy, to the engine, to a folder that PEFT and vLLM read, and back
-    Base               the policy without them: a reference model that takes no memory
+    adapt              gives every linear layer of a policy's decoder an adapter and freezes everything else
+    merge              computes W + alpha / rank * B A, with which both trainer and engine compute
+    Adapters           yields a policy's merged weights, and saves its adapters in the form of PEFT and vLLM
+    Base               the policy without its adapters: a reference model that takes no memory
 
-Trainer and engine compute with the same bits: the trainer does not add x A' B' to x W', as PEFT does, but
-multiplies by the merged weight.
+Trainer and engine compute with the same bits, because the trainer multiplies by the merged weight. It does
+not add x A' B' to x W', as PEFT does.
 """
 import json
 import os
@@ -30,8 +30,8 @@ from runtime.load_sharded import own_rows, spread
 from runtime.logprobs import product
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# What keys of an adapter's config may say, and keys that change nothing here. All others have to be empty:
-# what they stand for is not computed here.
+# The values that some keys of an adapter's config may have, and the keys that change nothing here. All other
+# keys have to be empty, because they stand for methods that are not implemented.
 KNOWN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
 HARMLESS = """base_model_name_or_path r lora_alpha target_modules layers_to_transform task_type auto_mapping
     inference_mode lora_dropout qalora_group_size megatron_core peft_version""".split()
@@ -40,11 +40,12 @@ HARMLESS = """base_model_name_or_path r lora_alpha target_modules layers_to_tran
 def merge(weight, A, B, scale):
     """weight + scale * B A in the weight's dtype, which is float32 or bfloat16.
 
-    A bfloat16 is the first half of a float32's bits. Rounded to the nearest one, the sum would be the base
-    weight until B A reaches half a step, which is 1 / 500 of it: most of a small adapter would be lost. So a
-    number from 0 to 65535, always the same for the same place (load_sharded.spread), is added to the second
-    half before that is cut off. Of the sums that are a third of the way to the next bfloat16, a third then
-    get there. Where B is 0 the result is the base weight, because its second half is 0.
+    A bfloat16 is the first half of a float32's bits. If the sum were rounded to the nearest one, it would be
+    the base weight until B A reaches half a step, which is 1 / 500 of the weight, and most of a small adapter
+    would be lost. So a number from 0 to 65535, which is always the same for the same place of the weight
+    (load_sharded.spread), is added to the second half before that is cut off. Of the sums that are a third of
+    the way to the next bfloat16, a third then get there. If B is 0, the result is the base weight, because
+    its second half is 0.
     """
     exact = torch.addmm(weight.float(), B, A, alpha=scale)
     if weight.dtype != torch.bfloat16:
@@ -56,8 +57,8 @@ def merge(weight, A, B, scale):
 class Merged(torch.autograd.Function):
     """F.linear(x, merge(weight, A, B, scale), bias), with the gradients of a sum that is not rounded.
 
-    The backward pass merges again instead of keeping the sum, and makes no gradient [out, in]. With d for the
-    gradient of the output, dB = scale * d' (x A') and dA = scale * (d B)' x.
+    The backward pass merges again instead of keeping the merged weight, and makes no gradient [out, in]. If d
+    is the gradient of the output, dB = scale * d' (x A') and dA = scale * (d B)' x.
     """
 
     @staticmethod
@@ -78,7 +79,7 @@ class Merged(torch.autograd.Function):
 
 class Adapted(nn.Linear):
     """A linear layer with lora_A, lora_B and scale; adapt() makes it out of a plain one."""
-    on = True                                               # for all of them; Base switches it
+    on = True                                               # a switch for all layers; Base turns it off
 
     def forward(self, x):
         adapter = self.lora_A, self.lora_B, self.scale
@@ -86,13 +87,13 @@ class Adapted(nn.Linear):
 
 
 class Adapters:
-    """The adapters of a policy, as policy.adapters. layers: {name: Adapted}; base: the policy without any."""
+    """A policy's adapters: policy.adapters. layers: {name: Adapted}; base: the policy without adapters."""
 
     def __init__(self, policy, layers, rank, alpha):
         self.hf, self.base, self.layers, self.rank, self.alpha = policy.hf, Base(policy), layers, rank, alpha
 
     def merged(self):
-        """Yield (name, whole tensor) of every weight with an adapter, for the engine. A collective."""
+        """Yield (name, whole merged tensor) of every weight with an adapter, for the engine. A collective."""
         for name, part in self.layers.items():
             weight, A, B = (x.detach().full_tensor() for x in (part.weight, part.lora_A, part.lora_B))
             yield f"{name}.weight", merge(weight, A, B, part.scale)
@@ -110,7 +111,7 @@ class Adapters:
 
 
 class Base:
-    """A policy without its adapters, for token_logprobs: the model that the training began with."""
+    """A policy without its adapters, for token_logprobs. It computes what the initial model does."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -127,11 +128,11 @@ class Base:
 
 
 def adapt(policy, layers, rank, alpha, folder=None):
-    """Give each plain linear layer inside `layers` of a Policy an adapter in float32, and freeze all else.
+    """Give each plain linear layer inside `layers` of a Policy an adapter in float32; freeze everything else.
 
-    The policy is loaded but not under FSDP2 yet. folder: that of an adapter, to go on with it. Without one B
-    starts at 0, and A as in PEFT: uniform up to 1 / sqrt(in), drawn by the layer's name, so that all
-    ranks draw the same. Raises ValueError if there is no such layer, or if the folder does not fit.
+    The policy is loaded but not under FSDP2 yet. folder: an adapter's, to go on training it. Without one B
+    starts at 0. A is then drawn as in PEFT, uniformly up to 1 / sqrt(in), with a seed from the layer's name,
+    so that all ranks draw the same. Raises ValueError if there is no such layer or the folder does not fit.
     """
     policy.requires_grad_(False)
     inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}
@@ -148,7 +149,7 @@ def adapt(policy, layers, rank, alpha, folder=None):
             own_rows(nn.Parameter(one), part.weight.device_mesh, torch.float32) for one in pair)
     policy.adapters = Adapters(policy, linear, rank, alpha)
     if dist.get_rank() == 0:
-        # Experts that are stored as one tensor, for example.
+        # For example experts that are stored as one tensor.
         left = sorted({name for layer in layers for owner, part in layer.named_modules() if part not in inside
                        for name, x in part.named_parameters(owner, recurse=False) if x.dim() > 1})
         print(f"lora_rank={rank}: {len(linear)} linear layers have adapters"
@@ -158,7 +159,7 @@ def adapt(policy, layers, rank, alpha, folder=None):
 # ---------------------------------------------------------------- folders
 
 def read_config(folder):
-    """(base model, rank, alpha) of an adapter folder. ValueError if it is damaged or of another kind."""
+    """(base model, rank, alpha) of an adapter's folder. ValueError if it is damaged or not plain LoRA."""
     with reading(f"{folder}/{CONFIG}"):
         config = json.loads(Path(folder, CONFIG).read_text())
         base, rank, alpha = (config[key] for key in ("base_model_name_or_path", "r", "lora_alpha"))
@@ -169,7 +170,7 @@ def read_config(folder):
 
 
 def read_tensors(folder, rank, parts):
-    """Yield (name, A, B) of the layers in an adapter folder. ValueError if they are not among the parts."""
+    """Yield (name, A, B) of the layers in an adapter's folder; ValueError if they do not fit {name: part}."""
     with reading(f"{folder}/{WEIGHTS}"):
         left = load_file(os.path.join(folder, WEIGHTS))
     for name in sorted({key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in left}):
@@ -184,10 +185,10 @@ def read_tensors(folder, rank, parts):
 
 
 def merge_folder(folder):
-    """Write the model that an adapter folder stands for next to it, and return where.
+    """Merge an adapter's folder with its base model into a model folder next to it, and return its path.
 
-    A base model in bfloat16 is merged in bfloat16, to the bits that the engine had in such a training. All
-    others are merged in float32.
+    A base model in bfloat16 is merged in bfloat16, to the same bits that the engine got when training in it.
+    All others are merged in float32.
     """
     base, rank, alpha = read_config(folder)
     base, out = check_trainable(base, f"{folder}: base_model_name_or_path"), f"{folder.rstrip('/')}-merged"

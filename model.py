@@ -1,15 +1,16 @@
 """
-Policy and critic: loaded from a model folder, sharded by FSDP2, and what they compute of packed rows.
+Policy and critic: how they are loaded and sharded by FSDP2, and what they compute for packed rows.
 
-    open_folders     what a run reads of its models' folders before it loads weights
+    open_folders     reads what a run needs from its models' folders before it loads weights
     load_policy      a Policy under FSDP2, whose forward returns logprobs and entropies
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
-When a model is loaded, its logprobs of short sequences are compared with those of transformers, and one that
-comes out differently is refused. runtime/load_sharded.py brings the weights to the ranks.
+When a model is loaded, its logprobs of short sequences are compared with those of transformers, and a model
+whose logprobs differ is refused. runtime/load_sharded.py brings the weights to the ranks.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
+import functools
 import math
 import sys
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig
 
-from attention import cut_over, join, packed_attention, pick
+from attention import Pick, cut_over, join, packed_attention
 from packing import deal, idle, pack
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
@@ -33,9 +35,8 @@ from runtime.load_sharded import load_rows, put_under_fsdp, spread_masters, whol
 class Policy(nn.Module):
     """A causal language model whose forward returns logprobs and entropies of sampled tokens.
 
-    The head is applied here, in the forward of FSDP's root, because only there is its weight whole.
+    The head is applied here, in the forward of FSDP's root, because its weight is whole only there.
     """
-    packed, sequence_group = True, None     # whether a row may hold several sequences; ranks that share it
 
     def __init__(self, hf, float32_head=True):
         super().__init__()
@@ -52,7 +53,6 @@ class Policy(nn.Module):
 
 class Critic(nn.Module):
     """A transformer with a scalar head whose forward returns the value of the state before each token."""
-    packed, sequence_group = True, None     # as in Policy
 
     def __init__(self, hf):
         super().__init__()
@@ -61,7 +61,7 @@ class Critic(nn.Module):
     def forward(self, batch):
         """MicroBatch -> values [C]. Entry c is read one token before c, so it does not see c.
 
-        The head computes in float32 even where the layers do not: bfloat16 has only three digits for a value.
+        The head always computes in float32, because bfloat16 has only three digits for a value.
         """
         head = self.hf.score
         values = hidden_states(self, batch).float() @ head.weight[0].float() + head.bias.float()
@@ -69,24 +69,24 @@ class Critic(nn.Module):
 
 
 def hidden_states(network, batch):
-    """Last hidden state of a MicroBatch at the places where its sampled tokens are predicted, [C, H].
+    """The last hidden states at the places of a MicroBatch where its sampled tokens are predicted, [C, H].
 
-    Of a row that is cut, those of this rank's part.
+    If the row is cut over ranks, these are the places in this rank's part.
     """
     hidden = network.decoder[0](
         input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments, cut=batch.cut,
         use_cache=False).last_hidden_state                                          # [1, T, H]
-    return pick(hidden.flatten(0, 1), batch.index)
+    return Pick.apply(hidden.flatten(0, 1), batch.index)
 
 
 def text_model(hf):
-    """The part of a Hugging Face model that makes hidden states of tokens: no head, nothing for images."""
+    """The part of a Hugging Face model that turns tokens into hidden states: no head, nothing for images."""
     part = hf.get_decoder()
     return part if part is hf or part.get_decoder() is part else text_model(part)
 
 
 def scale_and_softcap(config):
-    """The scale and the softcap of a model's logits (see head_logits), by the names that families use."""
+    """The scale and the softcap of a model's logits (see head_logits). Their names depend on the family."""
     named = lambda key: getattr(config.get_text_config(), key, None)
     scale = (named("logit_scale") or 1.0) * (named("lm_head_multiplier") or 1.0)
     return scale / (named("logits_scaling") or 1.0), named("final_logit_softcapping") or 0.0
@@ -94,26 +94,25 @@ def scale_and_softcap(config):
 
 # ---------------------------------------------------------------- rollouts through a network
 
-
 def micro_batches(network, rollouts, chosen, token_budget):
     """Yield MicroBatches of rollouts[s] for s in chosen, for a Policy or Critic; as many on every rank.
 
     The network is sharded, so its forward and backward are collectives. A rank that has fewer MicroBatches
-    than another therefore also gets idle ones that predict nothing: each of their per-token tensors is empty.
-    Where rows are cut over P ranks, each rank gets its part of all P ranks' MicroBatches, in turn. This
-    function is a collective as well.
+    than another therefore also gets idle ones. These predict nothing, so their per-token tensors are empty.
+    If rows are cut over P ranks, each of these ranks gets its part of all P ranks' MicroBatches, one after
+    the other. This function is a collective as well.
     """
     device = next(network.parameters()).device
     group = network.sequence_group if network.packed else None
     P = group.size() if group else 1
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
-    # At least one, so that every rank has a gradient, even if it is 0.
+    # Every rank needs at least one, so that it has a gradient, even if that is 0.
     (turns,) = distributed.largest([max(1, len(batches))])
     while len(batches) < turns:
         batches.append(idle(P))
     if group:
         batches = [part for batch in batches for part in cut_over(group, batch)]
-    # Moved one after the other, so that each takes its attention masks with it when it goes.
+    # Each is moved only when its turn comes, so that its attention masks are freed together with it.
     for batch in batches:
         distributed.watchdog.moved()
         yield batch.to(device)
@@ -127,7 +126,7 @@ def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
 def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None):
     """logp - ref_logp (k1) of all sampled tokens of all rollouts, {s: [len]}, on every rank. A collective.
 
-    logp is that of the policy that sampled, as the engine has it, or of `policy`.
+    logp is the engine's, from when it sampled, or that of `policy` if one is given.
     """
     share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
     theirs = token_logprobs(reference, rollouts, share, token_budget, temperature)
@@ -139,7 +138,7 @@ def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None)
 
 
 def token_values(critic, rollouts, chosen, token_budget):
-    """A critic's values of the states before the sampled tokens, as token_logprobs does. A collective."""
+    """A critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
     return per_token(critic, critic, rollouts, chosen, token_budget)
 
 
@@ -156,11 +155,12 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 # ---------------------------------------------------------------- loading and sharding
 
 def open_folders(s, longest):
-    """What a run reads of its models' folders before it loads weights, as attributes of what is returned.
+    """Read what a run needs from its models' folders before it loads weights.
 
-    s: a script's settings. longest: the tokens of its longest row. policy, reference, critic: folders or hub
-    ids, the last two for a script that has the setting; tokenizer; eos_ids: the tokens that end a completion.
-    Raises ValueError for a model that cannot be trained, or that does not read the policy's tokens.
+    s: a script's settings. longest: the number of tokens in its longest row. The result has the attributes
+    policy, reference and critic (folders or hub ids, the last two only if the script has such a setting),
+    tokenizer, and eos_ids: the tokens that end a completion. Raises ValueError for a model that cannot be
+    trained, or that does not read the policy's tokens.
     """
     policy = check_trainable(s.model, length=longest)
     tokenizer = load_tokenizer(policy, settings=s)
@@ -169,7 +169,7 @@ def open_folders(s, longest):
     return SimpleNamespace(policy=policy, tokenizer=tokenizer, eos_ids=end_tokens(policy, tokenizer), **other)
 
 
-CLOSE = 1e-4                # what differs less from transformers, relative to the largest value, is rounding
+CLOSE = 1e-4                # less difference from transformers, relative to the largest value, is rounding
 
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=True, sequence_group=None,
@@ -177,11 +177,11 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
 
     float32_head: see head_logits; the engine needs the same. sequence_group: the ranks that share each row
-    with this one, or None. adapter: None, or the arguments of lora.adapt that follow the layers; all else is
-    then frozen, in dtype. trained: False for a reference, which needs no gradient and no more precision than
-    it computes with. Its weights are then in dtype, which in bfloat16 takes half the memory and gives the
-    same logprobs. A rank never holds more than its rows of the weights, what belongs to no layer, and one
-    layer. Raises ValueError for a model that cannot be loaded, or whose logprobs here would not be those that
+    with this one, or None. adapter: None, or the arguments of lora.adapt after the layers; then everything
+    except the adapters is frozen, in dtype. trained: False for a reference model. It needs no gradient, so
+    its weights are in dtype as well, which in bfloat16 takes half the memory and gives the same logprobs.
+    A rank never holds more than its rows of the weights, all weights that belong to no layer, and those of
+    one layer. Raises ValueError for a model that cannot be loaded, or whose logprobs would not be those that
     transformers computes. A collective.
     """
     what, config = f"model={path}", AutoConfig.from_pretrained(path)
@@ -192,11 +192,11 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None):
-    """A Critic from a folder or hub id, loaded like a policy. A head that the folder lacks starts at zero."""
+    """A Critic from a folder or hub id, loaded like a policy. A head that the folder lacks starts at 0."""
     config = AutoConfig.from_pretrained(path, num_labels=1, tie_word_embeddings=False)
     kind = model_class(config)
 
-    # transformers has such a class for some families only.
+    # transformers has a class with a scalar head only for some families.
     class WithScore(kind):
         def __init__(self, config):
             super().__init__(config)
@@ -204,10 +204,11 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
             delattr(self, next(name for name, part in self.named_modules() if part is head))
             self.score = nn.Linear(head.in_features, 1)
 
-    # A checkpoint's config names its class; that for token classification, if there is one, can read it. By
-    # the name of a class that sees images transformers also knows how its weights are named, so that stays.
+    # A checkpoint's config names this class. transformers' class for token classification can read such a
+    # checkpoint, if the family has one. A class that sees images keeps its name, because by that name
+    # transformers knows how the weights in its files are called.
     WithScore.__name__ = kind.__name__.replace("ForCausalLM", "ForTokenClassification")
-    # transformers fills in the buffers of its own classes alone.
+    # transformers fills in buffers only for classes of its own modules.
     WithScore.__module__ = kind.__module__
     what = f"critic_model={path}"
     hf = load_rows(what, WithScore, path, config, mesh, torch.float32, ["score.weight", "score.bias"])
@@ -217,22 +218,14 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
 def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter=None):
     """Put a Policy or Critic, loaded as DTensors, under FSDP2: each layer as a unit, the rest as the root.
 
-    What reads images is frozen. No dropout acts, because the engine has none either. Raises ValueError if the
-    network does not compute what transformers does.
+    Parameters that read images are frozen. Raises ValueError if the network does not compute what
+    transformers does.
     """
+    # In eval mode no dropout acts. The engine has none either.
     hf, (decoder,) = network.hf.eval(), network.decoder
     if hf.generation_config:
         # Without this, a generation config that names a temperature cannot be saved.
         hf.generation_config.do_sample = True
-    for part in hf.modules():
-        for name, number in vars(part).items():
-            if "drop" in name and isinstance(number, float):
-                setattr(part, name, 0.0)
-    if gradient_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
-        # It works in training mode only.
-        for part in hf.modules():
-            part.training = getattr(part, "gradient_checkpointing", False)
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:
@@ -241,24 +234,25 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, ad
     images = [part for part in hf.base_model.children()
               if part is not decoder and not text & {*part.parameters()}]
     units = [*layers, *images]
-    network.sequence_group = sequence_group
-    packed, apart, windows = compared(what, network, units)
-    check_same(what, hf.config.get_text_config(), apart, windows)
-    network.packed = packed < CLOSE
+    network.sequence_group = sequence_group                     # the ranks that share each of its rows
+    check_same(what, network, units)
     if not network.packed and sequence_group:
         P = sequence_group.size()
         raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
-                         "read earlier tokens, and they would see only those of a part")
+                         "read earlier tokens, and on each rank they would see only its part of a row")
     if not network.packed and dist.get_rank() == 0:
-        print(f"{what}: in a packed row its sequences would see each other, so each gets a row of its own, "
-              "padded to the longest, which takes longer", file=sys.stderr)
+        print(f"{what}: in a packed row its sequences would see each other, so each sequence gets a row of "
+              "its own, padded to the longest, which takes longer", file=sys.stderr)
     hf.set_attn_implementation("packed")
+    if gradient_checkpointing:
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if adapter:
         from lora import adapt
         adapt(network, layers, *adapter)
     elif dtype == torch.bfloat16:
         spread_masters([one for one in network.parameters() if one.requires_grad])
-    # With adapters the base is in dtype already, and they compute in float32 (lora.merge).
+    # With adapters the base is in dtype already, and the adapters compute in float32 (lora.merge).
     put_under_fsdp(network, units, mesh, None if adapter else dtype)
     return network
 
@@ -266,40 +260,41 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, ad
 def offload(optimizer, device):
     """Keep an optimizer's moments in host memory except while it steps.
 
-    Adam's are 8 bytes per parameter, spread over the ranks. The GPU then has that memory for activations and
-    the engine; the moments cross the bus twice per update.
+    Adam's moments are 8 bytes per parameter, spread over the ranks. The GPU then has that memory for
+    activations and the engine; the moments cross the bus twice per update.
     """
     def move(target):
         for state in optimizer.state.values():
             state |= {name: value.to(target) for name, value in state.items() if name != "step"}
     optimizer.register_step_pre_hook(lambda *_: move(device))
     optimizer.register_step_post_hook(lambda *_: move("cpu"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # a resumed run's
+    optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # of a resumed run
 
 
 @torch.no_grad()
-def compared(what, network, units):
-    """How much a network differs from transformers: in a packed row, in rows apart, and the windows it named.
+def check_same(what, network, units):
+    """Compare a network with transformers, and set network.packed: whether a row may hold several sequences.
 
-    The differences are those of three short sequences, of which two begin with the same tokens, as a share of
-    the largest value, in float32. The second is None where the first is below CLOSE. Raises ValueError if the
-    network does not run. A collective.
+    Three short sequences, of which two begin with the same tokens, are computed in float32 in one packed row
+    and, if that differs, each in a row of its own. Raises ValueError if that differs as well, if the network
+    does not run, or if it does not tell its attention the sliding window of its config. A collective.
     """
     hf, device = network.hf, next(network.parameters()).device
-    ids = np.random.default_rng(0).integers(hf.config.get_text_config().vocab_size, size=32).astype(np.int32)
+    config = hf.config.get_text_config()
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
-    # No token sees what follows it, so the third can go on.
+    # The third is shorter. No token sees what follows it, so it may be repeated up to the others' length.
     rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three]), device=device).long()
     windows = set()
 
     def attention(*arguments, sliding_window=None, **named):
-        # Short sequences do not reach a window; its size has to be handed over.
+        # The sequences are too short to reach a window, so this only notes its size.
         windows.add(sliding_window)
         return packed_attention(*arguments, sliding_window=sliding_window, **named)
 
     def theirs():
-        if isinstance(network, Critic):
+        if isinstance(network, Critic):                                 # whose new head returns 0
             found = network.decoder[0](input_ids=rows, use_cache=False).last_hidden_state
         else:
             table = hf(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
@@ -307,7 +302,7 @@ def compared(what, network, units):
         return torch.cat([found[s, :len(one.logprobs)] for s, one in enumerate(three)])
 
     def difference(packed):
-        network.packed, found = packed, {}                              # which micro_batches reads
+        network.packed, found = packed, {}                              # micro_batches reads network.packed
         for batch in micro_batches(network, three, range(3), 64):
             if isinstance(network, Policy):
                 found |= batch.split(network(batch, 1.0)[0])
@@ -322,20 +317,16 @@ def compared(what, network, units):
             expected = theirs()
             AttentionInterface.register("compared", attention)
             hf.set_attn_implementation("compared")
-            packed = difference(True)
-            apart = None if packed < CLOSE else difference(False)
+            gap = difference(packed=True)
+            if not gap < CLOSE:                                         # also if it is NaN
+                gap = difference(packed=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ValueError(f"{what}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
-    return packed, apart, windows
-
-
-def check_same(what, config, apart, windows):
-    """Raise ValueError if, by what `compared` returned, a network computes other things than transformers."""
-    if apart is not None and not apart < CLOSE:
-        raise ValueError(f"{what}: computed here it differs from what transformers computes by {apart:.2g} "
+    if not gap < CLOSE:
+        raise ValueError(f"{what}: computed here it differs from what transformers computes by {gap:.2g} "
                          "of the largest value, so another model would be trained")
     window = getattr(config, "sliding_window", None) or math.inf
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):

@@ -1,15 +1,15 @@
 """
-Trainers and engines on devices of their own: two roles under one torchrun, and the bridge between them.
+Trainers and engines on separate devices: two roles under one torchrun, and the bridge between them.
 
-The last rollout_ranks ranks are engines, the others trainers. All trainers form one process group, and so do
-the ranks of each engine, so that no collective of FSDP2 or of vLLM reaches out of its role. The first trainer
-and all ranks of engines are on the bridge, which carries
+The last rollout_ranks ranks are engines, the others are trainers. All trainers form one process group, and
+the ranks of each engine form another, so the collectives of FSDP2 and of vLLM stay inside their role. The
+first trainer and all ranks of the engines are on the bridge, which carries
 
-    weights     from the trainers to every rank of every engine, into host memory, until the engine wants them
-    rollouts    from the first rank of each engine to the trainers
+    weights     from the first trainer to every rank of every engine; they wait in its host memory
+    rollouts    from the first rank of each engine to the first trainer, which passes them on to the others
 
-The first trainer and the engines wait for each other for at most sync_timeout. Where one rank fails, all
-others end with its message.
+The first trainer and the engines wait for each other for at most sync_timeout. If one rank fails, all others
+end with its message.
 """
 import atexit
 import contextlib
@@ -31,41 +31,41 @@ from transformers import AutoConfig
 
 from runtime import distributed
 import rollout
-from rollout import numbers
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
-SOON = 3                        # seconds for a failed rank to say why, before a broken connection is reported
-# What was sampled for later steps does not fit a run that goes on with another value of these.
+SOON = 3                        # seconds that a failed rank gets to say why, before others say it is gone
+# Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
 SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "max_turn_length",
                 "max_reply_length", "reward_weights")
 
 
 @dataclass
 class Sampled:
-    """Rollouts of a step or of an evaluation, scored: an engine's share, or all."""
+    """The scored rollouts of a step or of an evaluation: those of one engine, or of all engines."""
     rollouts: list
-    position: int            # in the sequence of prompts, after these
-    figures: dict            # of how they were made, for the log
+    position: int            # where the next step begins in the sequence of prompts
+    figures: dict            # metrics of the sampling, for the log
 
     def as_json(self):
-        return self.__dict__ | {"rollouts": [rollout.as_json(r) for r in self.rollouts]}
+        return vars(self) | {"rollouts": [rollout.as_json(r) for r in self.rollouts]}
 
     @classmethod
     def from_json(cls, entry, vocabulary):
-        """Of as_json's dict. vocabulary: how many tokens the model has."""
+        """Returns the Sampled of a dict that as_json made. vocabulary: how many tokens the model has."""
         figures = entry["figures"]
         return cls([rollout.from_json(one, vocabulary) for one in entry["rollouts"]],
-                   numbers(entry, "position", int, 0, shape=()).item(),
-                   {name: numbers(figures, name, shape=()).item() for name in figures})
+                   rollout.numbers(entry, "position", int, 0, shape=()).item(),
+                   {name: rollout.numbers(figures, name, shape=()).item() for name in figures})
 
 
 class Bridge:
-    """This rank's role, and its end of the bridge.
+    """The role of this rank, and its end of the bridge.
 
-    settings: what configure returned. trains: whether this rank is a trainer. engines: how many there are;
-    engine: the number of this rank's, from 0. For a trainer the bridge takes the place of an engine: it has
-    the attributes name, weight_names and allocated, and close.
+    settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
+    are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
+    weights that has arrived. For runtime.run_lifecycle the bridge is the trainers' engine: it has the
+    attributes name, weight_names and allocated, and close.
     """
     allocated = 0
 
@@ -80,8 +80,8 @@ class Bridge:
         self.name, self.weight_names = f"{kind.name}, {self.engines} apart", kind.weight_names
 
     def join(self):
-        """Take this rank's role; return the group that set_up joins. A collective of all ranks."""
-        # Some ranks may never come.
+        """Take the role of this rank; return the group that set_up joins. A collective of all ranks."""
+        # Some ranks may never join.
         distributed.watchdog.limit(self.seconds)
         self.store, self.number, world_size = next(dist.rendezvous("env://"))
         self.trainers = world_size - self.rollout_ranks
@@ -90,11 +90,11 @@ class Bridge:
         role, rank, size = (("trainer", self.number, self.trainers) if self.trains
                             else (f"engine {self.engine}", place, self.ranks_per_engine))
         self.me, self.speaks = f"rank {self.number} ({role})", self.number == 0
-        # From here on these are the role's; vLLM reads them.
+        # From here on these describe the role. vLLM reads them.
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "ROLE_NAME": role.replace(" ", "")}
         if gpus := torch.cuda.device_count():
             os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
-        in_background(self._await_failure)
+        self._in_background(self._await_failure)
         sys.excepthook = self._fail
         if self.speaks or not self.trains:
             self._build()
@@ -103,7 +103,7 @@ class Bridge:
 
     def _build(self):
         def group(name, kind):
-            # The first trainer has place 0, the ranks of engines have those from 1 on.
+            # The first trainer has place 0, and the ranks of engines have the places from 1 on.
             place = 0 if self.trains else 1 + self.number - self.trainers
             return kind(dist.PrefixStore(f"{name}/", self.store), place, 1 + self.rollout_ranks, FOREVER)
 
@@ -111,41 +111,41 @@ class Bridge:
         cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         self.gloo = group("gloo", dist.ProcessGroupGloo)
-        self.wire = group("nccl", dist.ProcessGroupNCCL) if cuda else self.gloo         # of the weights
+        self.wire = group("nccl", dist.ProcessGroupNCCL) if cuda else self.gloo         # for weights
         if self.trains:
-            # Of each engine: {("step" or "eval", number): Sampled}.
+            # What each engine sent and nobody took yet: {("step" or "eval", number): Sampled}.
             self.boxes = [{} for _ in range(self.engines)]
         else:
-            self.opening, self.staged, self.news = None, {}, threading.Condition()
-            self.outgoing = queue.SimpleQueue()
-            in_background(self._listen)
-            in_background(self._post)
+            # heard: first how the run begins, then (version, tensors) of each weight sync.
+            self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
+            self._in_background(self._listen)
+            self._in_background(self._post)
 
     def busy(self):
-        """The share of the time since the last call that this role has not waited for the other."""
+        """Returns the share of the time since the last call in which this role did not wait for the other."""
         waited, since, self.waited, self.since = self.waited, self.since, 0.0, time.monotonic()
         return 1 - waited / (self.since - since)
 
     # ------------------------------------------------------------ the trainers' end
 
     def tell(self, words):
-        """Tell all engines how the run begins, which weights follow, or None, which ends them."""
+        """Send all engines an object: how the run begins, which weights follow, or None, which ends them."""
         if self.speaks:
             for tensor in packed(words):
                 self._bounded("the engines to listen", self.gloo.broadcast, tensor, 0)
 
     def publish(self, version, named_tensors):
-        """Send all engines the whole tensors of weights.full_weights. A collective of the trainers."""
+        """Send all engines the tensors that weights.full_weights yields. A collective of the trainers."""
         for bucket in buckets(named_tensors):
             self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
             if self.speaks:
                 flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
                 self._bounded(f"the engines to take the weights of step {version}", self.wire.broadcast,
                               flat.to(self.device), 0)
-        self.tell((version, None, None))                       # that was all of them
+        self.tell((version, None, None))                       # these weights are complete
 
     def take(self, kind, number):
-        """Returns what all engines sent under this kind and number, as one Sampled. All trainers call it."""
+        """Returns what all engines sent under this kind and number, as one Sampled. A collective."""
         began = time.monotonic()
         parts = distributed.from_master(
             [self._receive(e, (kind, number)) for e in range(self.engines)] if self.speaks else None)
@@ -155,7 +155,7 @@ class Bridge:
                         for name in parts[0].figures})
 
     def _receive(self, e, key):
-        # What comes before it waits in the box.
+        # What arrives earlier waits in the box.
         place, box, (kind, number) = 1 + e * self.ranks_per_engine, self.boxes[e], key
         task = "be ready" if kind == "ready" else f"send its rollouts of {kind} {number}"
         what = f"rank {self.trainers - 1 + place} (engine {e}) to {task}"
@@ -165,10 +165,10 @@ class Bridge:
 
     def _bounded(self, what, begin, *arguments):
         try:
-            # A connection that is broken already fails here before the wait.
+            # If the connection is broken already, this fails before the wait.
             begin(*arguments).wait(datetime.timedelta(seconds=self.seconds))
         except RuntimeError as error:
-            # Gloo's words for it, and NCCL's.
+            # The first is what gloo says, the second what NCCL says.
             if "imed out" in str(error) or "before timing out" in str(error):
                 raise self._in_vain(what) from error
             time.sleep(SOON)
@@ -180,107 +180,105 @@ class Bridge:
 
     def signalled(self):
         """Whether an engine has got a signal to stop."""
-        # Without a store torchrun is gone, which a trainer sees by itself.
+        # If the store is gone, so is torchrun, which a trainer notices by itself.
         with contextlib.suppress(RuntimeError):
             return self.speaks and self.store.check(["signal"])
         return False
 
     def close(self):
-        """End the engines: the run is over."""
-        # One that has gone already breaks the connection.
+        """End the engines, because the run is over."""
+        # If one of them is gone already, the connection is broken.
         with contextlib.suppress(RuntimeError):
             self.tell(None)
 
     # ------------------------------------------------------------ the engines' end
 
     def begin(self):
-        """Returns how the trainers say that the run begins. From here on they decide what a signal does."""
+        """Returns how the trainers say that the run begins. From now on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signal)
         distributed.watchdog.can_save = True
-        self._await(lambda: self.opening, "rank 0 (trainer) to begin")
+        opening = self._next("rank 0 (trainer) to begin")
         # sys.exit does not call sys.excepthook.
         atexit.register(self._tell_failure, f"{self.me} stops, and its message says why")
-        return self.opening
+        return opening
 
     def _signal(self, *_):
-        # Without a store torchrun is gone, which the trainers see by themselves.
+        # If the store is gone, so is torchrun, which the trainers notice by themselves.
         with contextlib.suppress(RuntimeError):
             self.store.set("signal", "")
 
     def send(self, kind, number, sampled):
-        """Send the trainers rollouts, which they may take much later."""
+        """Send rollouts to the trainers, who may take them much later."""
         if kind == "step":
             sampled.figures |= {"timing_s/wait_for_weights": self.waited, "perf/engines_busy": self.busy()}
         self.outgoing.put(packed(((kind, number), sampled)))
 
-    def arrived(self, version):
-        """Whether the weights of this version are here."""
-        return version in self.staged
-
     def weights(self, version):
-        """Returns the named tensors of a version as soon as they are here, and forgets older ones."""
-        self._await(lambda: version in self.staged, f"rank 0 (trainer) to send the weights of step {version}")
-        with self.news:
-            for other in [other for other in self.staged if other < version]:
-                del self.staged[other]
-            return self.staged.pop(version)
+        """Returns the named tensors of a version as soon as they are here. Older versions are dropped."""
+        found = -1
+        while found < version:
+            found, tensors = self._next(f"rank 0 (trainer) to send the weights of step {version}")
+        return tensors
 
     def wait_for_the_end(self):
-        """The trainers may take long to save the last model; then they end this process."""
+        """Wait until the trainers end this process. It may take them long to save the last model."""
         threading.Event().wait()
 
-    def _await(self, condition, what):
+    def _next(self, what):
         began = time.monotonic()
-        with self.news:
-            if not self.news.wait_for(condition, self.seconds):
-                raise self._in_vain(what)
-        self.waited += time.monotonic() - began
+        try:
+            return self.heard.get(timeout=self.seconds)
+        except queue.Empty:
+            raise self._in_vain(what) from None
+        finally:
+            self.waited += time.monotonic() - began
 
     def _listen(self):
         # Takes weights into host memory while the engine works, and ends this process with the run.
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            opening, tensors = self._hear(), []
-            with self.news:
-                self.opening = opening
-                self.news.notify()
-            while (words := self._hear()) is not None:
-                version, layout, dtype = words
-                if layout is None:
-                    with self.news:
-                        self.staged[version], tensors = tensors, []
-                        self.news.notify()
-                    continue
-                sizes = [shape.numel() for _, shape in layout]
-                flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-                self.wire.broadcast(flat, 0).wait(FOREVER)
-                tensors += [(name, piece.view(shape))
-                            for (name, shape), piece in zip(layout, flat.cpu().split(sizes))]
-        except Exception as error:
-            self._gone(error)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.heard.put(self._hear())
+        tensors = []
+        while (words := self._hear()) is not None:
+            version, layout, dtype = words
+            if layout is None:
+                self.heard.put((version, tensors))
+                self.newest, tensors = version, []
+                continue
+            sizes = [shape.numel() for _, shape in layout]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            self.wire.broadcast(flat, 0).wait(FOREVER)
+            tensors += [(name, piece.view(shape))
+                        for (name, shape), piece in zip(layout, flat.cpu().split(sizes))]
         distributed.end(0)
 
     def _hear(self):
         return unpacked(lambda tensor: self.gloo.broadcast(tensor, 0).wait(FOREVER))
 
     def _post(self):
-        try:
-            while True:
-                for tensor in self.outgoing.get():
-                    self.gloo.send([tensor], 0, 0).wait(FOREVER)
-        except Exception as error:
-            self._gone(error)
+        while True:
+            for tensor in self.outgoing.get():
+                self.gloo.send([tensor], 0, 0).wait(FOREVER)
 
     # ------------------------------------------------------------ failures
 
+    def _in_background(self, function):
+        def work():
+            try:
+                function()
+            except Exception as error:
+                # The trainer may have failed, and gets the time to say why.
+                time.sleep(SOON)
+                self._end(f"rank 0 (trainer) is gone: {error}")
+
+        threading.Thread(target=work, daemon=True).start()
+
     def _fail(self, kind, error, trace):
-        # Python's own end would wait for PyTorch's threads, and these for a rank that hangs. PyTorch replaces
-        # sys.stderr while it calls this.
+        # Python itself would wait for PyTorch's threads, which may wait for a rank that hangs. PyTorch
+        # replaces sys.stderr while it calls this.
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)
-            sys.__stderr__.flush()
         self._tell_failure(f"{'' if str(error).startswith(self.me) else self.me + ' failed: '}{error}")
         distributed.end(1)
 
@@ -288,22 +286,18 @@ class Bridge:
         distributed.tell_launcher(message)
         with contextlib.suppress(RuntimeError):
             self.store.set("failure", f"{self.number} {message}")
-        # This process may be the one that keeps the store.
+        # This process may be the one that keeps the store, which the others still have to read.
         time.sleep(1)
 
     def _await_failure(self):
-        # By a connection of its own, because the store answers nobody else while it is asked for this.
+        # It needs its own connection, because a connection to the store can do nothing else while it waits.
         store = self.store.clone()
         store.set_timeout(FOREVER)
-        # Without a store torchrun is gone, which others see.
+        # If the store is gone, so is torchrun, which others notice.
         with contextlib.suppress(RuntimeError):
             number, message = store.get("failure").decode().split(" ", 1)
             if number != str(self.number):
                 self._end(message)
-
-    def _gone(self, error):
-        time.sleep(SOON)
-        self._end(f"rank 0 (trainer) is gone: {error}")
 
     def _end(self, message):
         distributed.tell_launcher(message, later=1)
@@ -312,18 +306,14 @@ class Bridge:
         distributed.end(1)
 
 
-def in_background(function):
-    threading.Thread(target=function, daemon=True).start()
-
-
 def packed(words):
-    # An object as two tensors: its size in bytes, and the bytes.
+    # Returns an object as two tensors: its size in bytes, and the bytes.
     data = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
     return torch.tensor([len(data)]), data
 
 
 def unpacked(fill):
-    # The object whose two tensors are filled by fill(tensor).
+    # Returns the object of two such tensors, which fill(tensor) receives.
     size = torch.empty(1, dtype=torch.int64)
     fill(size)
     data = torch.empty(size.item(), dtype=torch.uint8)
@@ -332,9 +322,9 @@ def unpacked(fill):
 
 
 def kept_ahead(state, settings, folder):
-    """{step: Sampled}: what a checkpoint's state holds for the next steps, if these settings fit it.
+    """Returns {step: Sampled}: what a checkpoint's state holds for the next steps, if the settings fit it.
 
-    Raises ValueError if it is damaged. folder: the checkpoint, or the model where there is none.
+    folder: the checkpoint, or the model if there is none. Raises ValueError if the state is damaged.
     """
     size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     try:
@@ -346,7 +336,7 @@ def kept_ahead(state, settings, folder):
 
 
 def staleness(rollouts, step):
-    """By how many steps the policy of `step` is ahead of those that sampled the tokens: mean and largest."""
+    """Returns by how many steps the policy of `step` is ahead of those that sampled its tokens: mean, max."""
     ages, counts = [], []
     for r in rollouts:
         starts, versions = np.array(r.versions).T
@@ -356,13 +346,12 @@ def staleness(rollouts, step):
 
 
 def buckets(named_tensors, size=BUCKET):
-    """Yields lists of (name, tensor) of at least `size` bytes, and a last one with the rest."""
-    bucket, held = [], 0
-    for name, tensor in named_tensors:
-        bucket.append((name, tensor))
-        held += tensor.nbytes
-        if held >= size:
+    """Yields lists of (name, tensor) with at least `size` bytes each, and a last one with the rest."""
+    bucket = []
+    for pair in named_tensors:
+        bucket.append(pair)
+        if sum(tensor.nbytes for _, tensor in bucket) >= size:
             yield bucket
-            bucket, held = [], 0
+            bucket = []
     if bucket:
         yield bucket

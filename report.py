@@ -1,12 +1,12 @@
 """
-One HTML page of a run, or of several over each other: curves, samples, settings, and health in words.
+One HTML page of a run, or of several for comparison: curves, samples, settings, and health in words.
 
     python report.py out/grpo-algebra-...               # writes report.html into the folder
     python report.py out/run0 out/run1 out/run2         # into the first; runs are named by what differs
 
-The page needs neither a network nor a server. runtime/report.html draws it, and runtime/health.py has the
-rules of health. Of long runs the page holds a part: curves are thinned out, but keep their peaks, and samples
-are those of evenly spaced steps.
+The page needs neither a network nor a server. runtime/report.html is its template, and runtime/health.py has
+the rules of health. Of a long run the page shows a part: curves are thinned out, but keep their peaks, and
+samples are those of evenly spaced steps.
 """
 import ast
 import contextlib
@@ -19,12 +19,11 @@ import sys
 from collections import defaultdict
 
 from runtime.health import findings, series
-from runtime.safe_files import opened
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Points of all curves and bytes of all samples, with which a page stays under 5 MB; and the bytes of a run's
-# logs up to which its page takes less than half a second.
-POINTS, SAMPLE_BYTES, AT_END = 60_000, 3_200_000, 5_000_000
+# With at most so many points of curves and bytes of samples, a page stays under 5 MB.
+POINTS, SAMPLE_BYTES = 60_000, 3_200_000
+AT_END = 5_000_000              # bytes of a run's logs, up to which its page takes less than half a second
 
 # The panels: a title, the metrics in it as a regular expression, and a scale: "", "log", or "share" (0 to 1).
 PANELS = (
@@ -69,25 +68,24 @@ def parsed(line):
 
 
 def read_samples(folder, budget):
-    """{step: samples} of evenly spaced steps, 125 at most, as far as they fit into a budget of bytes."""
-    places, end, found = defaultdict(list), 0, defaultdict(list)
+    """{step: samples} of evenly spaced steps, at most 125 and at most `budget` bytes in all."""
+    lines, size, found = defaultdict(list), 0, defaultdict(list)
     with open(os.path.join(folder, "samples.jsonl"), "rb") as file:
         for line in file:
             if step := re.match(rb'\{"step": (\d+)', line):
-                places[int(step[1])].append((end, len(line)))
-            end += len(line)
-        steps, count = sorted(places), min(len(places), 125, 1 + budget * len(places) // (end + 1))
-        for step in [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]:
-            for offset, size in places[step]:
-                file.seek(offset)
-                budget -= size
-                if (budget >= 0 or not found) and (sample := parsed(file.read(size))):
-                    found[step].append(sample)
+                lines[int(step[1])].append(line)
+                size += len(line)
+    steps, count = sorted(lines), min(len(lines), 125, 1 + budget * len(lines) // (size + 1))
+    for step in [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]:
+        for line in lines[step]:
+            budget -= len(line)
+            if (budget >= 0 or not found) and (sample := parsed(line)):
+                found[step].append(sample)
     return found
 
 
 def thinned(points, most):
-    """Steps and values of a curve, in most points: the lowest and highest of each of most / 2 stretches."""
+    """Steps and values of a curve, at most `most`: the lowest and highest of each of most / 2 stretches."""
     size = math.ceil(2 * len(points) / most) if len(points) > most else 1
     parts = [points[i:i + size] for i in range(0, len(points), size)]
     kept = [point for part in parts
@@ -96,7 +94,7 @@ def thinned(points, most):
 
 
 def summary(folder, lines, metrics):
-    """What the page says of a run in a line: how far it is, its time, its first and its last scores."""
+    """The cells of a run's line: folder, last step, minutes, and its first and last scores."""
     minutes = sum(seconds for _, seconds in series(lines, "timing_s/step")) / 60
     return [folder, f"to step {max((line['step'] for line in lines), default=0)}", f"{minutes:.1f} min",
             *(f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}" for metric in metrics
@@ -117,7 +115,7 @@ def page(folders):
         curves = {}                                             # {metric: (steps, values) of each run}
         for metric in filter(re.compile(pattern).fullmatch, metrics):
             found = [thinned(series(lines, metric), most) for lines, *_ in read]
-            # What is 0 in all runs, or another curve of the panel again, says nothing.
+            # A curve that is 0 in all runs, or the same as another one of the panel, is left out.
             if any(any(ys) for _, ys in found) and found not in curves.values():
                 curves[metric] = found
         panels += [{"title": title, "scale": scale, "curves": curves}] if curves else []
@@ -135,15 +133,18 @@ def page(folders):
 def write(folders):
     """Write report.html into the first of the folders, and return its path."""
     path = os.path.join(folders[0], "report.html")
-    # Half a surrogate pair, which a sample may hold and a browser may fail at, becomes a question mark.
+    # A sample may hold half a surrogate pair, at which a browser may fail. It becomes a question mark.
     text = page([os.path.normpath(folder) for folder in folders]).encode(errors="replace")
-    with opened(path, "wb") as file:
+    # A link that somebody has put in its place is removed, not followed.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    with open(path, "xb") as file:
         file.write(text)
     return path
 
 
 def at_end(folder):
-    """Write the page of a run that ends, if that takes less than half a second; returns what to tell."""
+    """Write the page of a run that ends, if that takes less than half a second; returns a line about it."""
     if sum(os.path.getsize(f"{folder}/{name}.jsonl") for name in ("metrics", "samples")) > AT_END:
         return f"python report.py {folder} writes a page with curves, samples and health"
     try:

@@ -1,11 +1,12 @@
 """Rewards: one score for each completion, from a verifier of final answers or from a function of yours.
 
-    load_reward   the task's own reward, math_verify, or a function of yours ("file.py:function")
+    load_reward   returns the task's own reward, math_verify, or a function of yours ("file.py:function")
     score         calls a reward on completions and checks what it returns
-    Scorer        scores rollouts by the reward and the reward model that a run's settings name
-    evaluation    mean@k, pass@k, maj@k of scored rollouts
+    Scorer        scores rollouts by the rewards and the reward model that a run's settings name
+    evaluation    returns mean@k, pass@k and maj@k of scored rollouts
 """
 import bisect
+import contextlib
 import copy
 import functools
 import importlib
@@ -21,15 +22,16 @@ from types import SimpleNamespace
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, escaped, in_order, load_from,
-                               logging_into, name_of, shown, source_file, specs)
+from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, listed, load_from, logging_into,
+                               name_of, outcome, shown, source_file, specs)
 
 # ------------------------------------------------------------------------------------------------------------
-# rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns a value for each
-# completion: a number, None (not scored), a dict of named parts, whose score is the part "score", or their
-# sum if none has that name, or a list of pairs (character, score), a process reward: the token that holds the
-# character gets the score. As in TRL a completion is a string, or where the prompt is a list of messages the
-# list of the messages that follow it.
+# rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
+# each completion: a number; None if the completion is not to be scored; a dict of named parts, where the
+# score is the part "score", or the sum of the parts if none has that name; or a list of pairs (character,
+# score), where the token that holds the character gets the score (a process reward). As in TRL, a completion
+# is a string if its prompt is a string, and if the prompt is a list of messages it is the list of the
+# messages that follow.
 
 
 def content(completion):
@@ -37,9 +39,7 @@ def content(completion):
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
-LARGEST = 3.4e38        # of a score, which is kept in float32
-
-# A final number at the end of a text, such as 7, -3/4 or 0.5, behind "Answer:" or in a box.
+# This finds a number such as 7, -3/4 or 0.5 at the end of a text, behind "Answer:" or in a box.
 NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
                     r"([-+]?\d{1,300}(?:\.\d{1,300}|/[1-9]\d{0,300})?)[\s*$}.]*\Z", re.IGNORECASE)
 
@@ -53,31 +53,33 @@ def accuracy(prompts, completions, answer, **columns):
 def exact_accuracy(prompts, completions, answer, **columns):
     """Returns 1.0 for each completion whose final answer has the value of the row's `answer`, otherwise 0.0.
 
-    It reads LaTeX, units, intervals and more: tasks/check_answer.py.
+    tasks/check_answer.py reads LaTeX, units, intervals and more.
     """
     return [float(check_answer(content(completion), truth)) for completion, truth in zip(completions, answer)]
 
 
-exact_accuracy.__name__ = "accuracy"            # as which it is logged
+exact_accuracy.__name__ = "accuracy"            # the name under which it is logged
 
 
 def math_verify(prompts, completions, answer, **columns):
-    """exact_accuracy, with the package math-verify where exact values do not decide: for algebra and sets."""
+    """Does what exact_accuracy does, and asks the package math-verify where exact values do not decide."""
     return [float(check_answer(content(completion), truth, algebra=True))
             for completion, truth in zip(completions, answer)]
 
 
-# A comparison that hangs costs its own completion alone.
-math_verify.one_by_one = True
+# Each call gets one completion, so a comparison that hangs costs no other completion its score.
+math_verify.at_once = 0
 
 
 def load_reward(spec, task, workers=0):
-    """Returns the reward that the spec names, "file.py:function" or "math_verify", or for "" the task's own.
+    """Returns the reward that `spec` names, "file.py:function" or "math_verify", or the task's own for "".
 
     A function with verl's parameters (data_source, solution_str, ground_truth) is adapted; any other must be
-    in TRL's form. workers: how many calls run at once of a function that is async or in verl's form; 0 stands
-    for 64 or 1. Raises ValueError if there is no such function or if its file raises, if it is called for all
-    completions together but workers is more than 1, and for math_verify without its package.
+    in TRL's form. workers: how many calls of an async function, or of one in verl's form, run at once; 0
+    means 64 for the former and 1 for the latter. A reward that is called for each completion has an attribute
+    `at_once`, the number of calls that run at once, or 0 if each call is made alone. Raises ValueError if
+    there is no such function, if its file raises, if workers is more than 1 for a function that is called for
+    all completions together, or if the package of math_verify is missing.
     """
     if not spec:
         return {"algebra": accuracy, "arithmetic": accuracy}.get(task, exact_accuracy)
@@ -89,9 +91,8 @@ def load_reward(spec, task, workers=0):
                              f"'math-verify[antlr4_13_2]' ({error})") from error
         return math_verify
     function = load_from(spec, "reward", "function", " or math_verify")
-    parameters = inspect.signature(function).parameters.keys()
-    verl = {"data_source", "solution_str", "ground_truth"} <= parameters
-    reward = one_by_one(function) if verl else function
+    verl = {"data_source", "solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
+    reward = verl_reward(function) if verl else function
     later = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
     if workers > 1 and not (later or verl):
         raise ValueError(f"reward_workers={workers}: {name_of(function)} scores all completions in one call; "
@@ -102,34 +103,29 @@ def load_reward(spec, task, workers=0):
     return reward
 
 
-def one_by_one(compute_score):
-    # Makes a reward of verl's compute_score(data_source, solution_str, ground_truth, extra_info=None).
+def verl_reward(compute_score):
+    # Makes a reward of verl's compute_score(data_source, solution_str, ground_truth, extra_info=None). It is
+    # called for one completion at a time.
     def reward(prompts, completions, **columns):
-        nothing = [None] * len(completions)
-        if {"reward_model", "ground_truth", "answer"} & columns.keys():
-            truths = [answer if given is None else given for given, answer in
-                      zip(columns.get("ground_truth", nothing), columns.get("answer", nothing))]
-            # A row of verl's that a model scores has no truth: {"style": "model"}.
-            columns["ground_truth"] = [model.get("ground_truth", truth) if isinstance(model, dict) else truth
-                                       for model, truth in zip(columns.get("reward_model", nothing), truths)]
-        columns = {"data_source": columns.get("source", nothing), "extra_info": nothing, **columns,
-                   "solution_str": [content(completion) for completion in completions]}
-        arguments = accepted(compute_score, columns)
-        values = [compute_score(**dict(zip(arguments, values))) for values in zip(*arguments.values())]
-        return in_order(values) if values and inspect.isawaitable(values[0]) else values
-    reward.__name__, reward.one_by_one = name_of(compute_score), True
+        row = {key: values[0] for key, values in columns.items()}
+        row = {"data_source": row.get("source"), "extra_info": None, **row,
+               "solution_str": content(completions[0])}
+        if {"reward_model", "ground_truth", "answer"} & row.keys():
+            # Where a model scores verl's row, it has no truth: {"style": "model"}.
+            model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+            truths = [model.get("ground_truth"), row.get("ground_truth"), row.get("answer")]
+            row["ground_truth"] = next((truth for truth in truths if truth is not None), None)
+        returned = compute_score(**accepted(compute_score, row))
+        return listed(returned) if inspect.isawaitable(returned) else [returned]
+    reward.__name__, reward.at_once = name_of(compute_score), 0
     return reward
 
 
-class Raised(RuntimeError):
-    """Says that a reward has raised, and what."""
-
-
 def judge(reward, columns, timeout=0.0, seconds=math.inf):
-    # Returns by these columns (parts, steps, what it logged) for each completion. A reward that is called for
-    # each alone has `timeout` seconds for a call and `seconds` for all, and where a call fails its error is
-    # returned.
-    completions = [*columns["completions"]]
+    # Returns (parts, steps, what it logged) for each completion of these columns. Where calls run at once,
+    # each has `timeout` seconds and all together have `seconds`, and the error of a call that fails stands in
+    # place of its result.
+    completions = columns["completions"]
     logged = [{} for _ in completions]
 
     def call(places):
@@ -137,33 +133,27 @@ def judge(reward, columns, timeout=0.0, seconds=math.inf):
         logs = logging_into([logged[place] for place in places], reward)
         return functools.partial(reward, **accepted(reward, arguments | logs))
 
-    if hasattr(reward, "at_once"):
+    if getattr(reward, "at_once", 0):
         values = at_once([call([i]) for i in range(len(completions))], reward.at_once, timeout, seconds)
-        return [TimeoutError() if isinstance(value, TimeUp) else
-                Raised(f"raised {escaped(shown(value.__cause__))}") if isinstance(value, Failed) else
+        return [value if isinstance(value, (TimeUp, Failed)) else
                 (*checked(reward, value, [completion])[0], log)
                 for value, completion, log in zip(values, completions, logged)]
-    function = call(range(len(completions)))
-    try:
-        returned = function()
-    except KeyboardInterrupt:
-        raise
-    # sys.exit in a reward, for example, must not end the run as if it had come to its end.
-    except BaseException as error:
-        raise Raised(f"raised {escaped(shown(error))}") from error
+    returned, error, _ = outcome(call(range(len(completions))))
+    if error:
+        raise error
     return [(*pair, log) for pair, log in zip(checked(reward, returned, completions), logged)]
 
 
 def judge_there(spec, task, workers=0):
-    # What a UserProcess makes: the function that it calls, and what score wants to know of the reward.
+    # Runs in a UserProcess. Returns the function that it calls, and what score wants to know of the reward.
     reward = load_reward(spec, task, workers)
-    known = {key: getattr(reward, key) for key in ("one_by_one", "at_once") if hasattr(reward, key)}
-    about = {"__name__": name_of(reward), "takes_environments": takes_environments(reward)}
-    return functools.partial(judge, reward), about | known
+    return functools.partial(judge, reward), {
+        "__name__": name_of(reward), "at_once": getattr(reward, "at_once", None),
+        "takes_environments": takes_environments(reward)}
 
 
 def takes_environments(reward):
-    # As in TRL: it reads the environments of the episodes, which are in the run's own process.
+    # As in TRL, a reward may read the environments of the episodes, which are in the run's own process.
     return "environments" in inspect.signature(reward).parameters
 
 
@@ -171,25 +161,25 @@ TIMED_OUT = "the reward took too long"
 
 
 def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=False, environments=None):
-    """Returns for each completion (parts, steps, logged, problem).
+    """Returns (parts, steps, logged, problem) for each completion.
 
-    completions: for each row a string, or where its prompt is a list of messages the list of those that
-    follow. parts: {name: value}, NaN for None; a reward without named parts is its own only part, under the
-    function's name. They are empty for None. steps: pairs (character, score). logged: {name: value} of what
-    the reward logged. problem: "", or why it failed.
+    parts is {name: value}, with NaN for a part that is None. A reward without named parts has one part, with
+    the function's name, or none if it returned None. steps: pairs (character, score). logged: {name: value},
+    what the reward logged. problem: why the reward failed, or "".
 
-    The reward gets copies of the rows. One in a UserProcess has `timeout` seconds (0: no limit) for all
-    completions together, or if it is called for each, for one. If it takes longer for all, the completions
-    are scored one by one, and those that still take longer get 0.0, as do all that are left when `budget`
-    seconds have passed. With unscored=True these, and those for which the reward raises, get no parts.
+    completions: one for each row, in the form that a reward gets. environments: what the episodes ended with,
+    for a reward that reads them. The reward gets copies of the rows. In a UserProcess a call has `timeout`
+    seconds; 0 sets no limit. If a call for all completions takes longer, each completion is scored by a call
+    of its own. If that one takes longer as well, the completion gets 0.0, and so do all that are left after
+    `budget` seconds. With unscored=True these completions get no parts, nor do those for which the reward
+    raises.
 
     Raises RuntimeError if the reward raises and unscored is False (the message shows the completion), or if
-    it returns anything but a finite number, None, a dict of these or pairs for each completion; and
-    ValueError for a column that is missing. environments: those that the episodes ended with, for a reward
-    that reads them.
+    it returns anything but one finite number, None, dict of these or list of pairs for each
+    completion. Raises ValueError if a column is missing.
     """
     shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
-    end, several = time.monotonic() + budget, getattr(reward, "at_once", 0)
+    end, several = time.monotonic() + budget, getattr(reward, "at_once", None)
 
     def call(chosen):
         columns = {key: [rows[i][key] for i in chosen] for key in shared}
@@ -202,33 +192,34 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
         seconds = min(in_turn * timeout or math.inf, end - time.monotonic())
         if seconds <= 0:
             raise TimeoutError
-        # Calls at once have limits of their own there, so this one only ends a process that does not answer.
+        # Calls that run at once have limits of their own, so this one only ends a process that hangs.
         limit = seconds + timeout * bool(several)
         found = reward.within(limit if limit < math.inf else None, columns, timeout, seconds)
         if any(isinstance(one, TimeoutError) for one in found):
-            reward.end()                                        # the call may go on there
+            reward.end()                                        # because the call may still be running
         return found
 
     found, problem = [], None
     try:
-        found = [] if hasattr(reward, "one_by_one") and not several else call(range(len(rows)))
+        found = [] if several == 0 else call(range(len(rows)))
     except TimeoutError:
         pass
-    except (Raised, ChildProcessError) as error:
+    except (Failed, ChildProcessError) as error:
         problem = error
     for i in range(len(found), len(rows)):
         try:
             found += call([i])
-        except (TimeoutError, Raised, ChildProcessError) as error:
+        except (TimeoutError, Failed, ChildProcessError) as error:
             found.append(error)
             if not (unscored or isinstance(error, TimeoutError)):
                 break
-    raised = [i for i, one in enumerate(found) if isinstance(one, (Raised, ChildProcessError))]
-    if (raised or problem) and not unscored:
-        # The culprit is the first where the reward raises for all together and for none alone.
-        culprit, problem = (raised[0], found[raised[0]]) if raised else (0, problem)
-        text = content(completions[culprit])[:500]
-        raise RuntimeError(f"reward {name_of(reward)} {problem}; the completion is {text!r}") from problem
+    failures = [(i, one) for i, one in enumerate(found) if isinstance(one, (Failed, ChildProcessError))]
+    # The reward may have raised for all completions together and for none of them alone.
+    failures += [(0, problem)] if problem else []
+    if failures and not unscored:
+        i, error = failures[0]
+        raise RuntimeError(f"reward {name_of(reward)} {error}; the completion is "
+                           f"{content(completions[i])[:500]!r}") from error
     names = dict.fromkeys(name for one in found if isinstance(one, tuple) for name in one[0])
     failed = {} if unscored else dict.fromkeys(names or [name_of(reward)], 0.0)
     return [(*one, "") if isinstance(one, tuple) else
@@ -237,83 +228,82 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
 
 
 def total(parts, weights):
-    """Returns the part that is called score, or the sum of the parts that are not NaN, each times its weight,
-    which is 1 if weights has none; NaN if there are no such parts."""
+    """Returns the weighted part "score" or, if there is none, the weighted sum of the parts, without NaN.
+
+    A part that `weights` does not name has the weight 1. The result is NaN if all parts are.
+    """
     counted = {"score": parts["score"]} if "score" in parts else parts
     values = [weights.get(name, 1.0) * value for name, value in counted.items() if not math.isnan(value)]
     return sum(values) if values else math.nan
 
 
 def checked(reward, returned, completions):
-    # Returns (parts, steps) for each value that a reward returned; these may be in an array or tensor.
+    # Returns (parts, steps) for each value that a reward returned, in a list, an array or a tensor.
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
         raise RuntimeError(f"reward {name_of(reward)} returned {what}, not a list of {len(completions)}, one "
                            "for each completion")
+    return [parts_of(name_of(reward), *pair) for pair in zip(returned, completions)]
 
-    def real(value, completion):
-        try:
-            as_float = float(value) if hasattr(value, "__float__") else math.nan
-        # Of 10**400, for example.
-        except Exception:
-            as_float = math.nan
-        if not abs(as_float) <= LARGEST:
-            raise wrong(value, "not a finite number in float32", completion)
-        return as_float
 
-    def wrong(value, problem, completion):
-        return RuntimeError(f"reward {name_of(reward)} returned {shown(value)}: {problem}; the completion is "
+def parts_of(name, value, completion):
+    # Returns (parts, steps) of the value that the reward of this name returned for a completion.
+    def wrong(value, problem):
+        return RuntimeError(f"reward {name} returned {shown(value)}: {problem}; the completion is "
                             f"{content(completion)[:500]!r}")
 
-    def pair(value, completion):
-        if isinstance(value, (list, tuple)):
-            length = len(content(completion))
-            if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in range(length)
-                       for pair in value):
-                raise wrong(value, f"not pairs (character, score) with characters from 0 to {length - 1}",
-                            completion)
-            steps = [(int(character), real(one, completion)) for character, one in value]
-            return {name_of(reward): real(sum(one for _, one in steps), completion)}, steps
-        if not isinstance(value, dict):
-            return ({} if value is None else {name_of(reward): real(value, completion)}), []
-        # Besides the score, verl's functions may return entries that are not numbers.
-        if "score" in value:
-            value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
-        parts = {str(key): math.nan if part is None else real(part, completion)
-                 for key, part in value.items()}
-        real(sum(part for part in parts.values() if not math.isnan(part)), completion)
-        return parts, []
+    def real(value):
+        # float raises for 10**400, for example.
+        with contextlib.suppress(Exception):
+            if hasattr(value, "__float__") and abs(float(value)) <= 3.4e38:     # float32's largest
+                return float(value)
+        raise wrong(value, "not a finite number in float32")
 
-    return [pair(value, completion) for value, completion in zip(returned, completions)]
+    steps = []
+    if isinstance(value, (list, tuple)):
+        length = len(content(completion))
+        if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in range(length)
+                   for pair in value):
+            raise wrong(value, f"not pairs (character, score) with characters from 0 to {length - 1}")
+        steps = [(int(character), real(one)) for character, one in value]
+        value = sum(one for _, one in steps)
+    if not isinstance(value, dict):
+        value = {} if value is None else {name: value}
+    # Besides the score, verl's functions may return entries that are not numbers.
+    elif "score" in value:
+        value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
+    parts = {str(key): math.nan if part is None else real(part) for key, part in value.items()}
+    real(sum(part for part in parts.values() if not math.isnan(part)))
+    return parts, steps
 
 
 # ------------------------------------------------------------------------------------------------------------
-# the scores of rollouts. A rollout has a row, a completion in the form that a reward gets, a score (NaN: not
-# scored) and parts, the values that make up the score, by name.
+# the scores of rollouts. A rollout has a row, a completion in the form that a reward gets, a score, which is
+# NaN if it was not scored, and parts, which are the values that make up the score, by name.
 
 
 class Scorer:
     """Scores rollouts by the rewards and the reward model that a run's settings name.
 
-    scorer(rollouts) sets score, parts, rewards, extra and problem of each rollout. What an environment gave
-    for an episode, the rewards and the model's score are added up, each part times its weight in
-    reward_weights, and a task's own reward is left out where the environment gives rewards. Where several are
-    added up an unscored one counts as 0, and what the model cannot score has no score, unless its weight is
-    0. In `rewards`, what belongs to no turn or step is the last token's. weights: {name: weight} of
-    reward_weights.
+    scorer(rollouts) sets score, parts, rewards, extra and problem of each rollout. The score is the sum of
+    what the environment gave, of the rewards and of the reward model's score, each part times its weight in
+    reward_weights. The task's own reward is left out where the environment gives rewards. In this sum a
+    reward that returned None counts as 0, but a completion that the model cannot score has no score, unless
+    the model's weight is 0. In `rewards`, the last token gets what belongs to no turn or step. weights:
+    {name: weight} of reward_weights.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
-    player: the episodes.Player that plays what is scored; it calls the rewards that take its `environments`
-    at the end of each episode. tokenizer: that of completions. Raises ValueError if a reward or the reward
-    model cannot be loaded.
+    player: the episodes.Player that plays what is scored; at the end of each episode it calls the rewards
+    that take `environments`. tokenizer: the one that decodes completions. Raises ValueError if a reward or
+    the reward model cannot be loaded.
     """
 
     def __init__(self, settings, device, dtype, player, tokenizer=None):
         self.settings, self.environment, self.tokenizer = settings, player.rewards_as, tokenizer
         self.plays, self.weights = player.make, part_weights(settings.reward_weights)
         self.unscored = settings.reward_errors == "unscored"
-        self.rewards, self.judging, self.model = [], [], None   # judging: those that take environments
+        self.rewards, self.judging, self.model = [], [], None   # judging: rewards that take environments
         if settings.reward != "none" and (settings.reward or not self.environment):
             for spec in specs(settings.reward):
                 if not spec and settings.reward:
@@ -334,8 +324,8 @@ class Scorer:
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
     def _load(self, spec):
-        # One of the user's may do anything, so it has a process of its own. Without a limit it is called
-        # here, for a debugger, and so is what reads the environments or stands in their file.
+        # A function of the user's may do anything, so it gets a process of its own. It is called here if it
+        # has no time limit, where a debugger finds it, and if it reads environments or stands in their file.
         s, named = self.settings, (spec, self.settings.task, self.settings.reward_workers)
         file, place = spec.rpartition(":")[0], s.environment.rpartition(":")[0]
         if spec and s.reward_timeout and not (place and source_file(file) == source_file(place)):
@@ -349,12 +339,12 @@ class Scorer:
         (self.judging if takes_environments(reward) else self.rewards).append(reward)
 
     def _judge(self, rollout, environment):
-        # Scores an episode before its environment is reset for another one.
+        # Scores an episode before its environment is reset for the next one.
         rollout.judged = [score(reward, [rollout.row], [rollout.completion], unscored=self.unscored,
                                 environments=[environment])[0] for reward in self.judging]
 
     def check_with(self, rows):
-        """Scores two made-up completions of rows, so that what is broken shows before a model is trained.
+        """Scores two made-up completions, so that a broken reward shows before a model is trained.
 
         Raises ValueError if a reward or the reward model cannot score them.
         """
@@ -369,19 +359,19 @@ class Scorer:
         except RuntimeError as error:
             raise ValueError(error) from error
         problems = [rollout.problem for rollout in trial]
-        # A judge may fail now and then.
+        # A judge may fail now and then, so one failure of two is accepted where failures are.
         if all(problems) if self.unscored else any(problems):
             raise ValueError(f"{max(problems)} for a made-up completion: reward={self.settings.reward}, "
                              f"reward_timeout={self.settings.reward_timeout:g}")
         names = {*trial[0].parts, *trial[1].parts, *map(name_of, self.rewards + self.judging)}
-        # What a reward that reads environments returns is not known yet.
+        # The parts of a reward that reads environments are not known yet.
         if (strange := self.weights.keys() - names) and not self.judging:
             raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
         if self.rewards == [accuracy] and not (self.model or self.weights or self.plays):
-            # Single answers with a number: no code of the user's runs that might hang or raise.
+            # The answers are numbers, and no code of the user's runs that might hang or raise.
             scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
             for r, right in zip(rollouts, scores):
                 r.score, r.parts, r.rewards = right, {"accuracy": right}, {len(r.logprobs) - 1: right}
@@ -389,22 +379,21 @@ class Scorer:
             self._score(rollouts)
 
     def _score(self, rollouts):
-        # By any rewards, with an environment or a reward model or without.
+        # Scores by any rewards, with or without an environment and a reward model.
         s, rows = self.settings, [rollout.row for rollout in rollouts]
         completions = [rollout.completion for rollout in rollouts]
-        found = [vars(rollout).pop("judged", []) for rollout in rollouts]
-        for reward in self.rewards:
-            for results, result in zip(found, score(reward, rows, completions, s.reward_timeout,
-                                                    s.reward_step_timeout or math.inf, self.unscored)):
-                results.append(result)
+        columns = [score(reward, rows, completions, s.reward_timeout, s.reward_step_timeout or math.inf,
+                         self.unscored) for reward in self.rewards]
         if self.model:
-            judged = self.model.score([row["prompt"] for row in rows], completions)
+            by_model = self.model.score([row["prompt"] for row in rows], completions)
         weight = lambda name: self.weights.get(name, 1.0)
-        for i, (rollout, results) in enumerate(zip(rollouts, found)):
-            # What the environment gave at each turn, or a reward for each step; None of get_reward is NaN.
+        for i, rollout in enumerate(rollouts):
+            results = vars(rollout).pop("judged", []) + [column[i] for column in columns]
+            # What the environment gave at each turn, or a reward at each step. If get_reward returned None,
+            # a NaN says that the environment gave nothing.
             given = rollout.rewards if self.environment else {}
-            own = {token: weight(self.environment) * one for token, one in given.items()
-                   if not math.isnan(one)}
+            own = defaultdict(float, {token: weight(self.environment) * one for token, one in given.items()
+                                      if not math.isnan(sum(given.values()))})
             parts, rollout.problem = {}, ""
             for named, steps, logged, problem in results:
                 if steps and self.plays:
@@ -412,41 +401,37 @@ class Scorer:
                                        "episode has several messages")
                 if len(results) > 1 and (clash := {*parts, "score"} & named.keys()):
                     raise RuntimeError(f"reward={s.reward}: a part of one of them may not be called "
-                                       f"{min(clash)}, which stands for all or for another's")
-                if steps and own:
-                    raise RuntimeError(f"reward={s.reward}: only one of them may score characters")
+                                       f"{min(clash)}: this names the whole score or another's part")
                 parts, rollout.problem = parts | named, rollout.problem or problem
                 rollout.extra |= logged
-                if steps:
-                    own = {token: weight(min(named)) * one
-                           for token, one in self._at_tokens(rollout, steps).items()}
+                for token, one in self._at_tokens(rollout, steps):
+                    own[token] += weight(min(named)) * one
             value = total(parts, self.weights)
             if self.environment:
                 parts |= {self.environment: sum(given.values())}
                 if own:
                     value = sum(own.values()) + (0 if math.isnan(value) else value)
             if self.model:
-                parts, factor = parts | {"reward_model": judged[i]}, weight("reward_model")
-                value = (factor and factor * judged[i]) + (0 if math.isnan(value) else value)
+                parts, factor = parts | {"reward_model": by_model[i]}, weight("reward_model")
+                value = (factor and factor * by_model[i]) + (0 if math.isnan(value) else value)
             unscored = rollout.finish_reason == "error" or self.unscored and rollout.problem
             rollout.score, rollout.parts = math.nan if unscored else value, parts
             rest, last = rollout.score - sum(own.values()), len(rollout.logprobs) - 1
-            if not own or not abs(rest) < 1e-9:                 # beyond rounding
-                own[last] = own.get(last, 0.0) + rest
-            rollout.rewards = own
+            if not own or not abs(rest) < 1e-9:                 # more than rounding leaves
+                own[last] += rest
+            rollout.rewards = dict(own)
 
     def _at_tokens(self, rollout, steps):
-        # {sampled token: its reward} of pairs (character of the completion, reward).
-        ids, text, rewards = rollout.sampled_ids, content(rollout.completion), defaultdict(float)
+        # Yields (sampled token, its reward) for pairs (character of the completion, reward).
+        ids, text = rollout.sampled_ids, content(rollout.completion)
         for character, reward in steps:
             begins = lambda t: self.tokenizer.decode(ids[:t + 1], skip_special_tokens=True).startswith(
                 text[:character + 1])
-            rewards[bisect.bisect_left(range(len(ids)), True, key=begins)] += reward
-        return rewards
+            yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
 
 
 def part_weights(text):
-    """Returns {name: weight} of reward_weights, "name:weight,name:weight". Raises ValueError for another."""
+    """Returns {name: weight} for the text "name:weight,name:weight". Raises ValueError for any other text."""
     pairs = [pair.rpartition(":") for pair in text.split(",") if pair]
     try:
         weights = {name: float(number) for name, _, number in pairs}
@@ -458,9 +443,9 @@ def part_weights(text):
 
 
 def part_means(rollouts, prefix, of="parts"):
-    """Returns {prefix/name/mean: the mean of the numbers of this name that are not NaN, 0 if all are}.
+    """Returns {prefix/name/mean: mean} of the numbers of each name, without NaN; the mean of none is 0.
 
-    of: "parts" of the score, or "extra", what was logged.
+    of: "parts" for the parts of the score, or "extra" for what was logged.
     """
     values = defaultdict(list)
     for name, value in (pair for rollout in rollouts for pair in getattr(rollout, of).items()):
@@ -470,17 +455,19 @@ def part_means(rollouts, prefix, of="parts"):
 
 
 def evaluation(rollouts, k, name="eval"):
-    """Returns mean@k, pass@k and maj@k of scored rollouts, k of each prompt, which are adjacent.
+    """Returns mean@k, pass@k and maj@k of scored rollouts, where each prompt has k adjacent ones.
 
-    mean@k  mean score
-    pass@k  mean over prompts of the best of k scores: for scores of 0 and 1, how often any of k is right
-    maj@k   mean over prompts of the score of the commonest answer, or of the first of those equally common;
-            1/2 and 0.5 are one answer, a completion without an answer has no vote, and a prompt without
-            votes scores as its first one
-    Over all prompts they are called {name}/..., over those of each source {name}/{source}/.... A completion
-    that was not scored (NaN) is ignored. The mean of each part is {name}/rewards/{part}/mean. Of all
-    completions it also returns mean_length, in sampled tokens, and clipped_ratio, the share that was cut off;
-    right_ended is the share of those with a score above 0 that ended by themselves.
+    mean@k  the mean score
+    pass@k  the mean over prompts of the best of k scores; for scores of 0 and 1 this is how often any of the
+            k answers is right
+    maj@k   the mean over prompts of the score of the commonest answer, or of the first one in a tie. 1/2 and
+            0.5 are the same answer, a completion without an answer has no vote, and where there are no votes
+            the first completion counts
+    The figures over all prompts are called {name}/..., those over the prompts of a source
+    {name}/{source}/.... Completions without a score are ignored. The mean of each part is
+    {name}/rewards/{part}/mean. mean_length is the number of sampled tokens, clipped_ratio the share of
+    completions that were cut off, and right_ended the share of those with a score above 0 that ended by
+    themselves.
     """
     values, lengths = defaultdict(list), [len(rollout.logprobs) for rollout in rollouts]
     cut_off = [rollout.finish_reason == "length" for rollout in rollouts]
@@ -491,7 +478,7 @@ def evaluation(rollouts, k, name="eval"):
             continue
         scores = [rollout.score for rollout in scored]
         answers = [extract_answer(content(rollout.completion)) for rollout in scored]
-        # What has no value votes by its text.
+        # An answer votes by its exact value, or by its text if it has none.
         texts = [None if answer is None else plain(answer) for answer in answers]
         answers = [text if text is None or (tree := value(text)) is None else tree for text in texts]
         votes = Counter(answer for answer in answers if answer is not None)
@@ -509,9 +496,9 @@ def evaluation(rollouts, k, name="eval"):
 
 
 def rollout_metrics(rollouts, engines):
-    """What a log says of sampled and scored rollouts; its means ignore scores and parts that are NaN.
+    """Returns the figures of sampled and scored rollouts for a log; means ignore NaN.
 
-    engines: how many sampled them; the time that environments took is said per engine.
+    engines: how many engines sampled them. The time that environments took is given per engine.
     """
     lengths = [len(r.logprobs) for r in rollouts]
     scores = np.array([r.score for r in rollouts])
@@ -526,7 +513,7 @@ def rollout_metrics(rollouts, engines):
 
 
 def episode_metrics(rollouts, engines):
-    # What a log says of episodes with an environment.
+    # Returns the figures of episodes with an environment.
     turns, calls = sum(len(r.spans) for r in rollouts), sum(r.counts["calls"] for r in rollouts)
     inserted = sum(len(r.ids) - len(r.prompt_ids) - len(r.logprobs) for r in rollouts)
     ended = Counter(r.finish_reason for r in rollouts)
@@ -540,7 +527,7 @@ def episode_metrics(rollouts, engines):
 
 
 def sample_lines(rollouts, n, tokenizer):
-    """What samples.jsonl says of a step: the first of n rollouts of each of its first eight prompts."""
+    """Returns a step's lines of samples.jsonl: the first of n rollouts of each of the first eight prompts."""
     return [{"prompt": r.row["prompt"],
              "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
              "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
@@ -550,7 +537,7 @@ def sample_lines(rollouts, n, tokenizer):
 
 
 def conversation(completion):
-    """The text of a completion; of an episode's messages, with what the policy did not say in brackets."""
+    """Returns a completion as one text, in which brackets surround what the policy did not say."""
     if isinstance(completion, str):
         return completion
     texts = []

@@ -1,22 +1,21 @@
 """
-Rollout: prompts in, sampled tokens and their logprobs out. Both engines have the same methods, and the
-attributes name, weight_names and allocated.
+Rollout: prompts in, sampled tokens and their logprobs out. Both engines have these methods, and the
+attributes name, weight_names (see weights.full_weights) and allocated (bytes):
 
-    add(request)                    queues a Request; ValueError if its row may be longer than max_length
-    step()                          samples for all that are queued; returns the Answers that are finished
-    switch(version)                 takes other weights, also in the middle of requests
-    load_weights(tensors, version)  later steps use them
+    add(request)                    queues a Request; raises ValueError if its row may exceed max_length
+    step()                          samples for queued requests; returns the Answers that are finished
+    switch(version)                 loads the weights of a version, even in the middle of requests
+    load_weights(tensors, version)  loads these weights for the next steps
     close()
 
-generate() calls these in a loop; episodes.py adds requests while others are still being answered, and
-train_async.py changes the weights in between.
+generate() calls these in a loop. episodes.py adds requests while others are still being answered, and
+train_async.py switches weights in between.
 
-Tokens in, tokens out: text is never decoded and encoded again on the way to the trainer. The logprobs, in
+The trainer gets the tokens as they were sampled; they are never decoded and encoded again. The logprobs, in
 nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each request
-has a seed of its own, so a run repeats no matter what else is in the batch.
+has its own seed, so a run repeats no matter what else is in the batch.
 """
 import contextlib
-import functools
 import gc
 import importlib.util
 import logging
@@ -42,22 +41,22 @@ class Rollout:
     """A prompt and what the policy generated: all tokens of the row, and which of them it sampled."""
     ids: np.ndarray          # int32 [L]: the prompt, then what was sampled and what was inserted, in order
     spans: np.ndarray        # int32 [S, 2]: start and end in ids of each span that the policy sampled
-    logprobs: np.ndarray     # float32: the engine's, of the sampled tokens
-    finish_reason: str       # stop: it came to its end; length: it was cut off; for others see episodes.py
+    logprobs: np.ndarray     # float32 [C]: the engine's logprob of each sampled token
+    finish_reason: str       # stop: it ended by itself; length: it was cut off; for others see episodes.py
     row: dict = None         # the row of the data set that it answers
     completion: object = ""  # what follows the prompt: a string, or messages where the prompt is messages
-    score: float = math.nan  # what it is worth; NaN: it was not scored
+    score: float = math.nan  # NaN if it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
-    problem: str = ""        # why a call of the reward for it failed
-    rewards: dict = field(default_factory=dict) # {sampled token: what the score has from it}
-    counts: dict = field(default_factory=dict)  # of an episode: tool calls, failures, the environment's time
+    problem: str = ""        # why the reward failed to score it
+    rewards: dict = field(default_factory=dict) # {index of a sampled token: its part of the score}
+    counts: dict = field(default_factory=dict)  # an episode's tool calls, failures and environment time
     extra: dict = field(default_factory=dict)   # what a reward or an environment logged for it, by name
-    versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled it and what
-                                 # follows); the version of weights is the number of their training steps
+    versions: tuple = ((0, 0),)  # pairs (first sampled token, version of the weights that sampled from there
+                                 # on); a version is the number of steps that the weights were trained for
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
-        """The Rollout of one completion, from lists."""
+        """Returns the Rollout of one completion, given as lists."""
         ids = np.array([*prompt_ids, *completion_ids], dtype=np.int32)
         return cls(ids, np.array([[len(prompt_ids), len(ids)]], dtype=np.int32),
                    np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
@@ -67,26 +66,27 @@ class Rollout:
 
 
 class Request(NamedTuple):
-    """Asks an engine to continue a row of tokens."""
-    name: int                # of the answer, unique among the requests that are not answered yet
+    """What an engine needs to continue a row of tokens."""
+    name: int                # unique among the requests that are not answered yet
     ids: list                # the row
     seed: int
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0           # 0: all tokens
+    top_k: int = 0           # 0 samples from all tokens
 
 
 class Answer(NamedTuple):
-    name: int                # that of its Request
-    ids: list                # what was sampled
-    logprobs: list           # of these tokens
-    finish_reason: str       # stop: the last of them is an end token; length: it is cut off
+    """What an engine sampled for a Request."""
+    name: int                # the name of the Request
+    ids: list                # the sampled tokens
+    logprobs: list           # one per sampled token
+    finish_reason: str       # stop: the last token is an end token; length: it was cut off
     versions: tuple = ((0, 0),)                 # as in Rollout
 
 
 def as_json(r):
-    """A Rollout as a dict that JSON can hold; of its row, only the prompt and the answer."""
+    """Returns a Rollout as a dict for JSON, which keeps only the prompt and the answer of its row."""
     row = r.row and {key: r.row.get(key) for key in ("prompt", "answer")}
     return vars(r) | {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
                       "row": row, "rewards": [*map(list, r.rewards.items())],
@@ -94,11 +94,12 @@ def as_json(r):
 
 
 def from_json(entry, vocabulary=2 ** 31):
-    """The Rollout of such a dict. Raises ValueError, which names the field, for what no engine samples.
+    """Returns the Rollout of a dict that as_json made.
 
-    vocabulary: how many tokens the model has.
+    vocabulary: how many tokens the model has. Raises a ValueError that names the field if no engine could
+    have sampled what it holds.
     """
-    entry = {"extra": {}} | entry                              # older checkpoints have none
+    entry = {"extra": {}} | entry                              # older checkpoints do not have it
     if strange := sorted(Rollout.__dataclass_fields__.keys() ^ entry.keys()):
         raise ValueError(f"{', '.join(strange)}: missing, or unknown")
     r = Rollout(**entry | {
@@ -115,7 +116,7 @@ def from_json(entry, vocabulary=2 ** 31):
 
 
 def numbers(entry, name, kind=float, low=-3.4e38, high=3.4e38, shape=-1):
-    """A field's numbers as an array. Raises ValueError for what is none, or out of bounds; NaN is fine."""
+    """Returns a field as an array. Raises ValueError unless it holds numbers in bounds; NaN is allowed."""
     with contextlib.suppress(ValueError):
         array = np.array(entry[name]).reshape(shape)
         if array.dtype.kind in "if" and not ((array < low) | (array > high)).any():
@@ -124,9 +125,9 @@ def numbers(entry, name, kind=float, low=-3.4e38, high=3.4e38, shape=-1):
 
 
 def engine_class(engine):
-    """The class for engine vllm, hf, or auto, which is vllm where it is installed and hf elsewhere.
+    """Returns the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf.
 
-    Raises ValueError for vllm where it is not installed.
+    Raises ValueError for vllm if it is not installed.
     """
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
@@ -135,9 +136,9 @@ def engine_class(engine):
 
 
 def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-    """Prompts in, rollouts out: n adjacent Rollouts for each data.Prompt, each of them one answer.
+    """Prompts in, rollouts out: returns n adjacent Rollouts per data.Prompt, each with a single answer.
 
-    seeds: one per prompt, for seed, seed + 1, ... max_tokens: a longer answer is cut off.
+    seeds: one per prompt; its rollouts take seed, seed + 1, ... max_tokens: longer answers are cut off.
     """
     rollouts = engine.generate([prompt.ids for prompt in prompts], n, seeds, max_tokens, temperature, top_p,
                                top_k)
@@ -151,8 +152,8 @@ def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature
 class Engine:
     """What both engines have in common.
 
-    version: that of the weights, as in Rollout. incoming: the function that switch gets the weights of a
-    version from; train_async.py sets it. max_length: tokens that a row may have.
+    version: the version of the weights, as in Rollout. incoming: a function that returns the named tensors
+    of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have.
     """
     version, incoming, max_length = 0, None, math.inf
 
@@ -163,25 +164,25 @@ class Engine:
         self.versions[request.name] = {0: self.version}
 
     def switch(self, version):
-        """Go on with the weights of this version, also in the middle of requests; their KV cache stays."""
+        """Load the weights of this version. Requests that have begun continue with their old KV cache."""
         so_far = self.so_far()
         for name, versions in self.versions.items():
             versions[so_far.get(name, 0)] = version
         self.load_weights(self.incoming(version), version)
 
     def so_far(self):
-        """Returns {name of a request: how many tokens have been sampled for it}; one it lacks has none."""
+        """Returns {name of a request: how many tokens were sampled for it}, where there are any."""
         return {}
 
     def serve(self, jobs, play):
-        """Returns play(jobs): a list with an entry for each job, made by adding requests and by steps.
+        """Returns play(jobs), a list with a result per job. play calls add and step.
 
-        Where ranks share an engine, the first of them plays the jobs of all of them and the others follow.
+        If ranks share an engine, the first of them plays the jobs of all, and the others take the same steps.
         """
         return play(jobs)
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        """Returns n adjacent Rollouts per prompt, a list of ids; their seeds are seed, seed + 1, ..."""
+        """Returns n adjacent Rollouts per prompt, a list of ids, with the seeds seed, seed + 1, ..."""
         def play(jobs):
             for name, (prompt, seed) in enumerate(jobs):
                 self.add(Request(name, prompt, seed, max_tokens, temperature, top_p, top_k))
@@ -197,8 +198,8 @@ class Engine:
 class VLLMEngine(Engine):
     """vLLM in this process, on this rank's device.
 
-    On a GPU it sleeps while the trainer works, and its memory is free; unless it is `apart`, on devices where
-    no trainer works.
+    On a GPU it sleeps while the trainer works, which frees its memory, unless it is `apart`: on a device that
+    no trainer uses.
     """
     name, weight_names = "vllm", "checkpoint"
 
@@ -208,12 +209,15 @@ class VLLMEngine(Engine):
         self.sleeps = self.cuda and not apart
         self.eos_ids, self.added, self.versions = eos_ids, [], {}
         before = torch.cuda.memory_allocated() if self.cuda else 0
-        gc.disable()                                           # its imports take a third less time without it
+        gc.disable()                                           # without it vLLM's imports are a third faster
         try:
             self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size,
                                   float32_head)
+            from vllm.distributed import get_tp_group
+            self.group = get_tp_group()                        # the ranks that share this engine
             if not self.cuda:
-                self._try_kernels(max_length)
+                # If the CPU build lacks a kernel, this fails now and not in the middle of the run.
+                self.generate([[0] * min(8, max_length - 1)], 1, [0], 1, 1.0)
         except Exception as error:
             # Of a pydantic error the first line says nothing, and what follows the second is noise.
             reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
@@ -225,13 +229,11 @@ class VLLMEngine(Engine):
         self.has_head = all(self.llm.apply_model(has_head))
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
-        from vllm.distributed import get_tp_group
-        self.group = get_tp_group()                            # the ranks that share this engine
         self.max_length = max_length
         self._sleep()
 
     def _make(self, model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size, float32_head):
-        # vLLM's own object, made with the arguments that each of this project's guarantees needs.
+        # Returns a vllm.LLM.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine runs in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -240,72 +242,52 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
             leave_memory_unbound()
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # it has no logprobs and may fail to load
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs and may fail to load
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        # vLLM sets its own level after its first warning. PyTorch misses Triton, which a CPU does not need.
+        # vLLM sets its own level after its first warning. PyTorch warns of a missing Triton even on a CPU.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         logging.getLogger("torch._library.triton").setLevel("WARNING" if self.cuda else "ERROR")
         import vllm
-        from vllm.sampling_params import RequestOutputKind
-        self.SamplingParams, self.FINAL_ONLY = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
         config = vllm.EngineArgs(**arguments).create_model_config()
-        if config.is_multimodal_model:
-            arguments["language_model_only"] = True
-        # Without chunks vLLM cannot keep the states of such layers in its prefix cache. The cache holds whole
-        # blocks, and the CPU build's blocks of 128 tokens are longer than most turns.
         if not self.cuda:
+            # The prefix cache cannot hold the states of recurrent layers unless prompts are read in chunks.
+            # It holds whole blocks, and the CPU build's default of 128 tokens is longer than most turns.
             stateful = config.is_hybrid or config.is_attention_free
             arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
-        # Apart from the trainer, weights change between two steps; the second must not have begun by then.
-        if self.apart:
-            arguments["async_scheduling"] = False
         ranks_share = tensor_parallel_size > 1 and not self.cuda
         with shared_memory_of_its_own() if ranks_share else contextlib.nullcontext():
             llm = vllm.LLM(
                 **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
                 enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
-                tensor_parallel_size=tensor_parallel_size,
+                tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
+                async_scheduling=False if self.apart else None,     # or the next step begins before a switch
                 hf_overrides={"head_dtype": "float32" if float32_head else "model"},
                 logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
                 enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
         if float32_head and vllm.__version__.startswith("0.25."):
-            llm.apply_model(functools.partial(compute_logits_in_float32, head_logits))
+            llm.apply_model(lambda loaded: compute_logits_in_float32(head_logits, loaded))
         return llm
-
-    def _try_kernels(self, max_length):
-        # A kernel that the CPU build lacks shows here, not in the middle of the run.
-        trial = [Request(0, [0] * min(8, max_length - 1), 0, 1)]
-        while not self._step(trial):
-            trial = []
 
     def serve(self, jobs, play):
         size, place = self.group.world_size, self.group.rank_in_group
-        if size == 1:
-            results = play(jobs)
-        else:
-            everyones, results = [None] * size, None
+        everyones, results = [jobs] * size, None
+        if size > 1:
             dist.all_gather_object(everyones, jobs, group=self.group.cpu_group)
-            if place == 0:
-                results = play(sum(everyones, []))
-                self.group.broadcast_object(None)              # nothing more to follow
-            else:
-                while (message := self.group.broadcast_object()) is not None:
-                    if isinstance(message, int):
-                        super().switch(message)
-                    else:
-                        self._step(message)
-            results = self.group.broadcast_object(results)
-            before = sum(map(len, everyones[:place]))
-            results = results[before:before + len(jobs)]
+        if place == 0:
+            results = play(sum(everyones, []))
+            self.group.broadcast_object(None)                  # ends the loop of the others
+        else:
+            while (message := self.group.broadcast_object()) is not None:
+                version, requests = message
+                if version != self.version:
+                    self.switch(version)
+                self._step(requests)
+        results = self.group.broadcast_object(results)
+        before = sum(map(len, everyones[:place]))
         self._sleep()
-        return results
-
-    def switch(self, version):
-        if self.group.world_size > 1:
-            self.group.broadcast_object(version)               # the followers switch as well
-        super().switch(version)
+        return results[before:before + len(jobs)]
 
     def so_far(self):
         states = self.llm.llm_engine.output_processor.request_states.values()
@@ -313,36 +295,36 @@ class VLLMEngine(Engine):
 
     def step(self):
         requests, self.added = self.added, []
-        if self.group.world_size > 1:
-            self.group.broadcast_object(requests)              # the followers take the same step
+        self.group.broadcast_object((self.version, requests))  # the ranks that follow take the same step
         return self._step(requests)
 
     def _step(self, requests):
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
         self._wake()
         engine = self.llm.llm_engine
         for name, ids, seed, max_tokens, temperature, top_p, top_k in requests:
-            # Apart from the trainer, weights change while rows are in work, so the prefix cache cannot be
-            # emptied. The salt makes it find only what these weights have computed.
+            # Apart from the trainer, weights change while rows are being sampled, so the prefix cache cannot
+            # be emptied. With this salt only what the current weights computed is found in it.
             salt = {"cache_salt": str(self.version)} if self.apart else {}
-            engine.add_request(str(name), {"prompt_token_ids": ids} | salt, self.SamplingParams(
+            engine.add_request(str(name), {"prompt_token_ids": ids} | salt, SamplingParams(
                 seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-                logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.FINAL_ONLY,
-                ignore_eos=True, stop_token_ids=self.eos_ids))                 # these alone end it
-        # The ranks that follow know no versions, and nobody asks them.
+                logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                ignore_eos=True, stop_token_ids=self.eos_ids))      # no other token ends an answer
+        # Ranks that only follow keep no versions, because nobody reads their answers.
         return [Answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
                        sample.finish_reason, tuple(self.versions.pop(int(output.request_id), {}).items()))
                 for output in engine.step() if output.finished for sample in output.outputs]
 
     def load_weights(self, named_tensors, version):
         self.version = version
-        if not self.has_head:                                  # Gemma 2 there uses the embedding
+        if not self.has_head:                                  # vLLM's Gemma 2 uses the embedding instead
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         if self.cuda:
-            self._wake(["weights"])                            # the KV cache sleeps on until generate
+            self._wake(["weights"])                            # the KV cache sleeps until the next step
             self.llm.apply_model(lambda model: model.load_weights(named_tensors))
         else:
-            # The CPU build repacks linear weights and drops the originals: only a reload can replace them. On
-            # a GPU falling asleep empties the prefix cache, here it has to be emptied explicitly.
+            # The CPU build repacks linear weights and drops the originals, so only a reload can replace them.
+            # On a GPU sleeping empties the prefix cache, here it has to be emptied explicitly.
             (kernels,) = self.llm.apply_model(take_kernels)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             for owner, kernel in kernels.items():
@@ -350,21 +332,21 @@ class VLLMEngine(Engine):
             self.llm.reset_prefix_cache()
 
     def close(self):
-        self._wake()                                           # shut down asleep, it would unmap memory twice
+        self._wake()                                           # shut down asleep, it unmaps memory twice
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
 
     def _sleep(self):
         if self.sleeps and len(self.asleep) < 2:
-            self._wake()                                       # it falls asleep as a whole, or not at all
+            self._wake()                                       # vLLM can only put all of its parts to sleep
             self.llm.sleep(level=1)                            # weights to host memory, KV cache dropped
             self.asleep = {"weights", "kv_cache"}
 
     def _wake(self, parts=("weights", "kv_cache")):
-        # Asked to wake a part that is awake, vLLM 0.25 maps its memory again and fails, and 0.32 does not
-        # wake the others.
+        # If one of the parts is awake already, vLLM 0.25 maps its memory again and fails, and 0.32 does not
+        # wake the other part.
         if asleep := [part for part in parts if part in self.asleep]:
-            torch.cuda.empty_cache()                           # vLLM maps memory of its own: make room
+            torch.cuda.empty_cache()                           # makes room for the memory that vLLM maps
             self.llm.wake_up(tags=asleep)
             self.asleep -= set(asleep)
 
@@ -372,15 +354,14 @@ class VLLMEngine(Engine):
 class HFEngine(Engine):
     """Plain PyTorch with a KV cache: it needs no vLLM and is short enough to read.
 
-    A step answers all that is queued, or the first max_seqs of it, from beginning to end.
+    A step answers all queued requests completely, or the first max_seqs of them if there are more.
     """
     name, weight_names, allocated = "hf", "module", 0
-    max_seqs = 256           # sequences generated at once
+    max_seqs = 256           # how many requests a step answers at most
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  float32_head=True, apart=False):
-        self.device = (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available()
-                       else "cpu")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         config = AutoConfig.from_pretrained(model)
         if not (kind := model_class(config)):
             raise ValueError(f"engine=hf cannot run {model}: {config.model_type} does not generate text")
@@ -389,59 +370,53 @@ class HFEngine(Engine):
         head = self.model.get_output_embeddings()
         head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
                                                   float32_head)[:, None]                        # [B, 1, V]
-        # A tied head is in it twice.
+        # A tied weight is in it under both of its names.
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.eos_ids, self.added, self.versions = torch.tensor(eos_ids, device=self.device), [], {}
         try:
-            # A cache that is not what this engine expects shows here.
+            # A model with another kind of cache than this engine expects fails here.
             self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
         except Exception as error:
-            raise ValueError(f"engine=hf cannot run {model}: {type(error).__name__}: "
-                             f"{str(error)[:300]}") from error
+            raise ValueError(f"engine=hf cannot run {model}: {error!r:.300}") from error
         self.max_length = max_length
 
     @torch.no_grad()
     def step(self):
-        requests = [one for one in self.added if one[4:] == self.added[0][4:]][:self.max_seqs]
-        names = {one.name for one in requests}
-        self.added = [one for one in self.added if one.name not in names]
-        if not requests:
-            return []
-        # Each row is read once for all who continue it.
+        sampling = self.added[0][4:]                            # temperature, top_p, top_k
+        requests = [one for one in self.added if one[4:] == sampling][:self.max_seqs]
+        self.added = [one for one in self.added if one not in requests]
+        # Requests that continue the same row share one forward of it.
         prompts = list(dict.fromkeys(tuple(request.ids) for request in requests))
+        copies = torch.tensor([prompts.index(tuple(request.ids)) for request in requests]).to(self.device)
         width, longest = max(map(len, prompts)), max(request.max_tokens for request in requests)
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts],                 # [B, L]
-                           device=self.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts],           # left-padded
-                            device=self.device)
+        # Padded on the left, [B, L].
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts]).to(self.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).to(self.device)
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, cache)                                                # [B, V]
-        number = {prompt: b for b, prompt in enumerate(prompts)}
-        copies = torch.tensor([number[tuple(request.ids)] for request in requests], device=self.device)  # [R]
         cache.reorder_cache(copies)
         logits, mask = logits[copies], mask[copies]                                             # [R, …]
-        # [R, longest]: one uniform number per token, all drawn beforehand from the request's own seed.
+        # [R, longest]: one uniform number per token, drawn in advance from the seed of each request.
         uniform = torch.stack([torch.rand(longest, generator=torch.Generator().manual_seed(request.seed))
                                for request in requests]).to(self.device)
-        limits = torch.tensor([request.max_tokens for request in requests], device=self.device)         # [R]
-        rows = torch.arange(len(mask), device=self.device)      # those computed; some may have ended
-        alive, ended = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
+        limits = torch.tensor([request.max_tokens for request in requests]).to(self.device)     # [R]
+        rows = torch.arange(len(mask), device=self.device)      # those still computed; some may have ended
+        alive = torch.ones_like(rows, dtype=torch.bool)
         tokens, logprobs, lengths = torch.zeros_like(uniform, dtype=torch.long), uniform.clone(), 0 * rows
         for t in range(longest):
-            tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t],
-                                                               *requests[0][4:])    # temperature, ...
+            tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], *sampling)
             lengths += alive
-            ended |= alive & torch.isin(tokens[:, t], self.eos_ids)
-            alive &= ~ended & (lengths < limits)
+            alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < limits)
             if not alive.any():
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            # Once half of them have ended, go on with the others alone.
+            # Once half of the rows have ended, only the others are computed.
             if 2 * alive.sum() <= len(rows):
                 kept = alive[rows].nonzero()[:, 0]
                 rows, mask = rows[kept], mask[kept]
                 cache.reorder_cache(kept)
             logits = self._forward(tokens[rows, t][:, None], mask, cache)
+        ended = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], self.eos_ids)          # [R]
         return [Answer(request.name, ids[:length], logps[:length], "stop" if stop else "length",
                        tuple(self.versions.pop(request.name).items()))
                 for request, ids, logps, length, stop in zip(requests, *(
@@ -463,11 +438,11 @@ class HFEngine(Engine):
 
 
 def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
-    """One token per row, by inverting its cumulative distribution; logits [R, V], uniform [R] in [0, 1).
+    """Sample one token per row, by inverting its distribution; logits [R, V], uniform [R] in [0, 1).
 
     Returns tokens [R] and their logprobs [R] under the distribution that was sampled from:
-    softmax(logits / temperature), restricted to the top_k likeliest tokens (0: all), then to the fewest that
-    hold top_p of the probability. Temperature 0 takes the likeliest token.
+    softmax(logits / temperature), restricted to the top_k likeliest tokens (0 keeps all), then to the fewest
+    that hold top_p of the probability. Temperature 0 takes the likeliest token.
     """
     if temperature == 0:
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
@@ -482,7 +457,7 @@ def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     slot = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)                 # [R, 1]
-    # Rounding at the upper end must not choose a token of probability 0: take the last one above 0 instead.
+    # Rounding must not choose a token of probability 0 at the upper end, so the last one above 0 is the cap.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)
     slot = torch.minimum(slot, last)
     token = slot if order is None else order.gather(1, slot)

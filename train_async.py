@@ -124,47 +124,47 @@ with input_errors():                                            # a ValueError b
 def sample_for_trainers(_):
     """What an engine does until the run is over: it samples, scores, sends, and takes the next weights."""
     version, number, position = opening["version"], opening["step"], opening["position"]
-    B = prompts_per_step // bridge.engines                      # prompts of a step that are this engine's
-    own = range(bridge.engine * B, (bridge.engine + 1) * B)
+    B = prompts_per_step // bridge.engines                      # prompts per step and engine
+    own = range(bridge.engine * B, (bridge.engine + 1) * B)     # the places of this engine's prompts
     own_eval = range(bridge.engine, len(eval_set), bridge.engines)
-    table, work = Table(player, rollout_engine), {}             # {(kind, number): when it began, position}
+    table = Table(player, rollout_engine)
 
-    def begin(kind, number, prompts, n, names):
-        # n completions per prompt, adjacent. A prompt's name makes its seed, for any number of engines.
-        seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
+    def begin(kind, number, prompts, places, n, name):
+        # n adjacent completions per prompt. Their seeds do not depend on the number of engines.
         sampling = max_completion_length, temperature, 1.0, 0
-        jobs = [(p, first + j, sampling) for p, first in zip(prompts, seeds) for j in range(n)]
-        table.add((kind, number), jobs)
-        work[kind, number] = time.perf_counter(), position
+        seeds = {i: zlib.crc32(f"{seed} {name} {i}".encode()) for i in places}
+        key = kind, number, position, time.perf_counter()
+        table.add(key, [(prompts[i], seeds[i] + j, sampling) for i in places for j in range(n)])
+        return key
 
-    def go_on():                                                # what is complete is scored and sent
-        for (kind, number), rollouts in table.step().items():
-            (began, after), ended = work.pop((kind, number)), time.perf_counter()
+    def advance():
+        # Takes one step of the engine, then scores and sends what is complete.
+        for (kind, number, after, began), rollouts in table.step().items():
+            ended = time.perf_counter()
             scorer(rollouts)
             times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
             bridge.send(kind, number, Sampled(rollouts, after, times))
 
-    if lora_rank and version:                                   # it has begun with the base
+    if lora_rank and version:                                   # the engine has begun with the base
         rollout_engine.switch(version)
     while True:
         if version in eval_steps:
-            begin("eval", version, [eval_set[i] for i in own_eval], eval_samples,
-                  [f"eval {i}" for i in own_eval])
-            while ("eval", version) in work:
-                go_on()
+            key = begin("eval", version, eval_set, own_eval, eval_samples, "eval")
+            while key in table.groups:
+                advance()
         if version == max_steps:
             bridge.wait_for_the_end()
-        while not (in_flight and bridge.arrived(version + 1)):
-            # The schedule: whether to begin step `number` with these weights. keep_ahead counts on it.
+        while not (in_flight and bridge.newest > version):
+            # The schedule says which steps these weights may sample for. keep_ahead relies on it.
             while number <= version + max_staleness and number < max_steps:
                 picked, position = train_set.draw(position, prompts_per_step, seed)
-                begin("step", number, [picked[i] for i in own], G, [f"{number} {i}" for i in own])
+                begin("step", number, picked, own, G, number)
                 number += 1
-            if not work:
+            if not table.groups:
                 break
-            go_on()
+            advance()
         version += 1
-        while in_flight and version not in eval_steps and bridge.arrived(version + 1):
+        while in_flight and version not in eval_steps and bridge.newest > version:
             version += 1                                        # an engine that is late takes the newest
         rollout_engine.switch(version)                          # waits for these weights
 
@@ -214,13 +214,13 @@ if lora_rank and run.resumed:
 
 
 def take(step):
-    """The rollouts of this step, by all engines."""
+    """Returns the rollouts of this step, from all engines, as a Sampled."""
     return ahead.pop(step, None) or bridge.take("step", step)
 
 
 def keep_ahead(step):
     """Put what was sampled for this step and later ones into the run's state, so that a resume has it."""
-    # Nothing is new where the run begins, and in flight nobody knows how far the engines are.
+    # Where the run begins nothing is new, and in flight nobody knows how far the engines are.
     count = max_staleness if step > run.first_step and not in_flight else 0
     ahead.update({one: take(one) for one in range(step, min(step + count, max_steps))})
     run.state["ahead"] = [[one, sampled.as_json()] for one, sampled in ahead.items()] if rank == 0 else []
@@ -232,8 +232,8 @@ def evaluate(step):
     player.check_errors(rollouts[rank::world_size])
     # Stops the run if the engines do not have the policy's weights.
     few = packing.deal(rollouts, range(min(32 * world_size, len(rollouts))), world_size)[rank]
-    compare_logprobs(rollouts, token_logprobs(policy, rollouts, few, token_budget, temperature),
-                             gap_bound, tokenizer)
+    logps = token_logprobs(policy, rollouts, few, token_budget, temperature)
+    compare_logprobs(rollouts, logps, gap_bound, tokenizer)
     return rewards.evaluation(rollouts, eval_samples)
 
 
@@ -341,10 +341,10 @@ for step in range(run.first_step, max_steps + 1):
                                "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
                                "clip_ratio/region_mean": low | high})
             if u == 0:
-                # sampling/... compare the policy with the one that sampled. Only where both are the same has
-                # their difference a limit; in flight nobody knows by which weights a prompt was read.
+                # sampling/... compare the policy with the one that sampled. Their difference is limited only
+                # where both are the same. In flight nobody knows which weights read the prompts.
                 bound = math.inf if in_flight or log.metrics["async/staleness/max"] else gap_bound
-                # Those of the trainer are old_logps if it has computed any, and else come from this forward.
+                # The trainer's logprobs are old_logps if it has computed any, else those of this forward.
                 trainer_logps = new_logps if old_logprobs == "engine" else old_logps or new_logps
                 log.metrics |= compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()

@@ -7,25 +7,26 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 def full_weights(policy, dtype=None, names=None):
-    """Yield (name, whole tensor) one parameter at a time, cast to dtype where one is given.
+    """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
 
-    Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. On top
-    of the shards it takes about two copies of the largest parameter: the gathered pieces and the whole.
-    names: where it is given, frozen parameters are left out, and of a policy with adapters these come merged.
+    Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. In
+    addition to the shards it takes about two copies of the largest parameter: the gathered pieces and the
+    whole. names: how the tensors are called. If it is given, frozen parameters are left out, and of a policy
+    with adapters the merged weights are yielded.
     None        each parameter once, under its name in the module
     module      the same, but a head that shares the embedding's weight comes under its own name as well
-    checkpoint  as module, but under the names that a checkpoint has, so that what the module stores fused
-                (the experts of a mixture-of-experts layer) comes apart. vLLM expects these names, and its CPU
+    checkpoint  as module, but with the names of a checkpoint and split as there, because a module may store
+                several tensors as one, such as the experts of a layer. vLLM expects these names, and its CPU
                 build refreshes its packed copy of a tied head only under the head's own name
     """
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
     adapters = getattr(policy, "adapters", None)
     tensors = adapters.merged() if adapters and names else (
-        # Cast before the gather: there is less to send.
+        # The cast comes before the gather, so that there is less to send.
         (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
         for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None)
-        # Frozen parameters, those that read images, never change, and the engine may not have them.
+        # Frozen parameters, which read images, never change, and the engine may not have them.
         if parameter.requires_grad or not (names or adapters))
     for name, tensor in tensors:
         one = {name: tensor}
@@ -33,14 +34,15 @@ def full_weights(policy, dtype=None, names=None):
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_stale=False):
-    """Metrics of the trainer's logprobs, {s: [len]}, against the engine's for the same tokens of rollouts[s].
+    """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
 
-    Both sides have the same weights, so a mean gap over `bound` nats, or a NaN, means a broken weight sync, a
-    wrong temperature, or a model that one side computes wrongly: RuntimeError, with the worst tokens. An
-    infinite bound is for weights that are known to differ. A collective, with or without any logprobs.
-    version: the policy's. Rollouts of an older one are left out, and raise RuntimeError unless they may be
-    stale, because the policy's logprobs are not those of their pi_old. None compares all. docs/metrics.md has
-    the metrics; importance_sampling_ratio is exp(trainer - engine), and kl KL(engine || trainer) by k3.
+    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
+    sync, a wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the
+    worst tokens. Pass an infinite bound for weights that are known to differ. version: that of the policy, or
+    None to compare all rollouts. Rollouts of an older version are not compared, because another policy is
+    their pi_old, and they raise RuntimeError unless they may be stale. docs/metrics.md explains the metrics:
+    importance_sampling_ratio is exp(trainer - engine), and kl is KL(engine || trainer) by k3. A collective,
+    also for a rank without any logprobs.
     """
     oldest = {s: min(sampled_by for _, sampled_by in rollouts[s].versions) for s in logps}
     stale = {s for s in logps if version not in (None, oldest[s])}
@@ -49,19 +51,19 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_sta
             f"step {version} trains on rollouts of step {oldest[min(stale)]}'s policy: "
             "take the engine's as old logprobs (train_grpo.py --old_logprobs=engine), or a correction")
     logps = {s: logp for s, logp in logps.items() if s not in stale}
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    ours = torch.cat([*logps.values(), torch.empty(0, device=device)])                          # [C]
-    theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)]).to(device)
+    # On the CPU, where the engine's are.
+    ours = torch.cat([torch.empty(0), *(logp.cpu() for logp in logps.values())])                # [C]
+    theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    sums = torch.stack([torch.tensor(float(len(x)), device=device) for x in (stale, gap)]
+    sums = torch.stack([torch.tensor(float(len(x))) for x in (stale, gap)]
                        + [x.sum() for x in (gap, ratio, ratio.square(), ratio - 1 - (ours - theirs))])
-    peaks = torch.full((4,), -math.inf, device=device)
+    peaks = torch.full((4,), -math.inf)
     if len(gap):
         p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
         peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    if sums[1] == 0:                                    # where no token is compared, nothing can be wrong
+    if sums[1] == 0:                                    # no rank compares a token, so nothing can be wrong
         sums[1:], peaks = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, -1])
     gap_mean, ratio_mean, square_mean, kl = (sums[2:] / sums[1]).tolist()
     gap_p99, gap_max, ratio_max, minus_ratio_min = peaks.tolist()
@@ -78,7 +80,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_sta
 
 
 def worst_tokens(rollouts, logps, gap, tokenizer):
-    # A line for each of the tokens whose gap, [C], is largest: what it follows, and both logprobs.
+    # A line for each of the eight tokens with the largest gap, [C]: the text before it and both logprobs.
     tokens = [(rollouts[s], t, logp) for s in logps for t, logp in enumerate(logps[s].tolist())]
     return "\n".join(
         f"  {tokenizer.decode(r.sampled_ids[:t])!r} + {tokenizer.decode(r.sampled_ids[t])!r}: "

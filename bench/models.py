@@ -124,8 +124,8 @@ python -m bench.models
 
 The script gives each of {count} families a small model with random weights and trains it for two steps with either
 engine, on a CPU, with transformers {transformers}. A number is the mean gap between the logprobs of engine and trainer
-after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. None of it has been run on a GPU. What a run said
-where it was refused or stopped is below the tables. Most of these sentences are about vLLM's CPU build.
+after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. None of it has been run on a GPU. The lists below the
+tables say why a model was refused or a run stopped. Most of these reasons concern vLLM's CPU build.
 
 - *A sequence per row*: in a packed row the sequences of such a model would see each other. The run finds this out when
   it loads the model, says so, and gives each sequence a row of its own, padded to the longest. How much longer an
@@ -135,9 +135,10 @@ where it was refused or stopped is below the tables. Most of these sentences are
 - *Needs torchvision*: vLLM imports it for such models, and `requirements-cpu.txt` leaves it out. No text passes through
   it, so the script puts an empty module in its place.
 - A critic can be made of any model that can be a policy.
-- Of a model that reads images the text part is trained. The rest is frozen and stays in every checkpoint.
-- Refused everywhere: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`), folders
-  of adapters ([merge them](lora.md) first), and weights with NaN. Dropout in a config is not refused; it does not act, as in the engine.
+- If a model reads images, only its text part is trained. The rest is frozen and stays in every checkpoint.
+- These are always refused: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`),
+  folders of adapters ([merge them](lora.md) first), and weights with NaN. A config with dropout is accepted, but the
+  dropout does not act, because the engine has none either.
 """
 ENGINES = {
     "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_epoch=1".split(),

@@ -12,11 +12,11 @@ response_template = ""          # a JSON file that says how calls and thinking a
 chat_template_kwargs = ""       # a JSON object of what the template takes: {"enable_thinking": false}
 # reward
 reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
-reward_workers = 0              # calls at once of an async reward (0: 64), or of one in verl's form (0: 1)
-reward_errors = "stop"          # stop the run where a call raises, or unscored: its completion has no score,
-                                # nor has one whose call takes too long
-reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; a name
-                                # that is missing has the weight 1
+reward_workers = 0              # calls of a reward at a time; 0 is 64 if it is async, and 1 in verl's form
+reward_errors = "stop"          # stop the run if a call raises, or unscored: its completion gets no score, as
+                                # does one whose call takes too long
+reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; one
+                                # that is not named has the weight 1
 # episodes: docs/episodes.md
 environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
 tools = ""                      # file.py:function,... that the model may call, with or without an environment
@@ -26,6 +26,6 @@ max_turn_length = 0             # in tokens; a longer turn is cut off, which end
 max_reply_length = 0            # in tokens, of a tool's result or an observation; the rest of a longer one is
                                 # left out, and a mark says so; 0 sets no limit
 max_environments = 0            # instances per rank; further episodes wait for one; 0 sets no limit
-environment_workers = 0         # threads for environments; a run repeats bit for bit only with 0, no threads
+environment_workers = 0         # threads for environments; only without any (0) does a run repeat bit for bit
 environment_timeout = 0.0       # seconds for a call that is async or in a thread; 0 sets no limit
 # ------------------------------------------------------------------------------------------------------------

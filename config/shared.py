@@ -26,14 +26,14 @@ dtype = "auto"                  # float32, bfloat16, or auto: bfloat16 on CUDA; 
 float32_head = True             # compute logits in float32 in trainer and engine even with bfloat16
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences
-shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; 0: all share one
+shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; with 0, all ranks
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
-timeout = 3600.0                # seconds after which a rank that stands still stops the run; 0 never does
+timeout = 3600.0                # seconds after which a rank that stands still stops the run; with 0, never
 max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # evaluation, checkpoints and output
-eval_interval = 10              # in steps; the first and the last model are always evaluated; 0: only these
+eval_interval = 10              # in steps; the first and the last model are always evaluated; with 0 no other
 eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k
-save_interval = 20              # in steps; the last model is always saved; 0: only this one
+save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; the best at an evaluation is also kept
 sample_interval = 20            # steps between tables of sample completions on the console; 0 shows none
 # ------------------------------------------------------------------------------------------------------------

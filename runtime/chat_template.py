@@ -8,10 +8,10 @@ is right only for templates that never rewrite earlier turns; check() refuses th
 """
 import functools
 
-# Stands in a text where it is cut before it is encoded; a character of Unicode's private use area.
+# Marks where a text is cut before it is encoded; a character of Unicode's private use area.
 CUT = "\ue000"
-# Turns to try a template on, by the tag that it knows the end of thinking by. With tools Gemma 4's template
-# writes what a turn says behind the result of its call, and its thinking before it.
+# Turns to try a template with, by the tag with which it ends a thought. With tools, Gemma 4's template writes
+# what a turn says after the result of its call, and its thinking before the call.
 THOUGHTFUL = {"</think>": {"content": "<think>\nwhy\n</think>\n\nbecause"},
               "<channel|>": {"content": "<|channel>thought\nwhy\n<channel|>because"}}
 WITH_TOOLS = {"<channel|>": {"content": "", "reasoning_content": "why"}}
@@ -31,9 +31,8 @@ class Template:
         self.control = sorted((one for one in added if len(one.strip()) > 1), key=len)[::-1]
         # Where the template itself ends the thinking before a turn, the policy does not think.
         thinks = not self._render([{"role": "user", "content": "?"}], True).rstrip().endswith("</think>")
-        written = str(tokenizer.chat_template)
         tried = THOUGHTFUL | (WITH_TOOLS if tools else {})
-        self.turns = [turn for tag, turn in tried.items() if thinks and tag in written]
+        self.turns = [turn for tag, turn in tried.items() if thinks and tag in str(tokenizer.chat_template)]
         self.turns = self.turns or [{"content": "because"}]
         self.calls_at_once = None               # no limit, unless check finds that the template has one
 
@@ -77,27 +76,29 @@ class Template:
         """Raises ValueError if the template cannot be used for several turns after these messages."""
         reply = {"role": "user", "content": "forty-two"}
         if self.tools:
-            if self._render(messages, True) == self._render(messages, True, tools=False):
+            if self.opening(messages) == Template(self.tokenizer, self.eos_ids, None).opening(messages):
                 raise ValueError("the chat template has no place for tools")
-            reply |= {"role": "tool", "name": self.names[0], "tool_call_id": call_id(0)}
+            reply |= {"role": "tool", "name": self.names[0], "tool_call_id": tool_call(0, "", {})["id"]}
         for said in self.turns:
             self._talk(messages, turn_of(said, self.names[:1]), reply)
         if self.tools:
-            # The policy may make up a tool, and make several calls at once. A template may refuse those, as
-            # Llama's does; their results then follow a turn with the first of them, as in TRL.
+            # The policy may make up a tool, and make several calls at once. A template may refuse several, as
+            # Llama's does; their results then follow a turn with the first call, as in TRL.
             self.between(turn_of({}, ["unknown"]), [reply])
+            two_calls = turn_of({}, self.names[:1] * 2), [reply] * 2
             try:
-                self.between(turn_of({}, self.names[:1] * 2), [reply] * 2)
+                self.between(*two_calls)
             except ValueError:
                 self.calls_at_once = 1
-                self.between(turn_of({}, self.names[:1] * 2), [reply] * 2)
+                self.between(*two_calls)
 
     def _talk(self, messages, turn, reply):
-        # The checks of two turns. The second shows whether the first, then an earlier one, is left as it was.
-        talk, opened = list(messages), self._render(messages, True)
+        # Checks two turns. The second shows whether the first, which is then an earlier one, stays as it was.
+        opened = self._render(messages, True)
         for _ in range(2):
-            said = self._render([*talk, turn], False)
-            replied = self._render([*talk, turn, reply], True)
+            said = self._render([*messages, turn], False)
+            messages = [*messages, turn, reply]
+            replied = self._render(messages, True)
             for before, after in ((opened, said), (said, replied)):
                 if not after.startswith(before):
                     raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
@@ -111,7 +112,7 @@ class Template:
             if self._encode(replied)[-len(inserted):] != inserted:
                 raise ValueError("the chat template writes the same reply in different ways: " + parted(
                     self.tokenizer.decode(inserted), replied[len(said):]))
-            talk, opened = [*talk, turn, reply], replied
+            opened = replied
 
     @functools.lru_cache(maxsize=64)
     def _until_end(self, calls):
@@ -119,7 +120,7 @@ class Template:
         messages = [{"role": "user", "content": "?"}, turn_of(self.turns[0], calls)]
         begin = len(self.opening(messages[:1]))
         ids = self._encode(self._render(messages, False))
-        # The token that begins a question may be one of them.
+        # The token that begins a question may be one of the tokens that end a turn.
         ends = [place for place in range(begin, len(ids)) if ids[place] in self.eos_ids]
         if not ends:
             tokens = self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))
@@ -132,25 +133,21 @@ class Template:
         parts = self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids
         return [one for part in parts for one in part]
 
-    def _render(self, messages, asked, tools=True):
-        # The text of the messages, and where the policy is asked, of the beginning of its turn.
+    def _render(self, messages, asked):
+        # The text of the messages and, if the policy is asked, of the beginning of its turn.
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked,
-                                                      tools=self.tools if tools else None)
+                                                      tools=self.tools)
         # Templates raise all kinds of errors.
         except Exception as error:
             raise ValueError(f"the chat template fails with {error!r:.200}; the messages are "
                              f"{messages!r:.500}") from error
 
 
-def call_id(number):
-    """The id of a turn's tool call. Some templates want nine letters or digits."""
-    return f"call{number:05}"
-
-
 def tool_call(number, name, arguments):
-    """A turn's tool call, as transformers writes it in a message."""
-    return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
+    """A turn's tool call as transformers writes it in a message; number: its place in the turn."""
+    # Some templates want an id of nine letters or digits.
+    return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def turn_of(said, names):

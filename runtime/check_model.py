@@ -1,10 +1,10 @@
 """
-What a model folder says of itself, and what is refused before its weights are loaded.
+What a model folder says about its model, and which models are refused before their weights are loaded.
 
-    check_model      the folder that a name stands for, if a model in it can generate
+    check_model      the folder that a name stands for, if it holds a model that can generate
     check_trainable  the same, if by its config the model can also be trained
     load_tokenizer   its tokenizer
-    end_tokens       which tokens end a completion
+    end_tokens       the tokens that end a completion
 """
 import contextlib
 import functools
@@ -17,16 +17,16 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
                           AutoTokenizer, GenerationConfig)
 from transformers.utils import logging
 
-# transformers' bars for every load and save would break up the run's own progress bar, and what its warnings
-# say of missing weights is said here.
+# transformers' bars for every load and save would break up the run's own progress bar, and what it warns of,
+# missing weights, is an error here.
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-# Where vLLM 0.32 has no implementation of a model, it wraps transformers' own class in compilation. The
-# trainer's model is of the same class, and then asks for this attribute. To be removed once that is mended.
+# If vLLM 0.32 has no implementation of a model, it compiles transformers' own class. The trainer's model is
+# of the same class and then asks for this attribute. To be removed once vLLM mends that.
 transformers.PreTrainedModel.do_not_compile = True
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-HERE = os.getcwd()      # where the run was started; an environment may go to another folder
+HERE = os.getcwd()      # where the run was started; an environment may change the working directory
 # The models that come with the repository, by the names that --model takes.
 SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
            "tiny_episodes": f"{ROOT}/tiny/episodes"}
@@ -38,37 +38,34 @@ def reading(what):
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+        raise ValueError(f"{what} cannot be read: {type(error).__name__}: "
+                         + str(error).partition("\n")[0][:300]) from error
+
+
+def located(path):
+    """The folder or file that the name of a model stands for, or the name itself, which may be a hub id."""
+    here = os.path.join(HERE, SHIPPED.get(path, path))
+    return here if os.path.exists(here) else path
 
 
 def check_model(path, key="model", tokenizer=True, length=0):
-    """The folder (or hub id) of the model that `path` names, after a look at what a model needs.
+    """The folder (or hub id) of the model that `path` names, if it has all that a model needs.
 
     path: a folder, a hub id, or the name of a model that is shipped. key: the setting that names it, for the
     message. tokenizer: whether the model needs one. length: tokens that it has to read in a row. Raises
-    ValueError if it is not found, or is a folder that cannot be used. Weights are looked at when they are
-    loaded.
+    ValueError if it is not found or cannot be used. Weights are checked when they are loaded.
     """
-    here = os.path.join(HERE, SHIPPED.get(path, path))
-    path = here if os.path.isdir(here) else path
-    if not os.path.isdir(path):
-        if path.startswith((".", "/", "~", "out/")):
-            raise ValueError(f"{key}={path}: no such folder")
-        try:
-            # A hub id.
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        except OSError as error:
-            raise ValueError(f"{key}={path}: no such folder, and it cannot be loaded from the hub: "
-                             f"{str(error).splitlines()[0]}") from None
-        check_length(key, path, config, length)
-        return path
+    path = located(path)
+    in_folder = os.path.isdir(path)
+    if not in_folder and path.startswith((".", "/", "~", "out/")):
+        raise ValueError(f"{key}={path}: no such folder")
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{key}={path}: no tokenizer in this folder")
-    if "adapter_config.json" in os.listdir(path):
+    if in_folder and "adapter_config.json" in os.listdir(path):
         raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json) and not a model; "
                          f"python lora.py {path} writes one")
-    with reading(f"{key}={path}: config.json"):
+    with reading(f"{key}={path}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
         plain, _ = transformers.PreTrainedConfig.get_config_dict(path)
         if "auto_map" in plain and plain.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ValueError("it needs code of its own (trust_remote_code), which is never run")
@@ -78,7 +75,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
 
 
 def has_tokenizer(path):
-    # Whether a folder has one; a hub id is taken to.
+    # A hub id is assumed to have one.
     return not os.path.isdir(path) or any(
         file.startswith(("tokenizer", "vocab", "spiece")) for file in os.listdir(path))
 
@@ -105,7 +102,7 @@ def check_length(key, path, config, length):
 
 
 def check_trainable(path, key="model", tokenizer=True, length=0):
-    """What check_model returns. Raises ValueError also for a model that by its config cannot be trained."""
+    """What check_model returns. Also raises ValueError for a model that by its config cannot be trained."""
     path = check_model(path, key, tokenizer, length)
     config = AutoConfig.from_pretrained(path)
     if quantised := getattr(config, "quantization_config", None):
@@ -117,17 +114,17 @@ def check_trainable(path, key="model", tokenizer=True, length=0):
 
 
 def check_reader(key, path, policy_path, tokenizer, length=0):
-    """check_trainable for a critic_model or reference_model, and ValueError if it reads other tokens.
+    """check_trainable for a critic_model or reference_model. Also raises ValueError if it reads other tokens.
 
-    path: "" stands for the policy's. tokenizer: the policy's. Where the path has one of its own, a token of
-    both has to have the same number.
+    path: "" stands for the policy's. tokenizer: the policy's. If the model has a tokenizer of its own, tokens
+    that both have must have the same ids.
     """
     if not path:
         return policy_path
     path = check_trainable(path, key, tokenizer=False, length=length)
     size, policy_size = (AutoConfig.from_pretrained(one).get_text_config().vocab_size
                          for one in (path, policy_path))
-    # Some families add rows to the table of their larger models. No token needs them.
+    # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size:
         raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: "
                          "it has to read the policy's tokens")
@@ -140,7 +137,7 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
 
 
 def check_loaded(what, info, may_lack=()):
-    """Raise ValueError if weights lack a tensor, except those in may_lack, or have one of another shape."""
+    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape."""
     if missing := sorted(set(info["missing_keys"]) - set(may_lack)):
         raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
     for name, found, wanted in info["mismatched_keys"]:
@@ -151,7 +148,7 @@ def check_loaded(what, info, may_lack=()):
 def model_class(config):
     """The class in transformers that generates text with such a config, or None.
 
-    If there are several it is the one that sees images, so that every checkpoint keeps what reads them.
+    If there are several, it is the one that takes images, so that checkpoints keep the weights for them.
     """
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
@@ -161,15 +158,15 @@ def model_class(config):
 def end_tokens(model, tokenizer):
     """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
 
-    The first of the three that names any is taken. Raises ValueError if none does, if what it names is no
-    token of the model, or if the generation config is damaged.
+    The first of the three that names any counts. Raises ValueError if none does, if it names what is no token
+    of the model, or if the generation config is damaged.
     """
     ids, config = None, AutoConfig.from_pretrained(model)
     if not os.path.isdir(model) or os.path.lexists(f"{model}/generation_config.json"):
         try:
             ids = GenerationConfig.from_pretrained(model).eos_token_id
         except Exception as error:
-            # A model of the hub may have none.
+            # A model on the hub may have no generation config.
             if os.path.isdir(model):
                 raise ValueError(f"{model}/generation_config.json cannot be read: {error!r:.300}") from error
     for other in (getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
@@ -185,14 +182,14 @@ def end_tokens(model, tokenizer):
 
 
 def load_tokenizer(path, key="model", settings=None):
-    """The tokenizer of a folder or hub id, with the templates that the settings name, if any are given.
+    """The tokenizer of a folder or hub id, with the templates that `settings` name, if they are given.
 
-    Raises ValueError if it is damaged, is another model's, or if a template cannot be read.
+    Raises ValueError if it is damaged or belongs to another model, or if a template cannot be read.
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     embedded = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    # Gemma 3's text models share their tokenizer with larger ones, whose image token they do not embed.
+    # Gemma 3's text models share their tokenizer with larger ones and do not embed its image token.
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     beyond = {token for token, number in tokenizer.get_vocab().items()
               if number >= embedded and number not in special}

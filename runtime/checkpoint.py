@@ -1,12 +1,13 @@
 """
 A run's folder, and the checkpoints in it: models and state on their way to disk and back.
 
-The folder is kept from other runs and is never one that belongs to somebody else. A checkpoint is written next to its final place, synced to disk and then renamed, so it is whole or absent:
+While a run lives no other run can write to its folder, and a folder that belongs to no run is left alone. A
+checkpoint is written next to its final place, synced to disk and then renamed, so it is whole or absent:
 
-    checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of
-                              over 5 GB are model-00001-of-00003.safetensors and so on, with their index
+    checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
+                              than 5 GB are model-00001-of-00003.safetensors and so on, with an index
     checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
-    checkpoint-60/critic/     the same for PPO's critic
+    checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
 """
@@ -22,6 +23,7 @@ import stat
 import sys
 import time
 import zlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,10 +33,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from runtime.safe_files import in_words, opened, remove, sync
+from runtime.safe_files import in_words, opened, sync
 from weights import full_weights
 
-FILE_BYTES = 5 * 10 ** 9        # of a file of weights at most, unless one tensor has more: rank 0 holds these
+# The most bytes in a file of weights, unless one tensor has more. Rank 0 holds as many in memory in a save.
+FILE_BYTES = 5 * 10 ** 9
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
@@ -42,22 +45,22 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
-    networks: {place in the folder: (model, optimizer)}; the policy's place is "", so that from_pretrained and
-    vLLM can load the folder. state: a dict that JSON can hold. Afterwards the older checkpoints go, except
-    the `keep` newest and the best by eval_scores, {step: score}. Returns None, or what went wrong if the
-    checkpoint could not be written (a full disk, say): the older ones then stay. A collective.
+    networks: {subfolder: (model, optimizer)}; the policy's is "", so that from_pretrained and vLLM can load
+    the folder. state: a dict that JSON can hold. Afterwards older checkpoints are removed, except the `keep`
+    newest and the best by eval_scores, {step: score}. Returns None, or what went wrong if the checkpoint
+    could not be written (because the disk is full, say); then no older one is removed. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master = dist.get_rank() == 0
     problem = None
     try:
         if master:
-            remove(part)
+            shutil.rmtree(part, ignore_errors=True)
             os.makedirs(part)
     except OSError as error:
         problem = in_words(error)
     for place, (model, optimizer) in networks.items():
-        # Without this PyTorch would make a first step of its own to find out what the state is.
+        # Before the first step there is no state, and PyTorch would make a step of its own to get one.
         moments = get_optimizer_state_dict(model, optimizer) if optimizer.state else {}
         if problem := first_problem(problem):
             break
@@ -70,10 +73,10 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
                     adapters.save(os.path.join(part, place), dict(tensors))
                 else:
                     write_model(model.hf, tensors, os.path.join(part, place))
-        # On a full disk libraries raise all kinds of errors; PyTorch's own, the second, is no Exception.
+        # On a full disk libraries raise all kinds of errors. CheckpointException is not an Exception.
         except (Exception, CheckpointException) as error:
             problem = in_words(error, part)
-        # To gather them is a collective, so every rank goes through all, whatever has gone wrong.
+        # Gathering a tensor is a collective, so every rank goes through all of them, whatever has gone wrong.
         for _ in tensors:
             pass
     problem = first_problem(problem)
@@ -81,7 +84,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
         try:
             tokenizer.save_pretrained(part)
             write_state(part, state)
-            remove(folder)                              # which may be left over from before a kill
+            shutil.rmtree(folder, ignore_errors=True)   # a run that was killed may have left it
             os.rename(part, folder)
             sync(os.path.dirname(folder))
         except Exception as error:
@@ -89,32 +92,30 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     if master and problem:
         shutil.rmtree(part, ignore_errors=True)
     elif master:
-        # Newer ones were damaged, or belong to a branch that was abandoned: a resumed run must not go back to
-        # them.
         found = checkpoints(os.path.dirname(folder))
-        here = found.index(folder)
-        scored = [one for one in found[:here + 1] if number(one) in eval_scores]
-        best = max(scored, key=lambda one: eval_scores[number(one)], default=None)
-        for other in found[:max(0, here + 1 - keep)] + found[here + 1:]:
-            if other != best:
-                shutil.rmtree(other, ignore_errors=True)
+        count = found.index(folder) + 1
+        scored = [one for one in found[:count] if step_of(one) in eval_scores]
+        best = max(scored, key=lambda one: eval_scores[step_of(one)], default=None)
+        # Newer ones were damaged when the run was resumed, or it would not have gone back to an older one.
+        for other in set(found) - {*found[:count][-keep:], best}:
+            shutil.rmtree(other, ignore_errors=True)
     return first_problem(problem)
 
 
 def write_model(hf, tensors, folder):
-    # What save_pretrained writes, each file as soon as its tensors have come. tensors: (name, whole tensor)
-    # of each parameter of the Hugging Face model.
+    # Writes what save_pretrained writes, each file as soon as its tensors are there. tensors: (name, whole
+    # tensor) of each parameter of the Hugging Face model.
     hf.save_pretrained(folder, state_dict={})                   # only the configs
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in hf.state_dict().items() if name not in parameters]
-    files, held = [], {}                                        # the names in each file; what comes next
+    files, held = [], {}    # for each file {name: bytes} of its tensors; the tensors of the next file
 
     def write():
         save_file(held, f"{folder}/{len(files)}.part", {"format": "pt"})
         files.append({name: x.nbytes for name, x in held.items()})
         held.clear()
 
-    # Where a checkpoint's tensor is made of several parameters, these are of one layer.
+    # A tensor of the checkpoint may be made of several parameters, but these belong to one layer.
     layer_of = lambda item: re.match(r".*?\.\d+\.|.*", item[0])[0]
     for _, layer in itertools.groupby(itertools.chain(tensors, buffers), layer_of):
         for name, tensor in revert_weight_conversion(hf, dict(layer)).items():
@@ -134,29 +135,29 @@ def write_model(hf, tensors, folder):
 
 
 def first_problem(problem):
-    # the problem of the first rank that has one, so that all ranks do the same next
+    # Returns the problem of the first rank that has one, so that all ranks do the same next.
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return next(filter(None, problems), None)
 
 
 def write_state(folder, state):
-    # state.json, then checksums.json with the CRC-32 of every file; all of them on disk, not in its cache
+    # Writes state.json, then checksums.json with the CRC-32 of every file, and waits until the disk has all.
     os.makedirs(f"{folder}/trainer", exist_ok=True)
     with opened(f"{folder}/trainer/state.json", "w") as file:
-        # A line for each entry: easy to read, and long arrays are written fast.
+        # One entry per line is easy to read, and long arrays are written fast.
         file.write("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(state[key])}" for key in state) + "}\n")
-    checksums = {}
-    for root, _, files in os.walk(folder):
-        for name in files:
-            path = os.path.join(root, name)
-            sync(path)
-            checksums[os.path.relpath(path, folder)] = checksum(path)
-        sync(root)
+    checksums = {name: checksum(path) for name, path in contents(folder).items()}
     with opened(f"{folder}/trainer/checksums.json", "w") as file:
         json.dump(checksums, file, indent=1)
-    sync(f"{folder}/trainer/checksums.json")
-    sync(f"{folder}/trainer")
+    for path in (*Path(folder).rglob("*"), folder):
+        sync(path)
+
+
+def contents(folder):
+    # Returns {name relative to the folder: path} of all in it except folders. A link is not followed.
+    return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*")
+            if path.is_symlink() or not path.is_dir()}
 
 
 def checksum(path):
@@ -180,40 +181,37 @@ def checksum_of_rows(rows):
 def checkpoints(out_dir):
     """The checkpoint-N folders of a run, oldest first."""
     names = [name for name in os.listdir(out_dir) if re.fullmatch(r"checkpoint-\d+", name)]
-    return [os.path.join(out_dir, name) for name in sorted(names, key=number)]
+    return [os.path.join(out_dir, name) for name in sorted(names, key=step_of)]
 
 
-def number(folder):
+def step_of(folder):
     return int(folder.rpartition("-")[2])
 
 
 def damage(folder):
-    """What is wrong with a checkpoint, by its first file that is missing, foreign or altered; or None.
+    """What is wrong with a checkpoint: its first file that is missing, foreign or altered; or None.
 
-    Only regular files count, and each has to be listed, except rollouts.jsonl, which older runs wrote.
+    Only regular files are allowed, and each has to be listed, except rollouts.jsonl, which older runs wrote.
     """
-    found = {os.path.relpath(os.path.join(root, name), folder)
-             for root, folders, files in os.walk(folder) for name in [*files, *folders]
-             if name in files or os.path.islink(os.path.join(root, name))}
+    found, place = contents(folder), "trainer/checksums.json"
     try:
-        for name in found:
-            if not stat.S_ISREG(os.lstat(os.path.join(folder, name)).st_mode):
+        for name, path in found.items():
+            if not stat.S_ISREG(path.lstat().st_mode):
                 return f"{name} is not a regular file"
-        with open(os.path.join(folder, "trainer", "checksums.json")) as file:
-            listed = json.load(file)
+        listed = json.loads(Path(folder, place).read_bytes())
         if not isinstance(listed, dict):
-            return "checksums.json is not a list of files"
-        for name in sorted(found - listed.keys() - {"trainer/checksums.json", "rollouts.jsonl"}):
-            return f"{name} is not listed in checksums.json"
+            return f"{place} is not a list of files"
+        for name in sorted(found.keys() - listed.keys() - {place, "rollouts.jsonl"}):
+            return f"{name} is not listed in {place}"
         for name, value in listed.items():
             if name not in found:
                 return f"{name} is missing"
-            if checksum(os.path.join(folder, name)) != value:
+            if checksum(found[name]) != value:
                 return f"{name} is not what was written"
     except OSError as error:
         return in_words(error)
     except (ValueError, RecursionError) as error:
-        return f"trainer/checksums.json: {type(error).__name__}: {error}"
+        return f"{place}: {type(error).__name__}: {error}"
 
 
 # What the description of an optimizer's state may name. A pickle that names anything else could run code.
@@ -227,7 +225,7 @@ NAMED = {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_
 # Python's own unpickler, because in the one in C no instruction can be refused.
 class KnownNames(pickle._Unpickler):
     def load_build(self):
-        # It would set the attributes of a class, for all of the process.
+        # It would set the attributes of a class for the whole process.
         if callable(self.stack[-2]):
             raise ValueError("it changes a type")
         super().load_build()
@@ -256,19 +254,19 @@ class CheckedReader(dcp.FileSystemReader):
 
 class PlainBytes(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item, value):
-        # PyTorch reads these with weights_only=False. Where this passes, that is harmless.
+        # PyTorch reads these with weights_only=False, which is harmless if they can be read without it.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 def load_optimizer(folder, model, optimizer):
-    """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks at hand. A collective.
+    """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks of this run. A collective.
 
-    The optimizer keeps the learning rate, betas and weight decay that it was made with: settings may change.
-    A checkpoint may come from a stranger: ValueError if its files could run code when they are read.
+    The optimizer keeps the learning rate, betas and weight decay that it was made with, because settings may
+    change. A checkpoint may come from a stranger: raises ValueError if its files could run code.
     """
-    # Before its first step an optimizer has nothing to save.
+    # An optimizer that had made no step was not saved.
     if not os.path.exists(f"{folder}/trainer/.metadata"):
         return
     made_with = [{key: value for key, value in group.items() if key != "params"}
@@ -278,11 +276,11 @@ def load_optimizer(folder, model, optimizer):
         reader = CheckedReader(os.path.join(folder, "trainer"))
         saved = {name: sum(f"state.{name}.{key}" in reader.metadata.state_dict_metadata for key in moments)
                  for name, moments in state["state"].items()}
-        # Parameters that no text reaches never get a gradient, and so have no state; but none has half of it.
+        # Parameters that no text reaches get no gradient and so have no state, but none has half of it.
         if not any(saved.values()) or any(0 < saved[name] < len(state["state"][name]) for name in saved):
             raise ValueError("it is not that of this model's parameters")
         dcp.load(state, storage_reader=reader, planner=PlainBytes(allow_partial_load=True))
-    # PyTorch's own error is no Exception.
+    # CheckpointException is not an Exception.
     except (Exception, CheckpointException) as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     set_optimizer_state_dict(model, optimizer, state)
@@ -291,11 +289,10 @@ def load_optimizer(folder, model, optimizer):
 
 
 def load_state(folder):
-    """The `state` that save_checkpoint was given by a run. Raises ValueError if no run writes such a one."""
-    path = os.path.join(folder, "trainer", "state.json")
+    """The `state` that a run gave to save_checkpoint. Raises ValueError for one that no run can give."""
+    path = Path(folder, "trainer", "state.json")
     try:
-        with open(path) as file:
-            state = json.load(file)
+        state = json.loads(path.read_bytes())
         counts = [state[key] for key in ("step", "position", "num_tokens", "world_size")]
         counts += state["skipped_updates"].values()
         if any(type(count) is not int or count < 0 for count in counts):
@@ -310,17 +307,24 @@ def load_state(folder):
 # ---------------------------------------------------------------- the folder of a run
 
 def claim(out_dir, patience=600):
-    """Keep other runs out of a folder while this process lives.
+    """Make a folder, if it is not there, and keep other runs out of it while this process lives.
 
-    Waits up to `patience` seconds for a run that is still in it, then raises ValueError: the workers of a
-    torchrun that was killed live on until the end of their step.
+    Waits up to `patience` seconds for a run that is still in it, because the workers of a torchrun that was
+    killed live on until the end of their step. Raises ValueError if that run does not end, or if the folder
+    cannot be written or belongs to no run.
     """
+    if os.path.isdir(out_dir):
+        # A run's folder has a .lock from its first moment on.
+        strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}
+        if strangers and ".lock" not in strangers:
+            raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
+                             "a new folder")
     try:
         # TensorBoard wants UTF-8.
         out_dir.encode()
         os.makedirs(out_dir, exist_ok=True)
         LOCKS.append(opened(os.path.join(out_dir, ".lock"), "ab"))
-    # A name may have a NUL in it, or thousands of parts.
+    # The name may have a NUL in it, or thousands of parts.
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"out_dir={out_dir!r} cannot be written: {in_words(error)}") from None
     for second in range(patience + 1):
@@ -338,17 +342,16 @@ def claim(out_dir, patience=600):
 def locate_run(out_dir, resume, default):
     """(the run's folder, the checkpoint to resume or None), from the settings out_dir and resume.
 
-    An empty out_dir means the run that the resumed checkpoint belongs to, or where none is resumed a new
-    folder named `default`, with a number behind it if that is taken. The folder is claimed. resume=auto
-    passes over damaged checkpoints and prints their names. Raises ValueError for a resume that is not a
-    checkpoint, is damaged or is not the newest of its run, and for a folder that cannot be written, that
-    holds another run, only damaged checkpoints, or what is no run at all.
+    If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder named
+    `default`, with a number after it if the name is taken. The folder is claimed. resume=auto takes the
+    newest checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises
+    ValueError for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a
+    folder that cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
     """
     out_dir, resume = (path and os.path.normpath(os.path.expanduser(path)) for path in (out_dir, resume))
     if resume == "auto":
         if not out_dir:
             raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
-        refuse_foreign(out_dir)
         claim(out_dir)
         found = checkpoints(out_dir)
         for folder in reversed(found):
@@ -358,13 +361,12 @@ def locate_run(out_dir, resume, default):
         if found:
             raise ValueError(f"resume=auto: all {len(found)} checkpoints in {out_dir} are damaged")
         return out_dir, None
-    own = os.path.dirname(os.path.abspath(resume)) if resume else ""
     if resume and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
         raise ValueError(f"resume={resume}: not a checkpoint folder")
+    own = os.path.dirname(os.path.abspath(resume)) if resume else ""
     goes_on = bool(resume) and os.path.abspath(out_dir or own) == own
     folder = own if goes_on else out_dir or new_folder(default)
-    refuse_foreign(folder)
-    # Before looking into it: another run may be about to end.
+    # Another run in the folder may be about to end, so this comes before looking into it.
     claim(folder)
     if goes_on:
         newest = (checkpoints(own) or [resume])[-1]
@@ -379,10 +381,10 @@ def locate_run(out_dir, resume, default):
 
 
 def new_folder(default):
-    # Two runs may begin in the same second: only one of them can make the folder.
-    for number in itertools.count(1):
+    # Two runs may begin in the same second, but only one of them can make the folder.
+    for count in itertools.count(1):
         try:
-            os.makedirs(folder := default if number == 1 else f"{default}-{number}")
+            os.makedirs(folder := default if count == 1 else f"{default}-{count}")
             atexit.register(remove_unused, folder)
             return folder
         except FileExistsError:
@@ -395,12 +397,3 @@ def remove_unused(folder):
     # A run that is refused before it has written anything leaves no folder.
     if os.path.isdir(folder) and set(os.listdir(folder)) <= {".lock"}:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def refuse_foreign(folder):
-    # A run's folder has a .lock from its first moment on; what else has none belongs to somebody else.
-    if os.path.isdir(folder):
-        strangers = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
-        if strangers and ".lock" not in strangers:
-            raise ValueError(f"out_dir={folder} holds {min(strangers)} and is not the folder of a run: name "
-                             "a new folder")

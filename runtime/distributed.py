@@ -1,7 +1,7 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
-All functions except `precision`, `keep_freed_memory`, `leave` and `end` are collectives: every rank has to
-call them, in the same order. The watchdog ends a rank that would wait in one for ever.
+set_up, total, largest, mean, gathered and from_master are collectives: every rank has to call them, in the
+same order. The watchdog ends a rank that would wait in one for ever.
 """
 import contextlib
 import ctypes
@@ -27,25 +27,25 @@ from runtime import closing, refuse, tell_launcher
 def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     """Join the process group that torchrun's environment describes; without torchrun, make a group of one.
 
-    timeout: the seconds that the watchdog is going to grant a run; 0 for no limit. sequence_parallel_size:
-    how many neighbouring ranks share each row (attention.py). shard_ranks: how many share each copy of the
-    weights; 0: all. role: a function that returns the store, rank and world_size of the group to join
-    instead, where torchrun's ranks have roles (placement.py).
-    Returns rank, world_size, device, the mesh of all ranks, over whose last dimension FSDP2 shards, and the
-    group of the ranks that share rows with this one, or None. Stops the script where a node has fewer GPUs
-    than processes.
+    timeout: the seconds after which the watchdog will end a rank that stands still; 0 if it never will.
+    sequence_parallel_size: how many neighbouring ranks share each row (attention.py). shard_ranks: how many
+    ranks share each copy of the weights; 0 stands for all. role: where torchrun's ranks have roles
+    (placement.py), a function that returns store, rank and world_size of the group to join instead.
+    Returns rank, world_size, device, the mesh of all ranks, whose last dimension FSDP2 shards over, and the
+    group of the ranks that share rows with this one, or None. Stops the script if a node has fewer GPUs than
+    processes.
     """
     escape_the_unknown()
     sys.excepthook = failed
     watchdog.start()
     gc.freeze()                                                 # what was imported will never be garbage
     cuda = torch.cuda.is_available()
-    if not cuda and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+    if not cuda and platform.libc_ver()[0] == "glibc":
         keep_freed_memory()
     group = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps the store itself. If it was killed while its workers were importing, joining would
-        # try again and again to connect, until the limit below.
+        # The store is in torchrun's own process. If that was killed while its workers were importing, joining
+        # would try to connect again and again, until the limit below.
         store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
             socket.create_connection(store, timeout=60).close()
@@ -69,7 +69,8 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     except (ValueError, RuntimeError) as error:
         refuse(f"the processes cannot join in the way that their environment says: {error}")
     world_size = dist.get_world_size()
-    # What does not divide the ranks is not used: check_run refuses it next, and engines apart need neither.
+    # Sizes that do not divide the ranks are left out here: check_run refuses them next, and ranks that are
+    # only engines need none.
     size = shard_ranks if shard_ranks and world_size % shard_ranks == 0 else world_size
     shape = (world_size // size, size) if size < world_size else (size,)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
@@ -101,20 +102,20 @@ def keep_freed_memory():
 
 
 def escape_the_unknown():
-    """Let stdout and stderr escape what their encoding lacks."""
+    """Let stdout and stderr escape the characters that their encoding does not have."""
     for stream in (sys.stdout, sys.stderr):
-        # A reward may have put anything in its place, or closed it.
+        # It is None where it was closed before Python started.
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")
 
 
 def failed(kind, error, trace):
-    """What sys.excepthook does in a run: torchrun is told of the error as well."""
-    # Mostly another process has failed and closed its connections.
+    """The sys.excepthook of a run, which also tells torchrun about the error."""
+    # A lost connection mostly means that another process has failed first.
     lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
     tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
     sys.__excepthook__(kind, error, trace)
-    # Later, as the interpreter ends, nothing can start a thread.
+    # This comes now, because no thread can be started while the interpreter ends.
     closing.close()
 
 
@@ -125,14 +126,14 @@ def leave():
     called without an active exception"), most likely because a thread of PyTorch was still waiting for
     Python's lock.
     """
-    # Closing vLLM has ended the group already.
+    # Closing vLLM may have ended the group already.
     if dist.is_initialized():
         dist.destroy_process_group()
     end(0)
 
 
 def end(code):
-    """End the process at once, with what it has printed; from any thread."""
+    """End the process at once, from any thread, after writing out what it has printed."""
     closing.close()
     for stream in (sys.stdout, sys.stderr):
         # A reward may have put anything in its place.
@@ -142,8 +143,8 @@ def end(code):
 
 
 def reduced(values, op):
-    """The sum or the largest value over all ranks, by op, of each number in a list, in float64."""
-    # On the CPU, so that gloo reduces them and no rank waits for a GPU.
+    """Each number of a list reduced over all ranks by `op`, in float64."""
+    # They are on the CPU, so that gloo reduces them and no rank waits for a GPU.
     tensor = torch.as_tensor(values, dtype=torch.float64).cpu()
     dist.all_reduce(tensor, op)
     return tensor.tolist()
@@ -162,14 +163,14 @@ def mean(values):
 
 def gathered(items):
     """The lists of all ranks joined into one, in the order of the ranks."""
-    # On one rank the list is not sent, because gloo's thread would start OpenMP threads of its own to pass on
-    # a large one, and on two cores everything after that would take one and a half times as long.
+    # On one rank the list is not sent, because to send a large one gloo's thread would start OpenMP threads
+    # of its own, and on two cores everything after that would take one and a half times as long.
     return list(items) if dist.get_world_size() == 1 else received(items)
 
 
 def received(items):
-    # NumPy's arrays are sent as they are and the rest pickled: with long rows two thirds of the time that
-    # pickling all of it takes. The arrays that arrive are views of what their rank has sent.
+    # NumPy's arrays are sent as they are and the rest is pickled: with long rows this takes two thirds of the
+    # time of pickling everything. The arrays that arrive are views of the bytes that their rank has sent.
     pieces, sizes = [], [None] * dist.get_world_size()
     rest = pickle.dumps(items, 5, buffer_callback=lambda array: pieces.append(array.raw()))
     pieces.append(rest)                                         # last, so that the arrays stay aligned
@@ -187,15 +188,13 @@ def received(items):
 
 def from_master(value):
     """Rank 0's value, on every rank."""
-    if dist.get_world_size() == 1:
-        return value
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
 
 
 class Watchdog:
-    """Ends this process where it would wait for ever: for a lost rank, or for a torchrun that is gone.
+    """Ends this process if it would wait for ever, for a lost rank or for a torchrun that is gone.
 
     It is a thread of its own, because a collective that waits for a lost rank never returns to Python.
     """
@@ -210,16 +209,16 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def limit(self, timeout):
-        """From now on, end the process after `timeout` seconds without a call of `moved`; 0: never."""
+        """From now on, end the process after `timeout` seconds without a call of `moved`; 0 sets no limit."""
         self.timeout, self.idle = timeout, 0
 
     def moved(self, where=None):
-        """Say that the main thread makes progress, and where it is."""
+        """Tell the watchdog that the main thread makes progress, and where it is."""
         self.where, self.idle = where or self.where, 0
 
     def _watch(self):
         while True:
-            # It counts the seconds itself, because a clock runs on while a job is suspended.
+            # The seconds are counted here, because a clock runs on while a job is suspended.
             time.sleep(1)
             self.idle += 1
             self.orphaned = "RANK" in os.environ and os.getppid() != self.parent
@@ -236,10 +235,10 @@ class Watchdog:
 
         def say():
             print(message, file=sys.stderr, flush=True)
-            # The line at which each thread stands.
+            # This prints the line at which each thread is.
             faulthandler.dump_traceback()
 
-        # Nobody may be reading stderr any more, and then this would wait for ever.
+        # If nobody reads stderr any more, printing waits for ever.
         speaker = threading.Thread(target=say, daemon=True)
         speaker.start()
         speaker.join(10)

@@ -4,17 +4,19 @@ How much memory a run will take on each device, by role and phase, from its sett
     python -m runtime.forecast config/gsm8k.py --model=Qwen/Qwen3-32B --ranks=8 --memory=80
     python -m runtime.forecast --script=train_ppo.py --model=folder/config.json
 
-It takes the settings of the script. ranks: how many devices train. memory: of one GPU, in GB; without it the
-answer is for this machine. No weights are loaded: on PyTorch's meta device a model has shapes alone.
+It takes the settings of a script, and three arguments of its own. script: the file that the settings belong
+to, train_grpo.py if none is given. ranks: how many devices train, by default 1. memory: that of one GPU, in
+GB; without it the forecast is for this machine. No weights are loaded, because on PyTorch's meta device a
+model has only shapes.
 
-The figures count tensors. CUDA, NCCL and vLLM's graphs take one to three GB of a GPU more, and on a CPU it is
-the process. Layers are taken to keep what those of Llama and Qwen keep for the backward pass.
+The forecast counts tensors. CUDA, NCCL and vLLM's graphs take one to three GB more of a GPU, and on a CPU the
+process itself takes more. Layers are assumed to keep for the backward pass what those of Llama and Qwen keep.
 """
+import argparse
 import ast
 import functools
 import importlib.util
 import os
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,8 +24,9 @@ import torch
 from transformers import AutoConfig
 
 from config import shared
-from configurator import check, configure, input_errors, read_value
-from runtime.check_model import HERE, ROOT, SHIPPED, model_class, reading
+from configurator import configure, input_errors
+from runtime.check_model import ROOT, located, model_class, reading
+from runtime.check_settings import check_run
 from runtime.logprobs import LOGITS
 
 PHASES = ("sampling", "update", "sync")
@@ -31,13 +34,13 @@ PHASES = ("sampling", "update", "sync")
 
 @functools.cache
 def shape(path):
-    """What counts of the model with this config: its widths, and how many parameters its parts have."""
+    """The sizes of the model with this config: its widths, and how many parameters its parts have."""
     with reading(f"model={path}: its config"), torch.device("meta"):
-        here = os.path.join(HERE, SHIPPED.get(path, path))
-        config = AutoConfig.from_pretrained(here if os.path.exists(here) else path)
+        config = AutoConfig.from_pretrained(located(path))
         hf = model_class(config)(config)
-    text, decoder, head = config.get_text_config(), hf.get_decoder(), hf.get_output_embeddings()
-    text = [*getattr(text, "per_layer_config", [text])][0]      # of Gemma 4 each layer has its own
+    decoder, head = hf.get_decoder(), hf.get_output_embeddings()
+    text = config.get_text_config()
+    text = [*getattr(text, "per_layer_config", [text])][0]      # in Gemma 4 each layer has its own
     named = lambda key, default: np.max(getattr(text, key, None) or default).item()
     count = lambda *parts: sum(p.numel() for p in {p for part in parts for p in part.parameters()})
     layers = next((part for part in decoder.modules() if isinstance(part, torch.nn.ModuleList)), [decoder])
@@ -45,59 +48,65 @@ def shape(path):
     d, inner = named("head_dim", H // heads), named("intermediate_size", 4 * H)
     return SimpleNamespace(
         V=text.vocab_size, H=H, heads=heads, Q=d * heads, K=d * named("num_key_value_heads", heads),
-        # The MLP that a token passes through; of experts, those that it is sent to.
+        # The width of the MLP that a token passes through; with experts, of those that it is sent to.
         I=named("num_experts_per_tok", 1) * named("moe_intermediate_size", inner),
         head_norms=text.model_type.startswith("qwen3"), depth=len(layers), head=head.weight.numel(),
         own_head=head.weight.numel() * (hf.get_input_embeddings().weight is not head.weight),
         whole=count(hf), trained=count(decoder, head), layer=max(map(count, layers)),
         root=count(decoder, head) - sum(map(count, layers)),
+        # What adapters of rank 1 would have.
         ends=sum(sum(part.weight.shape) for layer in layers for part in layer.modules()
                  if type(part) is torch.nn.Linear))
 
 
 def kept_by_layer(m, b, full=True):
-    """Bytes per token that a layer keeps for the backward pass. b: of a number; full: its norms are trained.
+    """Bytes per token that a layer keeps for the backward pass.
 
-    Norms keep their input in float32 and, if they are trained, what they make of it; products keep their
-    input, attention its queries, keys, values and output, the MLP gate, up, silu(gate) and their product.
+    m: the model's shape. b: bytes of a number in the dtype that layers compute in. full: whether norms are
+    trained, as they are without adapters. A norm keeps its input in float32 and, if it is trained, the
+    normalised input as well. Matrix products keep their input, attention its queries, keys, values and
+    output, and the MLP gate, up, silu(gate) and their product.
     """
     normed = 2 * m.H + (m.Q + m.K) * m.head_norms
     return (4 + b * full) * normed + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I) + 4 * m.heads
 
 
-def moments(m, s, b, shards, cuda):
-    """What an update takes besides weights, gradients and Adam's moments, each time it may take most."""
+def update_peaks(m, s, b, shards, cuda):
+    """What an update holds besides weights, gradients and Adam's moments, when it may hold most.
+
+    Returns {role: bytes} for each of three moments: where logits are computed, where a layer's backward pass
+    runs, and where the gradients of FSDP's root (the embedding, the head and the last norm) are added up.
+    """
     T, full, again = s.token_budget / s.sequence_parallel_size, not s.lora_rank, s.gradient_checkpointing
     layer = kept_by_layer(m, b, full)
     kept = {"gathered weights": b * m.root, "activations": T * m.depth * (b * m.H if again else layer)}
-    # Logits: three chunks in the forward pass. In the backward pass one, in bfloat16 copies of it as well,
-    # and the gradient of the head in float32, in bfloat16 twice.
-    chunk = 4 * m.V * min(max(1, LOGITS["cuda" if cuda else "cpu"] // m.V), T)
+    # The forward pass holds three chunks of logits. The backward pass holds one, in bfloat16 copies of it as
+    # well, and the gradient of the head: in float32, and in bfloat16 twice.
+    chunk = 4 * min(LOGITS["cuda" if cuda else "cpu"], m.V * T)
     back = (1 + (s.entropy_coef > 0) + (b < 4) * (0.5 if cuda else 1.5)) * chunk + 16 / b * m.head * full
-    # A layer on its way back: it and the next are gathered, and the gradients of the one before are on their
-    # way to their ranks in float32. Of its MLP six tensors stand where four were kept.
+    # In a layer's backward pass this layer and the next are gathered, and the gradients of the one before are
+    # on their way to their ranks in float32. The MLP has six tensors instead of the four that it kept.
     one = (2 * b * m.layer + 4 * (m.layer if full else s.lora_rank * m.ends / m.depth) + b * m.own_head * full
            + T * (again * layer + 2 * b * m.I + 8 * m.H))
-    # At the end the root's gradients: made, that of a tied weight twice, and added up over the ranks.
+    # The root's gradients exist as they are computed, twice for a tied weight, and as they are added up.
     root = m.root * max(b + 4, 4 + 4 / shards, 0 if m.own_head else 3 * b) * full
     return [kept | {"logits": max(3 * chunk, back)}, kept | {"layer's backward pass": one},
             {"root's gradients": root}]
 
 
 def forecast(s, ranks, memory, cuda):
-    """{role: [bytes of a rank while it samples, while it updates, while weights are synced]}, at their peaks.
+    """{role: [bytes per rank while it samples, while it updates, while weights are synced]}, at their peaks.
 
-    s: a script's settings. ranks: those that train. memory: of a device, in bytes. cuda: whether it is a GPU.
-    Raises ValueError if weights, gradients and Adam's moments alone exceed it.
+    s: a script's settings. ranks: how many train. memory: that of a device, in bytes. cuda: whether it is a
+    GPU. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
     """
-    s = SimpleNamespace(**{"lora_rank": 0, "shard_ranks": 0, "rollout_ranks": 0} | vars(s))
     b = 2 if s.dtype == "bfloat16" or s.dtype == "auto" and cuda else 4
     m, shards = shape(s.model), s.shard_ranks or ranks
     trained = [s.lora_rank * m.ends or m.trained]
     held = {"policy": b * m.whole + 4 * trained[0] if s.lora_rank else 4 * m.whole}
     if hasattr(s, "critic_model"):
         critic = shape(s.critic_model or s.model)
-        trained.append(critic.trained - critic.own_head)        # one number stands in place of its head
+        trained.append(critic.trained - critic.own_head)        # its head makes one number per token
         held["critic"] = 4 * trained[1]
     if s.kl_coef > 0:
         held["reference"] = b * shape(s.reference_model or s.model).whole
@@ -106,60 +115,75 @@ def forecast(s, ranks, memory, cuda):
     if alone > memory:
         raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{alone / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
-    parts, update = {role: [n / shards] * 3 for role, n in held.items()}, moments(m, s, b, shards, cuda)
+    parts = {role: [size / shards] * 3 for role, size in held.items()}
+    peaks = update_peaks(m, s, b, shards, cuda)
     if s.offload_optimizer and cuda:
-        update.append({"Adam's moments": adam})                 # they come when all else is over
+        peaks.append({"Adam's moments": adam})                  # they come when the rest is no longer needed
     else:
         parts["Adam's moments"] = [adam] * 3
-    most = max(update, key=lambda roles: sum(roles.values()))
-    parts |= {role: [0, n, 0] for role, n in ({"gradients": gradients} | most).items()}
-    if s.rollout_ranks:                                         # the engines have devices of their own
+    highest = max(peaks, key=lambda roles: sum(roles.values()))
+    parts |= {role: [0, size, 0] for role, size in ({"gradients": gradients} | highest).items()}
+    if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
         return parts
-    vllm = s.engine == "vllm" or s.engine == "auto" and (cuda or bool(importlib.util.find_spec("vllm")))
+    vllm = s.engine != "hf" and (cuda or importlib.util.find_spec("vllm"))
     split, rows = s.vllm_tensor_parallel_size if vllm else 1, s.prompts_per_step * s.num_generations / ranks
     engine, row = b * m.whole / split, 2 * b * m.K * m.depth * (s.max_prompt_length + s.max_completion_length)
-    # On a GPU vLLM takes what it may, but has to hold 16 rows of the ranks that share it.
-    cache = (min(256, rows) * row if not vllm else
-             max(min(16 / split, rows) * row, s.vllm_gpu_memory_utilization * memory - engine) if cuda else
-             float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 1)) * 2 ** 30)
-    return parts | {"engine": [engine, engine * (not (vllm and cuda)), engine],
-                    "KV cache": [cache, *[cache * (vllm and not cuda)] * 2],
+    if not vllm:
+        cache = [min(256, rows) * row, 0, 0]
+    elif cuda:
+        # vLLM takes its share of the GPU, but has to hold 16 rows of the ranks that share an engine.
+        share = s.vllm_gpu_memory_utilization * memory
+        cache = [max(min(16 / split, rows) * row, share - engine), 0, 0]
+    else:
+        cache = [float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 1)) * 2 ** 30] * 3
+    return parts | {"engine": [engine, 0 if vllm and cuda else engine, engine], "KV cache": cache,
                     "whole tensors": [0, 0, 2 * b * m.head]}
 
 
+def advice(s, ranks, memory, cuda):
+    """Settings with which a run fits, or comes nearest to it, and the bytes that it then takes.
+
+    They are a dict {key: value}, in which the setting that helps most comes first.
+    """
+    peak = lambda s: max(map(sum, zip(*forecast(s, ranks, memory, cuda).values())))
+    found, now = {}, peak(s)
+    while now > memory:
+        choices = {"gradient_checkpointing": True, "offload_optimizer": True,
+                   "token_budget": max(s.max_prompt_length + s.max_completion_length, s.token_budget // 2),
+                   "vllm_gpu_memory_utilization": s.vllm_gpu_memory_utilization / 2}
+        doubled = {f"{key}_parallel_size": 2 * getattr(s, f"{key}_parallel_size")
+                   for key in ("sequence", "vllm_tensor")}
+        choices |= {key: size for key, size in doubled.items() if ranks % size == 0}
+        peaks = {key: peak(SimpleNamespace(**vars(s) | {key: choices[key]})) for key in choices}
+        best = min(peaks, key=peaks.get)
+        if peaks[best] > 0.99 * now:
+            break
+        now, found[best] = peaks[best], choices[best]
+        s = SimpleNamespace(**vars(s) | found)
+    parts = {"engine": [0], "KV cache": [0]} | forecast(s, ranks, memory, cuda)
+    least = (parts["engine"][0] + parts["KV cache"][0]) / memory        # with less vLLM would not start
+    if cuda and s.engine != "hf" and least > s.vllm_gpu_memory_utilization + 1e-6:
+        found["vllm_gpu_memory_utilization"] = round(least + 0.005, 2)
+    return found, now
+
+
 def says(s, ranks, memory, cuda, table=True):
-    """The forecast: lines of roles, one of phases, and one that says what to set where it does not fit."""
-    parts, gb = forecast(s, ranks, memory, cuda), lambda n: f"{n / 1e9:.2f}" if n else "-"
+    """The forecast as text: a table of roles, a line of phases, and advice where the run does not fit."""
+    parts, gb = forecast(s, ranks, memory, cuda), lambda size: f"{size / 1e9:.2f}" if size else "-"
     cells = {f"GB on each of {ranks} ranks": PHASES} | {role: map(gb, parts[role]) for role in parts}
     phases = ", ".join(f"{phase} {gb(sum(sizes))}" for phase, sizes in zip(PHASES, zip(*parts.values())))
     lines = [f"{role:24}{a:>10}{b:>10}{c:>10}" for role, (a, b, c) in cells.items()] * table
     lines.append(f"forecast of memory per rank: {phases} of {gb(memory)} GB")
-    peak = lambda s: max(map(sum, zip(*forecast(s, ranks, memory, cuda).values())))
-    found, longest = {}, s.max_prompt_length + s.max_completion_length
-    while (now := peak(s)) > memory:
-        choices = {"gradient_checkpointing": True, "offload_optimizer": True,
-                   "token_budget": max(longest, s.token_budget // 2),
-                   "vllm_gpu_memory_utilization": s.vllm_gpu_memory_utilization / 2}
-        choices |= {f"{key}_parallel_size": 2 * vars(s)[f"{key}_parallel_size"] for key in (
-            "sequence", "vllm_tensor") if ranks % (2 * vars(s)[f"{key}_parallel_size"]) == 0}
-        tried = {key: SimpleNamespace(**vars(s) | {key: choices[key]}) for key in choices}
-        best = min(tried, key=lambda key: peak(tried[key]))
-        if peak(tried[best]) > 0.99 * now:
-            break
-        s, found[best] = tried[best], choices[best]
-    parts = {"engine": [0], "KV cache": [0]} | forecast(s, ranks, memory, cuda)
-    least = (parts["engine"][0] + parts["KV cache"][0]) / memory        # or vLLM would not start
-    if cuda and s.engine != "hf" and least > s.vllm_gpu_memory_utilization + 1e-6:
-        found["vllm_gpu_memory_utilization"] = round(least + 0.005, 2)
-    settings = " ".join(f"--{key}={value}" for key, value in found.items()) or "other settings"
+    found, now = advice(s, ranks, memory, cuda)
     if found or now > memory:
+        settings = " ".join(f"--{key}={value}" for key, value in found.items()) or "these settings"
         lines.append(f"it does not fit; with {settings} it takes {gb(now)} GB" + (
             ": take more ranks" if now > memory else ", and the first of these helps most"))
     return "\n".join(lines)
 
 
 def device_memory():
-    """Bytes of this process's GPU, or its part of the host's memory; and whether it is a GPU."""
+    """Bytes of this process's GPU, or of its part of the host's memory; and whether it is a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, True
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -167,27 +191,22 @@ def device_memory():
 
 
 def main():
-    own, rest = {"script": "train_grpo.py", "ranks": "1", "memory": "0"}, []
-    for argument in sys.argv[1:]:
-        key, _, text = argument.removeprefix("--").partition("=")
-        own, rest = (own | {key: text}, rest) if key in own else (own, [*rest, argument])
-    ranks, memory = read_value(own["ranks"], int) or 0, read_value(own["memory"], float)
-    check(ranks > 0, f"ranks={own['ranks']}: must be a whole number above 0")
-    check(memory is not None and memory >= 0, f"memory={own['memory']}: must be a number of GB")
-    path = os.path.join(ROOT, own["script"])
-    with input_errors(), reading(f"script={own['script']}"), open(path) as file:
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)        # --help lists the script's
+    parser.add_argument("--script", default="train_grpo.py")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--memory", type=float)
+    own, rest = parser.parse_known_args()
+    path = os.path.join(ROOT, own.script)
+    with input_errors(), reading(f"script={own.script}"), open(path) as file:
         statements = ast.parse(file.read()).body
     # The script's defaults, without running it.
-    settings = configure(vars(shared) | {"__file__": path, "__doc__": __doc__} | {
-        node.targets[0].id: node.value.value for node in statements
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}, rest)
-    for key, value in vars(settings).items():
-        names = {"dtype": ("auto", "float32", "bfloat16"), "engine": ("auto", "vllm", "hf")}
-        counts = key.endswith(("_size", "_budget"))
-        check(value in names.get(key, (value,)) and (not counts or value > 0),
-              f"{key}={value}: no script takes it")
+    defaults = {node.targets[0].id: node.value.value for node in statements
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}
+    settings = configure(vars(shared) | {"__file__": path, "__doc__": __doc__} | defaults, rest)
+    check_run(settings, own.ranks)
+    memory, cuda = (own.memory * 1e9, True) if own.memory else device_memory()
     with input_errors():
-        print(says(settings, ranks, *((memory * 1e9, True) if memory else device_memory())))
+        print(says(settings, own.ranks, memory, cuda))
 
 
 if __name__ == "__main__":

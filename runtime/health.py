@@ -1,23 +1,23 @@
 """
-What the figures of a run say of its health, in words: on the console at evaluations, and in report.py's page.
+What the figures of a run say about its health, in words for the console and for report.py's page.
 
 A rule compares the mean of a metric over WINDOW steps with a threshold. These are rules of thumb: a healthy
 run may break one, and a run that breaks none may still learn the wrong thing.
 """
-import json
 import math
 import textwrap
 from collections import defaultdict
 
-WINDOW, LEAST = 5, 5            # steps in a mean; means beyond a threshold that break its rule
+WINDOW = 5                      # steps in a mean
+LEAST = 5                       # means that have to be beyond a threshold before its rule is broken
 
 # For each metric: whether its rule is broken over (1) or under (-1) the threshold; the threshold, from the
-# mean over the first WINDOW steps, the highest mean so far, and the settings; what it means to be beyond it;
-# and what to try, with {settings}. Where rollouts are stale on purpose, the gap is mostly between policies.
+# mean over the first WINDOW steps, the highest mean so far, and the settings; what it means if the rule is
+# broken; and what to try, with {settings}. With max_staleness most of the gap is between two policies.
 RULES = {
     "sampling/sampling_logp_difference/mean": (
         1, lambda first, best, s: max(0.1 if s.get("max_staleness") else 1e-4, 5 * first),
-        "The gap between engine and trainer has grown: other weights sample than are trained.",
+        "The gap between engine and trainer has grown: the engine samples with other weights.",
         "a smaller max_staleness (now {max_staleness}); without staleness, look at section 6, weight sync"),
     "entropy": (-1, lambda first, best, s: 0.1 * first,
         "The entropy has collapsed: samples hardly differ any more, so there is little to learn from.",
@@ -26,7 +26,7 @@ RULES = {
         "The reward has lost a third of its best value, and more than half of what it had gained.",
         "a smaller learning_rate (now {learning_rate}), or kl_coef=0.01"),
     "frac_reward_zero_std": (1, lambda first, best, s: 0.9 if s.get("num_generations") != 1 else 1.0,
-        "Nearly all groups are without a spread: their completions score the same, so they teach nothing.",
+        "In nearly all groups the completions have the same score, so they teach nothing.",
         "easier or harder prompts, a finer reward, or more num_generations (now {num_generations})"),
     "completions/clipped_ratio": (1, lambda first, best, s: 0.2,
         "Many completions are cut off at the length limit.",
@@ -35,17 +35,17 @@ RULES = {
         "Updates are skipped, because their gradient is not finite.",
         "a smaller learning_rate (now {learning_rate}), or dtype=float32 (now {dtype})"),
     "kl": (1, lambda first, best, s: max(0.3, 5 * first),
-        "The KL to the reference model runs away.",
+        "The KL to the reference model keeps growing.",
         "a larger kl_coef (now {kl_coef}), or a smaller learning_rate (now {learning_rate})")}
-# These two are normal once the reward is nearly as high as the best of k samples ever was (eval/pass@k).
+# These two are normally broken once the reward is nearly as high as eval/pass@k, the best of k samples.
 UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
 
 
 def findings(lines, settings):
-    """A dict for each broken rule: its metric, the first and last step of the latest stretch in which it was
-    broken, and a text.
+    """A dict for each broken rule: metric, first and last step of the latest stretch in which it was broken,
+    and text.
 
-    lines: dicts of metrics, one per step, as in metrics.jsonl. settings: the run's, a dict.
+    lines: dicts of metrics, one per step, as in metrics.jsonl. settings: a dict of the run's settings.
     """
     ceiling, solved, found, rewards = -math.inf, set(), [], dict(means(lines, "reward"))
     for line in lines:
@@ -74,7 +74,7 @@ def findings(lines, settings):
 
 
 def series(lines, metric):
-    """[(step, value)] of a metric, where it is a finite number."""
+    """[(step, value)] of a metric, of the steps in which it is a finite number."""
     return [(line["step"], line[metric]) for line in lines
             if isinstance(line.get(metric), (int, float)) and math.isfinite(line[metric])]
 
@@ -87,19 +87,18 @@ def means(lines, metric):
 
 
 class Watch:
-    """Reads a run's metrics.jsonl as it grows, and tells of each rule once."""
+    """Gets the lines of a run's metrics as they are written, and tells of each broken rule once."""
 
-    def __init__(self, path, settings):
-        self.path, self.settings, self.lines, self.offset, self.told = path, settings, [], 0, set()
+    def __init__(self, settings):
+        self.settings, self.lines, self.told = settings, [], set()
+
+    def add(self, line):
+        """Take the metrics of a step, as a dict; what no rule reads is not kept."""
+        self.lines.append({name: value for name, value in line.items()
+                           if name in RULES or name == "step" or name.startswith("eval/pass@")})
 
     def news(self):
         """The texts, in lines of 80 columns, for rules that are broken now and were not told of before."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                self.offset += len(line)
-                self.lines.append({name: value for name, value in json.loads(line).items()
-                                   if name in RULES or name == "step" or name.startswith("eval/pass@")})
         now = [f for f in findings(self.lines, self.settings)
                if f["metric"] not in self.told and f["last"] == self.lines[-1]["step"]]
         self.told |= {f["metric"] for f in now}

@@ -1,17 +1,17 @@
 """
-Logprobs and entropies of tokens from hidden states, without all logits at once.
+Logprobs and entropies of tokens from hidden states, without ever holding all logits at once.
 
 C sampled tokens, H hidden size, V vocabulary.
 """
 import torch
 import torch.nn.functional as F
 
-# The most logits held at once; two copies take 128 MB and 1 GB in float32.
+# The most logits that are held at once. Two copies of them in float32 take 128 MB on a CPU and 1 GB on a GPU.
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}
 
 
 def product(a, b):
-    """a @ b in float32, not rounded to the dtype of the factors; on a GPU without float32 copies of them."""
+    """a @ b in float32, not rounded to the factors' dtype. A GPU makes no float32 copies of the factors."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -22,10 +22,11 @@ def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0)
 
     scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
     softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
-    float32_head=False rounds them to the weight's dtype first, as models in bfloat16 do: to three digits,
-    which is a sixteenth at a logit of 20. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found most of the gap
-    between engine and trainer there; in the default run it is a quarter to two fifths of the gap
-    (docs/speed.md). On a CPU each call makes a float32 copy of a bfloat16 weight.
+    float32_head=False first rounds the logits to the weight's dtype, as models in bfloat16 do. bfloat16 has
+    three digits, so that a logit of 20 is off by up to a sixteenth. MiniMax-M1
+    (https://arxiv.org/abs/2506.13585) found that this rounding causes most of the gap between engine and
+    trainer; in the default run it causes a quarter to two fifths (docs/speed.md). On a CPU each call makes a
+    float32 copy of a bfloat16 weight.
     """
     if not float32_head or weight.dtype == torch.float32:
         logits = F.linear(hidden, weight, bias).float()
@@ -37,7 +38,7 @@ def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0)
 
 
 class LogprobsFromHidden(torch.autograd.Function):
-    """Logprob of each target and entropy of its distribution; logits exist for one chunk of tokens at a time.
+    """Logprob of each target and entropy of its distribution, with logits for one chunk of tokens at a time.
 
     forward: hidden [C, H], weight [V, H], bias [V] or None, targets [C] -> float32 logp [C], entropy [C].
     The backward pass computes each chunk's logits again instead of keeping C x V of them. Both passes work in
@@ -54,14 +55,14 @@ class LogprobsFromHidden(torch.autograd.Function):
         for part in chunks(targets, weight):
             logits = head_logits(hidden[part], weight, bias, *ctx.head).div_(temperature)       # [chunk, V]
             p = logits.softmax(-1)
-            # From log p = z - lse at the likeliest token: a third less time than logits.logsumexp(-1).
+            # log p = z - lse at the likeliest token. This takes a third less time than logits.logsumexp(-1).
             lse[part] = logits.amax(-1) - p.amax(-1).log()
             log_p = logits.sub_(lse[part, None])
             logp[part] = log_p.gather(1, targets[part, None])[:, 0]
             entropy[part] = -torch.linalg.vecdot(p, log_p)
-            del logits, p, log_p                                # before those of the next chunk are made
+            del logits, p, log_p                                # before the next chunk makes its own
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        # An entropy that is only logged then costs nothing in the backward pass.
+        # With this, an entropy that is only logged costs nothing in the backward pass.
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -70,7 +71,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         d_logp = torch.zeros_like(lse) if d_logp is None else d_logp / ctx.temperature
         d_hidden = torch.empty_like(hidden)
-        # Under adapters the head is frozen.
+        # With adapters the head is frozen.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         _, scale, softcap = ctx.head
@@ -78,7 +79,7 @@ class LogprobsFromHidden(torch.autograd.Function):
             logits = head_logits(hidden[part], weight, bias, *ctx.head)
             slope = 1 - (logits / softcap).square_() if softcap else None                       # [chunk, V]
             log_p = logits.div_(ctx.temperature).sub_(lse[part, None])
-            # All of it in place, so that the chunk exists once.
+            # All of this is in place, so that only one copy of the chunk exists.
             if d_entropy is None:
                 d_logits = log_p.exp_().mul_(-d_logp[part, None])
             else:
@@ -93,7 +94,7 @@ class LogprobsFromHidden(torch.autograd.Function):
             d_logits = d_logits.to(weight.dtype)
             d_hidden[part] = d_logits @ weight
             if d_weight is not None and weight.dtype == torch.float32:
-                d_weight.addmm_(d_logits.T, hidden[part])       # no second V x H
+                d_weight.addmm_(d_logits.T, hidden[part])       # this makes no second V x H
             elif d_weight is not None:
                 d_weight += product(d_logits.T, hidden[part])
             del logits, log_p, d_logits, slope
@@ -102,6 +103,6 @@ class LogprobsFromHidden(torch.autograd.Function):
 
 
 def chunks(targets, weight):
-    """Slices of tokens whose logits are at most LOGITS numbers."""
+    """Slices of tokens, each with at most LOGITS logits."""
     size = max(1, LOGITS[weight.device.type] // len(weight))
     return [slice(i, i + size) for i in range(0, len(targets), size)]

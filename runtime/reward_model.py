@@ -1,9 +1,9 @@
 """A reward model scores conversations: a Hugging Face sequence-classification model with one label.
 
-It judges text, not the policy's tokens: its own tokenizer and chat template render the conversation again.
-Text that spells one of its control tokens, such as the end of a turn, is broken up first, or a policy could
-write the judge's next turn itself. Each rank has a whole copy of it, which waits in host memory while it is
-not used.
+It judges text and not the policy's tokens: its own tokenizer and chat template render the conversation again.
+Text that spells one of its control tokens, such as the end of a turn, is broken up first, because otherwise a
+policy could write the judge's next turn itself. Each rank has a whole copy of the model, which waits in host
+memory while it is not used.
 """
 import math
 import sys
@@ -15,11 +15,12 @@ from runtime.check_model import check_loaded, check_model, load_tokenizer, readi
 
 
 class RewardModel:
-    """Loads the reward model in `path` (a folder or hub id), whose `score` scores conversations.
+    """Loads the reward model in `path` (a folder or hub id); its method `score` scores conversations.
 
-    device: where it computes. dtype: of its weights and its computation. token_budget: the largest number of
-    tokens in a batch, with padding. Raises ValueError for a model that is no reward model (several labels, or
-    no trained head), that names no pad token, or whose tokenizer has more tokens than it embeds.
+    device: where it computes. dtype: the precision of its weights and its computation. token_budget: the
+    largest number of tokens in a batch, padding included. Raises ValueError for a model that is no reward
+    model (it has several labels or no trained head), that names no pad token, or that embeds fewer tokens
+    than its tokenizer has.
     """
 
     def __init__(self, path, device, dtype, token_budget):
@@ -27,9 +28,9 @@ class RewardModel:
         config, self.tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path, "reward_model")
         if config.num_labels != 1:
             raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
-        # This is the config that the model's own forward reads.
+        # The model's forward reads this part of the config.
         text_config = config.get_text_config()
-        # The model reads the score at the last token that is no padding.
+        # The model reads the score at the last token that is no padding, so it has to know the pad token.
         if getattr(text_config, "pad_token_id", None) is None:
             text_config.pad_token_id = self.tokenizer.pad_token_id
         if text_config.pad_token_id is None:
@@ -40,13 +41,13 @@ class RewardModel:
                 trust_remote_code=False)
         check_loaded(f"reward_model={path} is not a trained reward model", loading)
         self.model.eval()
-        # A control token is broken up by a space, unless the tokenizer drops spaces.
+        # A space breaks a control token up, unless the token has spaces itself or the tokenizer drops them.
         special = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()
                    if token.special}
         self.control = {token: f"{token[0]} {token[1:]}" for token in special}
         for token, broken in list(self.control.items()):
-            if len(token.split()) > 1 or len(token) < 2 or set(special.values()) & set(
-                    self.tokenizer(broken, add_special_tokens=False).input_ids):
+            ids = self.tokenizer(broken, add_special_tokens=False).input_ids
+            if len(token.split()) > 1 or {*special.values()} & {*ids}:
                 print(f"reward_model={path}: its control token {token!r} cannot be broken up, so a policy "
                       "can write it", file=sys.stderr)
                 del self.control[token]
@@ -56,25 +57,24 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, prompts, completions):
-        """Returns the score of each completion as the continuation of its prompt, NaN where there is none.
+        """Returns the score of each completion as the continuation of its prompt, or NaN where there is none.
 
-        prompts: strings or lists of messages. completions: for each a string, which the prompt is continued
-        by as it is, or a list of the messages that follow. A conversation has no score if it is too long for
-        the model or if its score is not finite. Raises ValueError if no completion has a score, and for
-        messages if the tokenizer has no chat template.
+        prompts: strings or lists of messages. completions: a string for a prompt that is a string, to which
+        it is appended as it is, or a list of the messages that follow. A conversation has no score if it is
+        too long for the model or if its score is not finite. Raises ValueError if no completion has a score,
+        or if prompts are messages but the tokenizer has no chat template.
         """
         ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions)]
-        longest_first = sorted((i for i in range(len(ids)) if len(ids[i]) <= self.max_length),
-                               key=lambda i: len(ids[i]), reverse=True)
+        fitting = [i for i in range(len(ids)) if len(ids[i]) <= self.max_length]
+        longest_first = sorted(fitting, key=lambda i: -len(ids[i]))
         scores = [math.nan] * len(ids)
         self.model.to(self.device)
         while longest_first:
             width = len(ids[longest_first[0]])
             count = max(1, self.token_budget // width)
             batch, longest_first = longest_first[:count], longest_first[count:]
-            padding = [width - len(ids[i]) for i in batch]
-            padded = [ids[i] + n * [self.pad_id] for i, n in zip(batch, padding)]
-            mask = [(width - n) * [1] + n * [0] for n in padding]                       # [count, width]
+            padded = [ids[i] + [self.pad_id] * (width - len(ids[i])) for i in batch]    # [count, width]
+            mask = [[1] * len(ids[i]) + [0] * (width - len(ids[i])) for i in batch]
             logits = self.model(input_ids=torch.tensor(padded, device=self.device),
                                 attention_mask=torch.tensor(mask, device=self.device)).logits
             for i, value in zip(batch, logits[:, 0].tolist()):                          # [count, 1]
@@ -88,7 +88,7 @@ class RewardModel:
     def _encode(self, prompt, completion):
         if isinstance(prompt, str):
             completion = self._harmless(completion)
-            # One that begins in the prompt and ends in the completion.
+            # A control token may begin in the prompt and end in the completion.
             if any(token in prompt[1 - len(token):] + completion[:len(token) - 1] for token in self.control):
                 completion = " " + completion
             return self.tokenizer(prompt + completion).input_ids
@@ -96,7 +96,7 @@ class RewardModel:
             raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
                              "chat template")
         turns = [*prompt, *completion]
-        # A completion continues the assistant's message that its prompt ends in: the two are one turn.
+        # A completion continues the assistant's message at the end of its prompt, so the two are one turn.
         if prompt[-1]["role"] == "assistant":
             whole = prompt[-1]["content"] + (completion[0].get("content") or "")
             turns[len(prompt) - 1:len(prompt) + 1] = [completion[0] | {"content": whole}]
@@ -106,7 +106,7 @@ class RewardModel:
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
 
     def _harmless(self, text):
-        # Until none is left, because they may overlap.
+        # Control tokens may overlap, so this goes on until none is left.
         while spelled := [token for token in self.control if token in text]:
             for token in spelled:
                 text = text.replace(token, self.control[token])

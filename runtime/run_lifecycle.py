@@ -1,8 +1,8 @@
 """
-The frame of a run, which all training scripts share: it begins or resumes, saves, stops, and ends.
+How a run begins or resumes, saves, stops and ends. All training scripts share this; no algorithm needs to.
 
-None of it is part of an algorithm. checkpoint.py finds the folder and writes the checkpoints, run_log.py
-writes the metrics, the samples and the console output.
+checkpoint.py finds the folder and writes the checkpoints, run_log.py writes the metrics, the samples and the
+console output.
 """
 import datetime
 import json
@@ -27,16 +27,16 @@ SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "shuffle", "lora_rank", "lora_alpha")
-CODE = ("reward", "environment", "tools")           # settings that name files of the user's
+CODE = ("reward", "environment", "tools")           # settings that name the user's own files
 
 
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
     settings: what configure returned. script: the training script's __file__. critic: whether it trains one.
-    state: what a new run's state holds apart from the step; it is saved with each checkpoint, as JSON, and a
-    resumed run gets it back. Stops the script with a message if the settings do not fit each other, the
-    folder or the checkpoint. A collective.
+    state: what a script of your own wants to find again in run.state when it is resumed, with the values of a
+    new run; it is saved as JSON with each checkpoint. Stops the script with a message if the settings do not
+    fit each other, the folder or the checkpoint. A collective.
     """
 
     def __init__(self, settings, script, critic=False, **state):
@@ -49,14 +49,15 @@ class Run:
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
             if dist.get_rank() == 0:
                 clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-                # An environment may have gone to another folder already.
-                here = lambda path: path if path in ("", "auto") else os.path.join(HERE, path)
+                # An environment may have changed the working directory already.
+                here = lambda path: path if path in ("", "auto") else os.path.join(
+                    HERE, os.path.expanduser(path))
                 located = checkpoint.locate_run(here(settings.out_dir), here(settings.resume),
-                                     here(f"out/{kind}-{settings.task}-{clock}"))
+                                                here(f"out/{kind}-{settings.task}-{clock}"))
         self.out_dir, self.resumed = distributed.from_master(located)
-        # What load_policy needs of the adapters, if there are any.
+        # For load_policy: what it has to know about the adapters, or 0 if there are none.
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.lora_alpha, self.resumed)
-        # From here on, beginning with the chat template, nothing may take for ever.
+        # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "settings": vars(settings), "world_size": self.world_size} | state
@@ -71,7 +72,7 @@ class Run:
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: resume it with the script, in the version, that wrote it")
             self.state |= loaded
-        # What an older checkpoint does not name.
+        # An older checkpoint does not name these.
         before = {"shuffle": True, "lora_rank": 0, "lora_alpha": 32.0} | self.state["settings"]
         for key in SAME:
             now, then = getattr(settings, key, ""), before.get(key, "")
@@ -81,8 +82,8 @@ class Run:
               f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
 
     def check_data(self, base, train_set, eval_set):
-        """Refuse prompts that are not those of the resumed run, because their file may have changed, and a
-        model that no device can hold or that defaults do not suit. base: its folder. Raises ValueError."""
+        """Refuse prompts that are not those of the resumed run, whose file may have changed, and a model that
+        no device can hold or that the default settings do not suit. base: its folder. Raises ValueError."""
         s, before = self.settings, self.state["settings"]
         check_suits(s, base)
         checksums = {"train_prompts": checkpoint.checksum_of_rows(train_set.rows),
@@ -90,10 +91,9 @@ class Run:
         for key in CODE:
             paths = {source_file(spec.rpartition(":")[0]) for spec in specs(getattr(s, key)) if ":" in spec}
             for path in sorted(paths):
-                check(os.path.isfile(path), f"{key}: no such file: {path}")
                 checksums[key] = checksums.get(key, 0) ^ checkpoint.checksum(path)
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
-        # Another number of held-out prompts is no other data.
+        # If the number of held-out prompts was changed, they differ because of that.
         same["eval_prompts"] |= s.eval_prompts != before.get("eval_prompts")
         for key, what, file in (("train_prompts", "training", s.train_file),
                                 ("eval_prompts", "held-out", s.eval_file or s.train_file)):
@@ -108,7 +108,7 @@ class Run:
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; returns the RunLog.
 
-        networks: {place in a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
+        networks: {subfolder of a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
         updates: the updates of a step, in words.
         """
         self._check_state()
@@ -150,7 +150,7 @@ class Run:
         return self.log
 
     def _check_state(self):
-        # What a resumed run would not get back is refused at once, not when it is missed.
+        # What a resumed run would not get back is refused now, and not when it is missed.
         for key, value in self.state.items():
             check(key in self.declared, f"run.state[{key!r}] would be lost when the run is resumed: declare "
                                         f"it, Run(settings, __file__, {key}=...)")
@@ -160,8 +160,8 @@ class Run:
                   "Python's numbers, None, lists, and dicts with strings as keys")
 
     def _signalled(self, number, frame):
-        # A launcher may pass on a signal that the process has had already. Only a Ctrl-C that comes more than
-        # a second after the first signal ends the run, as soon as Python runs again.
+        # A launcher may pass on a signal that the process has already received. Only a Ctrl-C that comes more
+        # than a second after the first signal ends the run, as soon as Python runs again.
         if number == signal.SIGINT and self.signals and time.monotonic() - self.signals[0] > 1:
             os._exit(130)
         self.signals.append(time.monotonic())
@@ -179,8 +179,8 @@ class Run:
         return self.stopped
 
     def may_step(self, name, norm):
-        """Whether a gradient's norm is finite, and so logged; otherwise the update is skipped and counted.
-        Raises RuntimeError after max_skipped_updates in a row."""
+        """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
+        is not finite. Raises RuntimeError after max_skipped_updates in a row."""
         finite, prefix = math.isfinite(norm), "" if name == "actor" else f"{name}/"
         self.log.add(means={f"{prefix}grad_norm": [norm] if finite else []},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
@@ -195,10 +195,10 @@ class Run:
     def end_step(self, rollouts, figures, samples):
         """Write the figures of the step and continue with the next one.
 
-        rollouts: all of the step, on all ranks. figures, samples: what rewards.py says of them, for the logs.
+        rollouts: those of all ranks. figures, samples: what rewards.py makes of them for the logs.
         """
         tokens, log = sum(len(r.ids) for r in rollouts), self.log
-        # Bytes: of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
+        # Bytes of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
         peak = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         self.state["step"] += 1
@@ -215,13 +215,13 @@ class Run:
     def save(self, networks, tokenizer):
         """Write a checkpoint of this step. A collective.
 
-        Before its first step a run writes none, unless it stops there and had resumed from another folder. If
-        the save fails, older checkpoints are kept; the script stops only if no later save will follow.
+        Before its first step a run writes none, unless it stops there and was resumed in a new folder. If a
+        save fails, older checkpoints are kept, and the script stops only if no other save will follow.
         """
         self._check_state()
         step, problem = self.state["step"], None
         last = step == self.max_steps or self.stopped
-        # A run that resumes in another folder has no checkpoint of its own yet.
+        # A run that is resumed in a new folder has no checkpoint there yet.
         before = os.path.dirname(os.path.abspath(self.resumed)) if self.resumed else self.out_dir
         if step > self.first_step or (last and not os.path.samefile(before, self.out_dir)):
             self.log.flush()
@@ -239,7 +239,7 @@ class Run:
                 f"; --out_dir={self.out_dir} --resume=auto resumes it" if step else ": nothing is saved"))
 
     def end(self):
-        """Close the log, write the report of a short run, close the engine and leave the process group."""
+        """Close the log, write the report if the run was short, close the engine, leave the process group."""
         self.log.close()
         if self.log.master:
             import report

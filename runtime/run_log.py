@@ -1,4 +1,4 @@
-"""What a run writes as it goes: metrics, sample completions, settings, the script, lines on the console."""
+"""What a run writes: its metrics, sample completions, settings and script, and lines on the console."""
 import atexit
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from runtime import distributed, health
 from runtime.safe_files import in_words, opened, rewind
 
-# What the console shows of a step, in 80 columns: its word for it, the metric, the format.
+# What the console shows of a step, in 80 columns: a word, the metric that it stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
            ("var", "critic/vf_explained_var", ".2f"),
@@ -25,14 +25,14 @@ CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4
 
 
 class Lenient:
-    """Wraps stdout or stderr and drops, without an error, what a closed or full one cannot take."""
+    """Wraps stdout or stderr. What a closed or full one cannot take is dropped without an error."""
 
     def __init__(self, stream):
-        # Python gives None where the descriptor was closed before it started.
+        # Python gives None if the descriptor was closed before it started.
         self.stream = stream or open(os.devnull, "w")
 
     def write(self, text):
-        # ValueError: it is closed. RuntimeError: a signal's handler writes in the middle of another write.
+        # ValueError: it is closed. RuntimeError: a signal handler writes in the middle of another write.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self.stream.write(text)
         return len(text)
@@ -46,8 +46,7 @@ class Lenient:
 
 
 def make_lenient():
-    """Let print, and whatever else writes to stdout and stderr, continue where these are closed or full."""
-    distributed.escape_the_unknown()
+    """Let print, and whatever else writes to stdout and stderr, continue if these are closed or full."""
     sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
 
 
@@ -56,22 +55,22 @@ class RunLog:
     prints to the console.
 
     Only rank 0 writes. A run that continues from first_step drops the lines of that step and of later ones,
-    because it writes them again. A step's line is filled by `metrics`, a dict of figures that all ranks agree
-    on, and by `add`, whose figures are taken over all ranks when the step ends. eval_scores, {step:
-    eval/mean@k}, has all steps that were evaluated; by it the best checkpoint is chosen. Raises ValueError if
-    the folder cannot be written.
+    because it writes them again. The line of a step consists of `metrics`, a dict of figures that all ranks
+    agree on, and of what `add` was given, summed or averaged over all ranks when the step ends. eval_scores,
+    {step: eval/mean@k}, has all steps that were evaluated; the best checkpoint is chosen by it. Raises
+    ValueError if the folder cannot be written.
     """
 
     def __init__(self, out_dir, script, settings, first_step, max_steps):
         self.master, self.out_dir = dist.get_rank() == 0, out_dir
         self.sample_interval = settings["sample_interval"]
         self.waiting, self.files = {"metrics.jsonl": [], "samples.jsonl": []}, {}
-        self.health = health.Watch(os.path.join(out_dir, "metrics.jsonl"), settings)
+        self.health, self.eval_scores = health.Watch(settings), {}
         self.start(first_step)
-        self.eval_scores = {}
         if self.master:
             try:
                 for line in rewind(os.path.join(out_dir, "metrics.jsonl"), first_step):
+                    self.health.add(line)
                     self._note_score(line)
                 rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
                 self.files = {name: opened(os.path.join(out_dir, name), "ab", buffering=0)
@@ -84,11 +83,9 @@ class RunLog:
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
             except OSError as error:
                 raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
-        # Kept, because a reward may replace sys.stdout later.
-        make_lenient()
-        self.console = sys.stdout
+        self.console = sys.stdout                               # a reward may replace sys.stdout later
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
-        # As the interpreter ends it would write once more, after the error that ends the run, and fail.
+        # Otherwise the bar writes once more as the interpreter ends, below the error that ends the run.
         atexit.register(setattr, self.bar, "disable", True)
 
     # ------------------------------------------------------------ a step's figures
@@ -101,7 +98,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def timed(self, name):
-        """Add the seconds that the block takes, the GPU's part included, to timing_s/name."""
+        """Add the seconds that the block takes, including its work on the GPU, to timing_s/name."""
         start = time.perf_counter()
         distributed.watchdog.moved(f"step {self.metrics['step']}, {name}")
         yield
@@ -111,7 +108,7 @@ class RunLog:
         distributed.watchdog.moved(f"step {self.metrics['step']}, after {name}")
 
     def add(self, sums={}, means={}):
-        """Add to the step's figures over all ranks. Nothing here waits for a GPU.
+        """Add to the step's figures over all ranks, without waiting for a GPU.
 
         sums: {name: a number, or a tensor of one number}. means: {name: a tensor or list of values}; a mean
         that gets no values is logged as 0.
@@ -125,18 +122,16 @@ class RunLog:
             self.totals[name] = total + values.sum(), count + values.numel()
 
     def evaluation(self, results):
-        """Note the results of an evaluation and show those over all prompts."""
+        """Log the results of an evaluation, and show those over all prompts on the console."""
         self.metrics |= results
         self._note_score(self.metrics)
         least = min((name.count("/") for name in results), default=0)
-        # A figure and its name stay on one line of 80 columns: \0 is no space to break at.
+        # In lines of 80 columns; at a \0 no line is broken, so a figure stays with its name.
         self.say(textwrap.fill(f"step\0{self.metrics['step']:3d}  " + "  ".join(
             f"{name}\0{value:.3f}" for name, value in results.items() if name.count("/") == least),
             80, subsequent_indent="    ", break_on_hyphens=False).replace("\0", " "))
-        # A log that cannot be read back says nothing of the run's health.
-        with contextlib.suppress(OSError):
-            for text in self.health.news() if self.master else ():
-                self.say(text)
+        for text in self.health.news():
+            self.say(text)
 
     def end(self, tokens, samples):
         """Write the step: a line to metrics.jsonl and TensorBoard, a few samples, a line on the console.
@@ -169,8 +164,9 @@ class RunLog:
                         for name, (total, count) in summed.items()} | self.metrics | self.timing
         if self.master:
             self._append("metrics.jsonl", [self.metrics])
-            # A full disk is no news, because the file above has said so. The name of a reward's part may be
-            # one that TensorBoard cannot take.
+            self.health.add(self.metrics)
+            # OSError: the disk is full, as _append has said already. ValueError: TensorBoard does not accept
+            # every name that a part of a reward may have.
             with contextlib.suppress(OSError, ValueError):
                 for name, value in self.metrics.items():
                     self.board.add_scalar(name, value, self.metrics["step"])
@@ -179,6 +175,7 @@ class RunLog:
     # ------------------------------------------------------------ files and console
 
     def say(self, text):
+        """Print a line, or several, above the progress bar."""
         if self.master:
             tqdm.write(text, file=self.console)
 
@@ -196,24 +193,21 @@ class RunLog:
             self._append(name, [])
 
     def _append(self, name, rows):
-        # Lines that a full disk does not take wait for the next try: none is lost, none is cut in two.
+        # Lines that a full disk does not take wait for the next try, so none is lost and none is cut in two.
         self.waiting[name] += [json.dumps(row) + "\n" for row in rows]
         lines, file = "".join(self.waiting[name]).encode(), self.files[name]
+        size = file.seek(0, os.SEEK_END)
         try:
-            size = file.seek(0, os.SEEK_END)
-            try:
-                if file.write(lines) < len(lines):
-                    raise OSError(errno.ENOSPC, "it took only a part")
-                # A checkpoint is about to count on these lines.
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(size)
-                raise
+            if file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, "it took only a part")
+            # A checkpoint relies on these lines.
+            os.fsync(file.fileno())
             self.waiting[name].clear()
         except OSError as error:
+            file.truncate(size)
             self.say(f"{name} could not be written, its lines will be written later: {in_words(error)}")
 
 
 def plain_text(text):
-    # Of a prompt or a completion: the string, or the contents of its messages.
+    # Returns a prompt or a completion as one string, of messages their contents.
     return text if isinstance(text, str) else " ".join(str(message["content"] or "") for message in text)

@@ -12,9 +12,9 @@ import sys
 
 
 def opened(path, mode, buffering=-1):
-    """open() for a file of a run. Raises OSError for a link, a pipe or a device in its place."""
+    """open() for a file of a run. Raises OSError if the path leads to a link, a pipe or a device."""
     def opener(path, flags):
-        # O_NONBLOCK, because a pipe would wait for its other end.
+        # O_NONBLOCK, because opening a pipe would wait for its other end.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -23,26 +23,18 @@ def opened(path, mode, buffering=-1):
     return open(path, mode, buffering, opener=opener)
 
 
-def remove(path):
-    """Remove a file, a link or a whole folder, if it is there."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
 def sync(path):
-    """Wait until the disk has a file or the names in a folder."""
+    """Wait until a file, or the names in a folder, are on disk and not only in its cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def in_words(error, folder=None):
-    """What a person would say of the error that came of writing into a folder."""
-    # PyTorch's own error of a save has those of all ranks, with their tracebacks.
+    """What a person would say of an error in writing, into `folder` if one is given."""
+    # PyTorch's CheckpointException holds the errors of all ranks, with their tracebacks.
     error = next((one for one, _ in getattr(error, "failures", {}).values()), error)
-    # Libraries report a full disk in many ways, or not at all.
+    # Libraries report a full disk in many ways, and some not at all.
     text, free = repr(error), math.inf
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(folder).free if folder else math.inf
@@ -55,9 +47,10 @@ def in_words(error, folder=None):
 
 
 def rewind(path, step):
-    """Drop the lines of a .jsonl log for `step` or later; returns the objects of those that stay.
+    """Drop the lines of a .jsonl log for `step` or later; returns the objects of the lines that stay.
 
-    Lines that no run has written are dropped as well, and named; a last line that a kill has cut off is not.
+    A line that no run has written is dropped as well, with a message that names it. There is no message about
+    a last line that a kill has cut off.
     """
     if not os.path.lexists(path):
         return []

@@ -1,5 +1,5 @@
 """
-Functions and classes of the user's: loaded from "file.py:name", and those of an environment called here.
+Functions and classes of the user's are loaded here from "file.py:name", and called in limited time.
 """
 import asyncio
 import contextlib
@@ -15,38 +15,39 @@ import time
 from collections import deque
 
 
-# Where the run was started. What it loads may go to another folder.
+# The folder in which the run was started. Code that it loads may change the current folder.
 HERE = os.getcwd()
 
 
 def source_file(path):
-    """Where such a file is: here, or else in the project, whose config files name some of its own."""
+    """Returns the path of a file of this name in HERE, or else in the project, as its config files need."""
     here = os.path.join(HERE, path)
     project = os.path.dirname(os.path.dirname(__file__))
     return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
 
 
 def specs(text):
-    """The parts of a setting such as "file.py:name,other.py:name"; an empty one has one, which is empty."""
+    """Returns the parts of a setting such as "file.py:name,other.py:name"; those of "" are [""]."""
     return [part.strip() for part in text.split(",")]
 
 
 @functools.cache
 def module_of(path, changed):
-    # The module of a file, which is run once for all that is loaded from it. changed: the time of its change.
+    # Returns the module of a file, which runs once for all that is loaded from it, and again once it has
+    # changed. changed: the time of its last change.
     spec = importlib.util.spec_from_file_location(f"user_code_{len(sys.modules)}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    # As for a script, it may import modules from its folder; the project's own come first.
+    # Like a script it may import modules from its folder, but the project's own come first.
     sys.path += {os.path.dirname(os.path.abspath(path))} - {*sys.path}
     spec.loader.exec_module(module)
     return module
 
 
 def load_from(spec, key, kind, others=""):
-    """Returns what a spec "file.py:name" stands for.
+    """Returns the function or class that a spec "file.py:name" names.
 
-    For the messages: key is the setting, kind is function or class, others says what else the spec may be.
-    Raises ValueError if there is no such thing, or if the file raises.
+    The messages need the other arguments: key is the setting, kind is function or Class, and others says what
+    else the spec may be. Raises ValueError if the file has nothing of this name, or if it raises.
     """
     given, _, name = spec.rpartition(":")
     if not given.endswith(".py") or not name.isidentifier():
@@ -57,7 +58,7 @@ def load_from(spec, key, kind, others=""):
     try:
         module = module_of(path, os.stat(path).st_mtime_ns)
         found = getattr(module, name, None)
-        callable(found) and inspect.signature(found)            # which not all that is written in C has
+        callable(found) and inspect.signature(found)            # some that are written in C have none
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {escaped(shown(error))}") from error
     if not callable(found):
@@ -68,7 +69,7 @@ def load_from(spec, key, kind, others=""):
 
 
 def accepted(function, columns, name=""):
-    # Returns those of the columns that the function takes. name: of it, for a message.
+    # Returns the columns that the function takes. name: what a message calls the function.
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
@@ -85,7 +86,7 @@ def name_of(function):
 
 
 def shown(value):
-    # A value or an error that a reward gave, for a message; it may be of any kind.
+    # Returns a value or an error of any kind, even one that cannot be printed, as a text for a message.
     try:
         return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"{value!r:.100}"
     except Exception:
@@ -93,15 +94,16 @@ def shown(value):
 
 
 def escaped(text):
-    # As one line, in which no control character acts on the console.
+    # Returns the text as one line without control characters, which could act on the console.
     return repr(text)[1:-1]
 
 
 def logging_into(stores, function):
-    """Those of log_extra(name, values) and log_metric(name, value) that a function asks for, as in TRL.
+    """Returns log_extra(name, values) and log_metric(name, value), as in TRL, if the function has these
+    parameters.
 
-    What it logs goes into the dicts `stores`, as numbers or else as text: of values each one into its own.
-    Where stores is a dict, log_extra takes one value.
+    They put what the function logs into the dicts `stores`, one value into each, as numbers or else as text.
+    If stores is a dict itself, log_extra takes one value.
     """
     def log_extra(name, values):
         for store, value in [(stores, values)] if isinstance(stores, dict) else zip(stores, values):
@@ -116,19 +118,19 @@ def logging_into(stores, function):
     return {key: logs[key] for key in logs.keys() & inspect.signature(function).parameters.keys()}
 
 
-class TimeUp(Exception):
+class TimeUp(TimeoutError):
     """Says that a function of the user's ran out of time."""
 
 
 class Failed(Exception):
-    """An environment has raised the error that is the __cause__ of this one."""
+    """Says that a function of the user's raised an error, which is the __cause__ of this one."""
 
 
 def outcome(function, seconds=0):
-    """Calls a function of an environment; returns (its value, its error or None, the seconds that it took).
+    """Calls a function of the user's and returns (its value, its error or None, the seconds that it took).
 
-    The error is TimeUp or Failed. seconds: how long an async function may take, 0: for ever. Nothing can stop
-    any other; Threads stops waiting for it.
+    The error is TimeUp or Failed. seconds: how long an async function may take; 0 sets no limit. Nothing can
+    stop a function that is not async, but Threads stops waiting for it.
     """
     start, value, problem = time.perf_counter(), None, None
     try:
@@ -141,29 +143,29 @@ def outcome(function, seconds=0):
         problem = error
     # sys.exit, for example, must not end the run as if it had come to its end.
     except BaseException as error:
-        problem = Failed()
+        problem = Failed(f"raised {escaped(shown(error))}")
         problem.__cause__ = error
     return value, problem, time.perf_counter() - start
 
 
 @functools.cache
 def event_loop():
-    # One for the whole run, because a connection belongs to the loop that opened it.
+    # The whole run has one loop, because a connection belongs to the loop that opened it.
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
-async def in_order(awaitables):
-    """A list of what they give."""
-    return [await one for one in awaitables]
+async def listed(awaitable):
+    """Returns what the awaitable gives, in a list."""
+    return [await awaitable]
 
 
 def awaited(awaitable, seconds):
     async def guarded():
         try:
             return await awaitable
-        # It would end the loop, and the run would wait for it for ever.
+        # Either would end the loop, and the run would wait for ever.
         except (SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(repr(error)) from error
 
@@ -171,16 +173,16 @@ def awaited(awaitable, seconds):
     try:
         return future.result(seconds or None)
     except TimeoutError:
-        # The function may have raised one itself.
+        # The function may have raised this error itself.
         if not future.cancel():
             raise
         raise TimeUp from None
 
 
 class Threads:
-    """Calls in at most `count` threads at a time, each for at most `timeout` seconds (0: for ever).
+    """Calls functions in at most `count` threads at a time, with `timeout` seconds for each; 0 sets no limit.
 
-    Python cannot end a thread: a call that takes too long goes on, and what it returns is dropped.
+    Python cannot end a thread, so a call that takes too long goes on, and what it returns is dropped.
     """
 
     def __init__(self, count, timeout):
@@ -188,7 +190,7 @@ class Threads:
         self.waiting, self.running, self.ended = deque(), {}, queue.SimpleQueue()
 
     def start(self, name, function):
-        """Calls a function as soon as a thread is free. name: under which its result is returned."""
+        """Calls a function as soon as a thread is free. name: what `finished` calls its result."""
         self.waiting.append((name, function))
         self._fill()
 
@@ -202,18 +204,18 @@ class Threads:
         self.ended.put((name, *outcome(function, self.seconds)))
 
     def finished(self, wait):
-        """Returns (name, value, error, seconds) of the calls that have ended or run out of time.
+        """Returns (name, value, error, seconds) for each call that has ended or run out of time.
 
-        wait: block until there is one.
+        wait: whether to wait for the first one if there is none yet.
         """
         results = []
         while self.running:
-            # First those that have ended, because a step of the engine may take longer than a call has time.
+            # Calls that have ended come first: a step of the engine may last longer than a call's time limit.
             with contextlib.suppress(queue.Empty):
                 while True:
                     left = max(0, min(self.running.values(), default=0) - time.monotonic())
                     name, value, error, seconds = self.ended.get(wait and not results, left)
-                    # One that ran out of time earlier is not among those that run.
+                    # A call that ran out of time earlier is not in `running` any more.
                     if self.running.pop(name, None):
                         late = seconds > self.timeout
                         results.append((name, *((None, TimeUp()) if late else (value, error)), seconds))
@@ -228,9 +230,9 @@ class Threads:
 
 
 def at_once(functions, count, timeout, seconds):
-    """Calls functions, `count` at a time, each for `timeout` seconds (0: no limit) and all for `seconds`.
+    """Calls functions in `count` threads and returns the value of each, or a TimeUp or Failed in its place.
 
-    Returns for each its value, TimeUp or Failed.
+    Each call has `timeout` seconds, where 0 sets no limit, and all together have `seconds`.
     """
     threads, end, results = Threads(count, timeout), time.monotonic() + seconds, {}
     for number, function in enumerate(functions):
@@ -241,7 +243,7 @@ def at_once(functions, count, timeout, seconds):
 
 
 def closer(instance, name):
-    """An environment's method of this name if it can be called without arguments, otherwise None."""
+    """Returns the environment's method of this name if it needs no arguments, otherwise None."""
     method = getattr(instance, name, None)
     try:
         inspect.signature(method).bind()
@@ -251,6 +253,6 @@ def closer(instance, name):
 
 
 def close(instances, seconds):
-    """Closes environments by close() or else release(), and waits `seconds` for all of them together."""
+    """Closes environments by close(), or else by release(), and waits at most `seconds` in all."""
     closers = [closer(one, "close") or closer(one, "release") for one in instances]
     at_once([*filter(None, closers)], len(closers), 0, seconds)

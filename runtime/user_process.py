@@ -1,8 +1,8 @@
 """
-A function of the user's in a process of its own, called in limited time.
+A function of the user's that is called in a process of its own, in limited time.
 
-What it does to signals, the current folder or the interpreter stays in that process, and a call that does not
-come back is ended with it, whatever language it is written in.
+What it does to signals, the current folder or the interpreter stays in that process. A call that does not
+come back is ended with its process, whatever language it is written in.
 """
 import contextlib
 import ctypes
@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection, Pipe
 
 
 class UserProcess:
-    """Calls a function that make(*arguments) gives there, in a new Python that has our sys.path.
+    """Calls the function that make(*arguments) returns, in a new Python process with our sys.path.
 
-    folder: where that Python runs. make is found there by its name. It returns the function and a dict of
-    attributes for this object. Raises what make raises.
+    make returns this function and a dict of attributes for this object. The new process imports make by its
+    name and runs in `folder`. Raises what make raises.
     """
 
     def __init__(self, folder, make, *arguments):
@@ -29,8 +29,8 @@ class UserProcess:
     def within(self, seconds, *arguments):
         """Returns function(*arguments). Raises what it raises, or ChildProcessError if its process ends.
 
-        After so many seconds (None: no limit) this ends the process and raises TimeoutError. The next call
-        begins another.
+        If the call takes longer than `seconds`, its process is ended and TimeoutError is raised. The next
+        call starts a new process. With None there is no limit.
         """
         if not self.process:
             self._start()
@@ -38,10 +38,10 @@ class UserProcess:
 
     def _start(self):
         self.pipe, theirs = Pipe()
-        # Not by -m, because multiprocessing would import that module again in the function's own processes.
+        # With -m instead, multiprocessing would import the module again in each process of the function's.
         program = (f"import sys; sys.path[:] = {sys.path!r}; from runtime.user_process import serve; "
                    f"serve({theirs.fileno()})")
-        # Ctrl-C does not reach a session of its own: this process may want to finish its step.
+        # In a session of its own it gets no Ctrl-C, so that the run can finish its step.
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()],
                                         stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder)
         theirs.close()
@@ -61,14 +61,14 @@ class UserProcess:
         return result
 
     def end(self):
-        """Ends the process; the next call begins another."""
+        """Ends the process and returns its exit status. The next call starts a new process."""
         process, self.process = self.process, None
         os.killpg(process.pid, signal.SIGKILL)                  # and the processes that it has started
         return process.wait()
 
 
 class Console(io.FileIO):
-    """Drops what a closed or full console cannot take."""
+    """A console that drops what it cannot take because it is closed or full."""
     def write(self, data):
         with contextlib.suppress(OSError):
             super().write(data)
@@ -76,26 +76,23 @@ class Console(io.FileIO):
 
 
 def serve(descriptor):
-    """Answers the messages of a UserProcess, which has started this process, until it has gone."""
+    """Answers the messages of the UserProcess that has started this process, until it has gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
     for name, number in (("stdout", 1), ("stderr", 2)):
-        if stream := getattr(sys, name):                        # None: it is closed
+        if stream := getattr(sys, name):                        # it is None if it was closed
             raw = Console(number, "w", closefd=False)
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True))
     pipe, function = Connection(descriptor), None
-    while True:
-        try:
-            message = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if function:
-                reply = function(*message), None
-            else:
-                function, about = message[0](*message[1])
-                reply = about, None
-        except BaseException as error:
-            error.add_note(traceback.format_exc())
-            reply = None, error
-        pipe.send(reply)
+    with contextlib.suppress(EOFError):                         # the UserProcess has gone
+        while True:
+            message, result, problem = pipe.recv(), None, None
+            try:
+                if function:
+                    result = function(*message)
+                else:
+                    function, result = message[0](*message[1])
+            except BaseException as error:
+                error.add_note(traceback.format_exc())
+                problem = error
+            pipe.send((result, problem))

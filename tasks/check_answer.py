@@ -1,8 +1,8 @@
-r"""Answers: what a completion gives as its final answer, and whether that is the right one.
+r"""Answers: which final answer a completion gives, and whether it is the right one.
 
-    extract_answer  the final answer of a text: a \boxed{}, or what follows `Answer:` or ####
-    comparison      whether two answers are the same, as exact values or as text
-    check_answer    whether a completion's final answer is the right one
+    extract_answer  finds the final answer in a text: a \boxed{}, or what follows `Answer:` or ####
+    comparison      says whether two answers are the same, as exact values or as text
+    check_answer    says whether a completion's final answer is the right one
 """
 import contextlib
 import logging
@@ -13,16 +13,16 @@ from fractions import Fraction
 # ------------------------------------------------------------------------------------------------------------
 # extraction
 
-# A line that only says `Final Answer` is a mark. #### is GSM8K's mark, unless it begins a heading with text
-# below it.
+# A mark announces an answer. A line that only says `Final Answer` is one, and so is GSM8K's ####, unless it
+# begins a heading with text below it.
 MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<token>[^\s{}$]+)|\\.|[{}]|(?P<end></answer>)|"
                    r"(?P<mark>answer\**\s*[:：]|<answer>|"
                    r"^[#* \t]{0,9}(?:final[ \t]{1,9})?answer[* \t\r]{0,9}$|"
                    r"(?<!#)####(?!#)(?![ \t]*\**(?-i:[A-Z])[^\n]{0,80}\n\s{0,9}\S))|"
                    r"(?P<words>final\s+answer\s+is\b\s*[:：]?)", re.I | re.M)
-# What may stand between two boxes that are one answer.
+# If only this stands between two boxes, they are one answer.
 JOINT = re.compile(r"\}[\s$]*(?:,|,?\s*and\b)[\s$]*\\(?:boxed|fbox)\s*\{", re.I)
-# What may stand around an answer in its line.
+# This may stand around an answer in its line, and is removed.
 FRAME = re.compile(r"^.*\banswer\s+is\b:?|[ ,]\(?(?:since|because)\b.*|\.\s+I\s+hope\b.*|"
                    r"</(?:s|think)>.*|<\|\w{1,30}\|>.*", re.I)
 EDGES = " \t\r\n*`"
@@ -31,9 +31,9 @@ EDGES = " \t\r\n*`"
 def extract_answer(text):
     r"""Returns the final answer in a text, or None if it has none.
 
-    The last \boxed{} counts, whatever comes after it. Without a box it is the last answer behind `Answer:`,
-    #### or <answer>, in that line or below it, and without these the last one behind `final answer is`.
-    What stands before </think> counts only if there is no answer after it.
+    It is in the last \boxed{}, whatever comes after that. Without a box it is the last answer that follows
+    `Answer:`, #### or <answer>, in that line or below it, and without these the last one that follows
+    `final answer is`. What stands before </think> counts only if there is no answer after it.
     """
     _, ended, rest = text.rpartition("</think>")
     if ended and (answer := extract_answer(rest)):
@@ -58,17 +58,15 @@ def extract_answer(text):
     if found:
         return ", ".join(reversed(found))
     for kind in ("mark", "words"):
-        signs = [sign for sign in others if kind == "words" or not sign["words"]]
-        following = None
-        for sign in reversed(signs):
-            # What a sign announces ends before the next one.
+        signs = [sign for sign in reversed(others) if kind == "words" or not sign["words"]]
+        for sign, following in zip(signs, [None, *signs]):
+            # The answer that a sign announces ends before the next sign.
             below = text[sign.end():following.start() if following else None].strip(EDGES)
             if below and sign[kind]:
                 closed = sign[0][0] == "<" and following and following["end"]
                 answer = FRAME.sub("", below if closed else displayed(below))
                 if answer := answer.strip(EDGES).removesuffix("*.").strip(EDGES):
                     return answer
-            following = sign
 
 
 def displayed(text):
@@ -80,11 +78,12 @@ def displayed(text):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# comparison. An answer is cleaned of what does not count, then read as a tree: exact fractions as far as that
-# goes, and where there are letters, brackets or roots, tuples (operator, left, right) as they are written.
+# comparison. What does not count is removed from an answer. Then it is read as a tree: numbers become one
+# exact fraction, and where there are letters, brackets or roots, tuples (operator, left, right) keep the
+# formula.
 
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
-    # One-letter units that are written upright. unitm stands for m, because a plain m may be a variable.
+    # These are one-letter units, which are written upright. m becomes unitm: a plain m may be a variable.
     (r"(?:(?<=[\d}])|(?<=\\pi))(?:[\s~]|\\[,;: ])*\\(?:text\s*\{\s*|mathrm\s*\{~)([acghjklmnstvw])\}",
      r" unit\1"),
     (r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
@@ -104,18 +103,20 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\(sin|cos|tan|log|ln)\s*(?:(\d+|[a-z]|\\pi|\\theta)(?=\s*(?:[-+,)}=]|$))|\{(\w+)\})",
      r"\\\1(\2\3)"),
     ("∪", r"\\cup "), ("∩", r"\\cap "), ("∈", r"\\in "), ("±", r"\\pm "), ("θ", r"\\theta "),
-    # A left side. The lookahead keeps it where other equations follow: x=1, y=2.
+    # This is a left side. The lookahead keeps it where other equations follow: x=1, y=2.
     (r"^\s*\\?[a-z][\w ]*(?:(?<=_)\{\w+\})?(?:\([a-z]\))?\s*(?:=(?!.*[,;].*=)|\\in(?![a-z]))", "")]]
-# The left sides of equations that count: x, x_1, xy, \cos x, and f(x). Words do not count: area = 5 is A = 5.
+# Two answers with different left sides of these kinds differ: x, x_1, xy, \cos x, and f(x). Words do not
+# count: area = 5 is A = 5.
 LEFT = [re.compile(r"[\s$]*((?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])|[A-Z]{3}|_\w|_\{\w+\}|\s)+)"
                    r"=[^=]*$"), re.compile(r"[\s$]*([a-zA-Z]\([a-zA-Z]\))\s*=[^=]*$")]
-# A unit is up to three words after a number, or a metric symbol right behind it. Some words are not units but
-# part of the value. What has two letters or no vowel may be a product of variables, such as kT.
+# A unit is up to three words after a number, or a metric symbol right behind it. The words of OPERATOR are no
+# units but part of the value. A word of two letters or without a vowel may be a product of variables, such as
+# kT.
 OPERATOR = ("or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed|dozen|hundred|thousand|"
             "hal(?:f|ves)|quarters|(?:four|fif|six|seven|eigh|nin|ten|[a-z]+(?:ie|teen|red|sand))ths?|thirds|"
             "lakh|crore|gross|score|factorial|root|radical|to|out|through|versus|below|negative|at|modulo|"
             "[mbtr]+illion|[abcnxyz]{2,3}")
-# A choice with its text, such as B) 12 or (B) 12, but not (A) and (B).
+# This is a choice with its text, such as B) 12 or (B) 12, but not (A) and (B).
 CHOICE = re.compile(rf"^(?:\(([a-j])\)|([a-j])[).:])(?:\s+(?!(?:{OPERATOR}|[a-j])\b)"
                     r"(?!.*\b[a-j]\))(?:\w|-?\d|\\frac|\\sqrt|\\pi).*)?$")
 EXPONENT = r"(?:\s*\^[({]?[23][)}]?)?"
@@ -126,11 +127,11 @@ WORD = (rf"(?:{NAME}|(?:[mglsh]|[dn]m|mg|in|mi|lbs?|oz|hrs?|yr|m?s|mph|kph|[kmg]
 UNIT = re.compile(rf"(?:(?<=\d)\s+{WORD}|(?:(?<=[)}}])|(?<=\\pi))\s+{NAME})(?:[ /]{WORD}){{0,2}}$|"
                   rf"(?<=[\d)}}]){METRIC}$")
 NAMED = re.compile(rf"\s*{NAME}(?:[ /]{WORD}){{0,2}}")
-# What a unit may follow that is no exact value: 2\sqrt{3} or 12\pi.
+# A unit may follow these values, which are not exact: 2\sqrt{3} or 12\pi.
 ROOTS = re.compile(r"(?:[\d\s.+*/^(){}-]|\\(?:frac|sqrt|pi)(?![a-z]))*")
 THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)/(\d+)")
-# Names of one unit stand together. Two answers with different units from this table are never equal.
+# Each text holds the names of one unit. Two answers with different units from this table are never equal.
 UNITS = {name: number for number, names in enumerate([
     "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
     "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram",
@@ -142,11 +143,11 @@ CURRENCIES = [re.compile(pattern, re.I) for pattern in [
 
 def plain(text):
     """Returns the text without currencies, %, capitals, a leading `x =`, a last period and LaTeX's spaces."""
-    # A text of this length is no answer, and some of the patterns take quadratic time.
+    # A longer text is no answer, and some of the patterns take quadratic time.
     if len(text) > 500:
         return text
     text = text.replace("\\\\", ";" if r"\begin" in text else "\\").replace("&", ",")
-    # \Delta is not \delta.
+    # \Delta has to stay different from \delta.
     text = re.sub(r"\\(?!Big)([A-Z])", r"\\upper\1", text).lower()
     for pattern, replacement in CLEANING:
         text = pattern.sub(replacement, text)
@@ -182,10 +183,10 @@ ENDS = ["", ")", "]", "}", r"\}"]
 def value(text):
     """Returns the exact value of plain text like -3, 1,234, 0.5, 1 1/2, 5 cm or 2*(3+4)^2 as a Fraction.
 
-    Of other formulas it returns a tree, a nested tuple, which keeps the order of terms. Returns None for a
+    For other formulas it returns a tree of nested tuples, which keeps the order of the terms, and None for a
     text that is no formula.
     """
-    # The limit bounds the recursion as well.
+    # This limits the depth of the recursion as well.
     if len(text) > 300:
         return None
     bare = UNIT.sub("", text)
@@ -203,9 +204,13 @@ def tree_of(text):
         rf"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{{1,3}}(?!\d|\s*_))?|\\[a-z]+|\\.|\S", text))]
 
     def parse(level):
-        # Reads on as long as the operators bind tighter than the level.
-        tree, op = operand(level), None
+        # Reads on as long as the operators bind more tightly than the level.
+        tree, op = prefix(level), None
         while tokens[-1] not in ENDS:
+            # 3*4! is 3*(4!).
+            if tokens[-1] in ("!", "'"):
+                tree = tokens.pop(), tree
+                continue
             before, op = op, tokens[-1] if tokens[-1] in PRECEDENCE else ""
             if PRECEDENCE[op] <= level:
                 break
@@ -217,13 +222,6 @@ def tree_of(text):
                 # f(x)^2 is not f(x^2).
                 tokens[-1] = r"\of"
             tree = applied(op, tree, parse(PRECEDENCE[op] - (op == "^")))
-        return tree
-
-    def operand(level):
-        tree = prefix(level)
-        while tokens[-1] in ("!", "'"):
-            # 3*4! is 3*(4!).
-            tree = tokens.pop(), tree
         return tree
 
     def prefix(level):
@@ -268,12 +266,12 @@ def applied(op, a, b):
 
 
 def comparison(given, truth):
-    """Returns whether two answers are the same, or None if algebra could still make them so.
+    """Returns whether two answers are the same, or None if algebra could still show that they are.
 
-    They are if they are equal as exact values or formulas, or as text if one is no formula. Spaces, LaTeX's
-    spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does a unit or a letter
-    before =, unless both answers have one and these differ, nor do capitals, unless m and M stand in one
-    formula. It never raises, and no input makes it slow.
+    They are the same if they are equal as exact values or formulas, or as text if one of them is no formula.
+    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. A unit or a
+    letter before = counts only if both answers have one, and capitals count only if one formula has both m
+    and M. It never raises, and no input makes it slow.
     """
     percent = len({bool(re.search("%|percent", each)) for each in (given, truth)}) > 1
     differ = any(len({"".join(re.findall(r"\\(?!angle)[a-zA-Z]+|\w|[()]", match[1]))
@@ -296,7 +294,7 @@ def comparison(given, truth):
     # 3 h is 3h, whether h is a unit or a variable.
     if not numbers and tree_of(given) == tree_of(truth) is not None:
         return True
-    # Algebra makes no two numbers equal, except 50% and 0.5, nor numbers in a base or two kinds of brackets.
+    # Algebra cannot make two numbers equal, except 50% and 0.5, nor numbers in a base or different brackets.
     formulas = [tree for tree in trees if isinstance(tree, tuple)]
     in_base = any(tree[0] == "_" and isinstance(tree[1], Fraction) for tree in formulas)
     brackets = {tree[0].strip("\\") + tree[2].strip("\\") for tree in formulas if tree[0] in CLOSING}
@@ -305,7 +303,7 @@ def comparison(given, truth):
 
 
 def both_cases(text):
-    # Returns whether a letter of a formula is there as a capital and as a small one; words are left out.
+    # Returns whether a formula has the same letter as a capital and as a small one. Words do not count.
     letters = set(re.sub(r"\\(?:text|math)\w*\s*\{[^{}]*\}|\\[a-zA-Z]+|\b[A-Z]?[a-z]{2,}\b", "", text))
     return any(letter.swapcase() in letters for letter in letters if letter.isalpha())
 
@@ -315,33 +313,33 @@ def capital(match):
 
 
 def unit(text):
-    # Returns what is known of a text's unit, sorted: units, exponents, and / for per; or None.
+    # Returns what is known of the text's unit, or None: a sorted tuple of units, exponents, and / for per.
     found = UNIT.search(text) if len(text) <= 300 else None
     known, before = [], ""
     for word in re.findall("[a-z]+|[/23]", found[0]) if found else []:
         word = {"per": "/", "square": "2", "sq": "2", "cubic": "3"}.get(word, word)
-        # Of `cm in total`, cm is the unit.
-        if word not in "/23" and before in ("", *"/23"):
+        if word in "/23":
+            known.append(word)
+        # In `cm in total`, cm is the unit.
+        elif before in ("", *"/23"):
             letter = re.fullmatch("unit(.)", word)
             name = letter[1] if letter else word
             number = UNITS.get(name, UNITS.get(name.rstrip("s"), letter and name))
             known += [] if number is None else [f"unit {number}"]
-        elif word in "/23":
-            known.append(word)
         before = word
     return tuple(sorted(known)) if any(word[0] == "u" for word in known) else None
 
 
 def squeezed(text):
-    # Without spaces, except between digits: 1 2 is not 12.
+    # Removes spaces, except between digits: 1 2 is not 12.
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(text.split()))
 
 
 def check_answer(text, truth, algebra=False):
     """Returns whether a completion's final answer is the truth.
 
-    truth: a text, which may itself be a worked solution, or a list of such, of which one is enough.
-    algebra: asks the package math-verify where exact values do not decide. Call it inside a time limit.
+    truth: a text, which may be a worked solution, or a list of texts, of which one is enough. algebra:
+    whether to ask the package math-verify where exact values do not decide. Set a time limit for that.
     """
     given = extract_answer(text)
     for one in truth if isinstance(truth, (list, tuple)) else [truth]:
@@ -355,27 +353,27 @@ def check_answer(text, truth, algebra=False):
 # ------------------------------------------------------------------------------------------------------------
 # algebra, by the package math-verify
 
-# Numbers that take minutes inside of Python's own arithmetic, where no time limit cuts them off.
+# Python's own arithmetic takes minutes for these numbers, and no time limit can interrupt it.
 HUGE = re.compile(r"\d{5,}[\s)}]*!|\^[\s({]*-?(?:\d{5,}|\d+[\s)}]*\^)")
 
 
 def by_algebra(given, text, truth):
-    # Where a text has no marked answer, the package looks for one in its last lines.
+    # If the text has no marked answer, the package looks for one in its last lines.
     given = "\n".join(text.splitlines()[-10:])[-2000:] if given is None else formula(given)
     if len(given) + len(truth) > 3000 or HUGE.search(given) or HUGE.search(truth):
         return False
     # Only those who use the package wait for this import.
     import math_verify
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # The package's own time limits are off: they use SIGALRM, which may be someone else's. Its rounding would
-    # take 3.14159265 for pi.
+    # The package's own time limits are off, because they use SIGALRM, which another library may be using. Its
+    # default rounding would take 3.14159265 for pi.
     given, truth = (math_verify.parse(each, parsing_timeout=None) for each in (given, formula(truth)))
     return math_verify.verify(truth, given, float_rounding=30, timeout_seconds=None)
 
 
 def formula(text):
-    # Returns an answer as math-verify reads it: in dollars, and with at most one \text, because the package
-    # takes everything from the first one to the end for a unit.
+    # Returns an answer in the form that math-verify reads: in dollars, and with at most one \text, because
+    # the package takes everything from the first \text to the end for a unit.
     text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", text)
     text = re.sub(r"\\math(?:bf|rm)\s*\{([a-zA-Z])\}", r" \1", text)
     if text.count(r"\text") > 1:

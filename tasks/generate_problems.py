@@ -1,10 +1,9 @@
 """
-Generated problems: each function here draws one from a random generator.
+Generated problems. GENERATORS has a function for each --task, which draws one from a random generator.
 
-A problem is its text and its columns: `answer` for the verifier, `source` for the evaluation by kind, and
-`solution`, worked in steps, which only tiny.py reads. Of a problem with something `hidden`, neither that nor
-the text may be in both splits, and a problem with `only` is used in the split that this names. GENERATORS
-names the tasks, for --task.
+A problem is a text and columns: `answer` for the verifier, `source` for the evaluation of each kind, and
+`solution`, worked in steps, which only tiny/pretrain.py reads. If a problem has something `hidden`, neither
+this nor the text may be in both splits. A problem with `only` is used in the split that it names.
 """
 import math
 import zlib
@@ -65,7 +64,7 @@ def fractions(rng, d):
     value, *others = [Fraction(rng.randint(1, bottom - 1), bottom) for bottom in bottoms]
     text, steps = str(value), []
     for other in others:
-        # A larger number is never subtracted, so that no value goes below zero.
+        # A larger number is never subtracted, so that no value is negative.
         op = rng.choice("+*" if other > value else "+*-")
         text = f"({text}){op}{other}" if steps else f"{text}{op}{other}"
         top, bottom = value.numerator * other.numerator, value.denominator * other.denominator
@@ -136,8 +135,8 @@ def algebra_problem(rng, difficulty):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# compose. Carry out operations on four digits, in the order in which the prompt names them: 5274 afc. What
-# tiny/compose has read carries them out in another order, so it knows the steps and has to find the plan.
+# compose. The prompt, such as 5274 afc, names operations on four digits, which are carried out in this order.
+# The answers that tiny/compose has read use another order, so it knows the steps and has to find the plan.
 
 
 def plus(digit, by):
@@ -167,7 +166,7 @@ def chain(rng, depth):
 
 
 def compose_problem(rng, difficulty):
-    # Problems of the greatest depth are never trained on: they show whether the plan goes further.
+    # Problems of the greatest depth are never trained on: they show whether the plan works for longer chains.
     deepest = min(4 + difficulty, len(OPERATIONS))
     depth = rng.randint(2, deepest)
     digits, order = chain(rng, depth)
@@ -198,6 +197,6 @@ GENERATORS = {"algebra": algebra_problem, "compose": compose_problem, "guess": g
 
 
 def held_out(text):
-    # A stable hash of the prompt's text decides its split, so that no two seeds can mix training and
-    # evaluation, and both rows of a prompt that stands in two are on the same side.
+    # A hash of the prompt's text decides about its split, so that no two seeds can mix training and
+    # evaluation, and rows with the same prompt are always in the same split.
     return zlib.crc32(text.encode()) % 8 == 0

@@ -8,7 +8,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import attention
-from attention import kernel_takes, packed_attention, pick
+from attention import Pick, kernel_takes, packed_attention
 from packing import Segments
 
 
@@ -164,7 +164,7 @@ def test_gradients_of_shared_tokens_are_summed_in_float32(monkeypatch):
         return total
     monkeypatch.setattr(torch.Tensor, "index_add_", one_by_one)
     x = torch.ones(3, 2, dtype=torch.bfloat16).requires_grad_()
-    picked = pick(x, torch.tensor([0] * 1000 + [2]))
+    picked = Pick.apply(x, torch.tensor([0] * 1000 + [2]))
     picked.sum().backward()
     assert picked.dtype == x.grad.dtype == torch.bfloat16
     assert x.grad[:, 0].tolist() == [1000, 0, 1]

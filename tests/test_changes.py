@@ -220,7 +220,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
 THIRD = [
     ("from model import kl_to_reference,", "from model import load_critic, kl_to_reference,"),
     ('networks = {"": (policy, optimizer)} ', '''
-baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else base, mesh, compute_dtype)
+baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else models.policy, mesh, compute_dtype)
 baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)
 networks = {"": (policy, optimizer), "baseline": (baseline, baseline_optimizer)} '''),
     ("    # ------------------------------------------------------------ 6 weight sync\n", '''

@@ -4,7 +4,7 @@ import functools
 import pytest
 
 from tiny import pretrain
-from runtime.chat_template import Template, call_id, turn_of
+from runtime.chat_template import Template, tool_call, turn_of
 
 TOOLS = [{"type": "function", "function": {
     "name": name, "description": "Works.", "parameters": {"type": "object", "properties": {}}}}
@@ -52,7 +52,7 @@ def user(text):
 
 
 def result(text, number=0, name="add"):
-    return {"role": "tool", "name": name, "tool_call_id": call_id(number), "content": text}
+    return {"role": "tool", "name": name, "tool_call_id": tool_call(number, name, {})["id"], "content": text}
 
 
 def ids_of(tokenizer, *parts):
@@ -134,6 +134,11 @@ NO_RESULTS = looped("m.content").replace("{{ '<|'", "{% if m.role != 'tool' %}{{
     "<|end|>", "<|end|>{% endif %}", 1)
 RAISES = looped("m.content if m.role in ('user', 'assistant') else raise_exception('No ' + m.role)")
 ONE_CALL = looped("m.content if not m.tool_calls or m.tool_calls|length == 1 else raise_exception('One!')")
+# As templates that look up the call of a result in the turn before it.
+COUNTS_CALLS = looped("m.content + (' of ' + ns.calls|string if m.role == 'tool' else '')", before=(
+    "{% set ns = namespace(calls=0) %}")).replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.tool_calls %}{% set ns.calls = m.tool_calls|length %}{% endif %}")
 REWRITES = ["rewrites earlier turns"]
 
 
@@ -182,6 +187,14 @@ def test_a_template_that_takes_one_call_at_a_time():
     chat.check([user("What is 2+3?")])
     assert chat.tokenizer.decode(chat.between(turn_of({}, ["add", "sub"]), two)) == (
         "<|user|>5<|end|><|user|>6<|end|><|assistant|>")
+
+
+def test_what_follows_a_turn_may_depend_on_the_number_of_its_calls():
+    """All of them are in the turn that the results follow, unless the template takes one at a time."""
+    chat = made(COUNTS_CALLS, TOOLS)
+    chat.check([user("What is 2+3?")])
+    inserted = chat.between(turn_of({}, ["add", "sub"]), [result("5"), result("6", 1, "sub")])
+    assert chat.tokenizer.decode(inserted) == "<|user|>5 of 2<|end|><|user|>6 of 2<|end|><|assistant|>"
 
 
 def test_no_turn_is_inserted_after_one_that_it_rewrites():

@@ -49,7 +49,7 @@ def test_generation(task):
      "task must be algebra, compose, guess, arithmetic, gsm8k or file, not 'algebr'"),
     (("file", "train", 10), "task file needs train_file"),
     (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
-    (("file", "eval", 10), "task file needs eval_file, or train_file"),
+    (("file", "eval", 10), "task file needs train_file, or for an evaluation alone eval_file"),
 ])
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):
@@ -165,7 +165,7 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": ["1+1?"]}, "a message needs a role and a content"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not int"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not dict"),
-    ({"prompt": "1+1?"}, "no answer, ground_truth, reward_model.ground_truth, solution or reference"),
+    ({"prompt": "1+1?"}, "no answer, though other rows have one, in answer or ground_truth or"),
     (r'{"prompt": "1+1? \ud83d"}', "half a surrogate pair"),
     (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "half a surrogate pair"),
     (r'{"prompt": "1+1?", "answer": "\ud800"}', "half a surrogate pair"),
@@ -194,7 +194,7 @@ def test_file_errors_name_the_line(tmp_path, row, message):
     ("rows.csv", b"prompt,answer\n", "rows are read from .jsonl and .parquet files"),
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
     ("rows.jsonl", b'{"prompt": "\xff"}', "1: not JSON"),
-    ("rows.parquet", b"not parquet", "not a parquet file"),
+    ("rows.parquet", b"not parquet", "cannot be read"),
 ])
 def test_file_errors(tmp_path, name, content, message):
     path = tmp_path / name
@@ -287,7 +287,8 @@ def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
 def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
     texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == held_out][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* here {count} of 3, "):
+    count = count if split == "eval" else 3 - count
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* {count} of 3 rows are for {split}"):
         data.load_rows("file", split, 0, train_file=path)
 
 
@@ -525,8 +526,8 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     rows = [{"prompt": f"{i}?" + " " * (30 * (i % 4 == 0))} for i in range(12_000)]
     path = write(tmp_path / "rows.jsonl", *rows)
     train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
-    # On each side 32 are compared with each other, and one is tried with the template.
-    assert counting.count == 512 + 40 + 2 * 33 and len(eval_set) < 40
+    # On each side one more is tried with the template.
+    assert counting.count == 512 + 40 + 2 and len(eval_set) < 40
     first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.rows[i]["prompt"]) > 24 for i in first)
     rows, fitting = f"{len(train_set):,}", f"{len(train_set) - long:,}"

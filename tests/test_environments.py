@@ -289,7 +289,7 @@ def test_what_cannot_begin_is_lost_and_not_the_run(write):
     rollouts = scored(plays, lambda: rollouts)
     assert [r.score for r in rollouts] == pytest.approx([math.nan, math.nan, 10.5], nan_ok=True)
     # A run of nothing else stops.
-    with pytest.raises(RuntimeError, match="all 2 episodes ended by errors; the first: .*no board"):
+    with pytest.raises(RuntimeError, match="all 2 episodes ended in errors; the first: .*no board"):
         played(plays, [["a<|end|>"], ["b<|end|>"]], rows[:2])
 
 
@@ -529,7 +529,7 @@ def test_functions_are_tools_without_a_class(write):
     ({"tools": "GAME:bare"}, "tools=.*: the tool bare needs type hints and a docstring"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
     ({"tools": "GAME:add,GAME:add"}, "tools=.*: two tools are called add"),
-    ({"tools": "GAME:add", "chat": False}, "tools=.* answers by the chat template, but chat is False"),
+    ({"tools": "GAME:add", "chat": False}, "tools=.* needs chat=True and a tokenizer with"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])
 def test_tools_and_classes_that_cannot_be_used_are_refused(write, settings, told):
     source = write(DESK + JUDGED + "\ndef bare(a):\n    return a\n\ndef main():\n    class Inner:\n        pass\n")

@@ -450,7 +450,7 @@ def test_a_timeout_of_its_own_is_an_error_and_ctrl_c_is_none():
 
 def test_a_run_stops_where_every_episode_fails(games):
     rows = [{"replies": ["raise"]}, {"replies": [ON, "exit"]}]
-    with pytest.raises(RuntimeError, match=r"all 2 episodes ended by errors; the first: environment Script: "
+    with pytest.raises(RuntimeError, match=r"all 2 episodes ended in errors; the first: environment Script: "
                                            r"it raised KeyError: 'lost' in turn 1; the row is {"):
         played(games, "Script", rows, [["a<|end|>"] * 2] * 2)
 
@@ -806,8 +806,8 @@ CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 @pytest.mark.parametrize("row, chat, template, told", [
     ({"prompt": "Go."}, True, pretrain.CHAT_TEMPLATE, "needs prompts that are lists of .* unlike 'Go.'"),
     ({"prompt": MANY}, True, pretrain.CHAT_TEMPLATE, r"needs .* not the assistant's, unlike \[{.*'I'}\]"),
-    ({}, False, pretrain.CHAT_TEMPLATE, "answers by the chat template, but chat is False"),
-    ({}, True, None, "answers by the chat template, but the tokenizer has none"),
+    ({}, False, pretrain.CHAT_TEMPLATE, "needs chat=True and a tokenizer with a chat template"),
+    ({}, True, None, "needs chat=True and a tokenizer with a chat template"),
     ({}, True, CONTENTS, "the chat template ends a turn with none of the tokens")])
 def test_prompts_and_tokenizers_without_a_chat_are_refused(games, row, chat, template, told):
     tokenizer = pretrain.make_tokenizer()

@@ -18,7 +18,7 @@ from runtime import forecast
 SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
                 entropy_coef=0.0, offload_optimizer=False, sequence_parallel_size=1, engine="hf",
                 max_prompt_length=64, max_completion_length=64, prompts_per_step=8, num_generations=4,
-                reference_model="", lora_rank=0,
+                reference_model="", lora_rank=0, shard_ranks=0,
                 vllm_tensor_parallel_size=1, vllm_gpu_memory_utilization=0.4)
 LLAMA = dict(vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
@@ -236,11 +236,12 @@ def test_command(large, tmp_path):
 
 
 @pytest.mark.parametrize("argument, message", [
-    ("--ranks=0", "ranks=0: must be a whole number above 0"),
-    ("--memory=x", "memory=x: must be a number of GB"), ("--dtype=bf16", "dtype=bf16: no script takes it"),
+    ("--ranks=0", "there are 0 ranks"), ("--ranks=x", "--ranks: invalid int value: 'x'"),
+    ("--memory=x", "--memory: invalid float value: 'x'"),
+    ("--dtype=bf16", "dtype=bf16: choose auto, float32, bfloat16"),
     ("--script=none.py", "script=none.py cannot be read"), ("--rank=2", "unknown setting --rank"),
     ("--model=/nowhere", "model=/nowhere: its config cannot be read"),
-    ("--sequence_parallel_size=0", "sequence_parallel_size=0: no script takes it")])
+    ("--sequence_parallel_size=0", "sequence_parallel_size=0: must be above 0")])
 def test_what_it_cannot_answer(tmp_path, argument, message):
     refused([argument], message, tmp_path, "runtime/forecast.py")
 

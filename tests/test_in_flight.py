@@ -131,12 +131,12 @@ def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of)
     table = Table(Player(SimpleNamespace(**SETTINGS), TOKENIZER, vllm.eos_ids), vllm)
     jobs = [(prompt, 10 * n, (24, *PLAIN)) for n, prompt in enumerate(prompts(3))]
     table.add("long", jobs)
-    assert len(table.playing) == 3 and table.step() == {}
+    assert table.step() == {} and len(table.playing) == 3
     table.add("short", [(prompt, seed, (3, *PLAIN)) for prompt, seed, _ in jobs[:2]])
-    assert len(table.playing) == 5
-    found, steps = {}, 0
+    assert table.step() == {} and len(table.playing) == 5
+    found = {}
     while not found:
-        found, steps = table.step(), steps + 1
+        found = table.step()
     assert found.keys() == {"short"} and len(table.playing) == 3
     vllm.switch(1)
     while table.playing:
@@ -151,7 +151,7 @@ def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of)
     # The same as alone, from the first tokens on.
     vllm.switch(0)
     table.add("again", jobs)
-    while table.playing:
+    while "again" not in found:
         found |= table.step()
     for r, again in zip(found["long"], found["again"]):
         middle = r.versions[1][0]

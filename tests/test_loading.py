@@ -476,8 +476,8 @@ def test_a_missing_model_folder_is_named(tmp_path):
 
 
 def test_a_name_that_the_hub_does_not_know_is_named(monkeypatch):
-    def refuse(path, **_):
+    def refuse(path):
         raise OSError(f"{path} is not a valid model identifier\nand much more")
-    monkeypatch.setattr("runtime.check_model.AutoConfig.from_pretrained", refuse)
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
     with pytest.raises(ValueError, match="critic_model=nonsuch: no such .* not a valid model identifier$"):
         check_model("nonsuch", "critic_model")

@@ -106,14 +106,14 @@ def test_pack_by_hand():
     """The prompt 5 6 of two completions, of which a third's is the beginning, stands in the row once."""
     rollouts = [single([5, 6], [7, 8]), single([5], [9]), single([5, 6], [9, 8])]
     (batch,) = pack(rollouts, [0, 1, 2], 8)
-    assert batch.sequences == [1, 0, 2] and batch.numbers.tolist() == [1, 0, 2] and batch.lengths == [1, 2, 2]
+    assert batch.sequences == [1, 0, 2] and batch.lengths == [1, 2, 2]
     assert batch.input_ids.tolist() == [[5, 6, 7, 9]] and batch.position_ids.tolist() == [[0, 1, 2, 2]]
     segments = batch.segments
     assert segments.sizes == [1, 2, 1] and segments.offsets.tolist() == [0, 1, 3, 4]
     assert segments.key_sizes == [1, 3, 3] and segments.key_offsets.tolist() == [0, 1, 4, 7]
     assert segments.places.tolist() == [0, 0, 1, 2, 0, 1, 3]
     assert batch.index.tolist() == [0, 1, 2, 1, 3] and batch.targets.tolist() == [9, 7, 8, 9, 8]
-    assert batch.owner.tolist() == [0, 1, 1, 2, 2]
+    assert batch.owner.tolist() == [1, 0, 0, 2, 2]
     assert batch.spread(torch.tensor([0.5, 2.0, 3.0])).tolist() == [2, 0.5, 0.5, 3, 3]
     tensors = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])]
     assert batch.flat(tensors).tolist() == [3, 1, 2, 4, 5]
@@ -162,11 +162,11 @@ def test_pack_trains_every_sampled_token_once_and_no_other_token(budget, longest
         assert T <= budget and batch.input_ids.shape == (1, T + -T % multiple) == batch.position_ids.shape
         trained = iter(zip(batch.index.tolist(), batch.targets.tolist(), batch.owner.tolist()))
         seen, ids, positions = seen_from(batch), batch.input_ids[0], batch.position_ids[0]
-        for s, row in enumerate(batch.sequences):
+        for row in batch.sequences:
             whole = sum(lists[row], [])
             for place in sampled_places(lists[row]):
                 index, target, owner = next(trained)
-                assert (target, owner) == (whole[place], s) and seen[index][-1] == index
+                assert (target, owner) == (whole[place], row) and seen[index][-1] == index
                 assert ids[seen[index]].tolist() == whole[:place]
                 assert positions[seen[index]].tolist() == list(range(place))
         assert next(trained, None) is None
@@ -226,7 +226,7 @@ def test_rows_of_their_own_by_hand():
     assert one.input_ids.tolist() == [[5, 3, 4, 4], [5, 6, 7, 0]]
     assert one.position_ids.tolist() == [[0, 1, 2, 3]] * 2 and one.segments.sizes == [4]
     assert one.index.tolist() == [0, 3, 5, 6] and one.targets.tolist() == [3, 9, 7, 8]
-    assert one.sequences == [2, 0] and one.owner.tolist() == [0, 0, 1, 1]
+    assert one.sequences == [2, 0] and one.owner.tolist() == [2, 2, 0, 0]
     assert other.input_ids.tolist() == [[5]] and other.sequences == [1]
 
 
@@ -264,7 +264,7 @@ def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
     (batch,) = micro_batches(network, random_rollouts(3, 300), [], 100)
     assert batch.sequences == batch.lengths == []
     assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
-    assert len(batch.index) == len(batch.targets) == len(batch.owner) == len(batch.numbers) == 0
+    assert len(batch.index) == len(batch.targets) == len(batch.owner) == 0
     assert len([*micro_batches(network, random_rollouts(3, 300), range(3), 200)]) == 1
 
 

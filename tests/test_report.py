@@ -82,15 +82,12 @@ def test_a_solved_task_needs_neither_entropy_nor_spread():
     assert broken([{**line, "eval/pass@4": None} for line in run(climbing, 1.0)]) == ["entropy", ZERO_STD]
 
 
-def test_a_run_says_what_is_broken_now_and_once(tmp_path):
-    path, written = tmp_path / "metrics.jsonl", []
-    path.write_text("")
-    watch = health.Watch(str(path), {"max_completion_length": 64})
+def test_a_run_says_what_is_broken_now_and_once():
+    watch = health.Watch({"max_completion_length": 64})
 
     def go_on(*values):
         for value in values:
-            written.append({"step": len(written), "completions/clipped_ratio": value})
-        path.write_text("".join(json.dumps(line) + "\n" for line in written))
+            watch.add({"step": len(watch.lines), "completions/clipped_ratio": value})
         return watch.news()
     assert go_on() == [] and go_on(*[0.0] * 10) == []
     # It was over before the evaluation: no news.

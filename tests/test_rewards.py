@@ -380,7 +380,7 @@ def test_scorer_puts_scores_on_rollouts(scorer, tmp_path):
         scores([])
 
 
-def test_the_token_of_a_character_gets_its_score(scorer, folder):
+def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     """By a tokenizer of bytes, of a text whose characters have up to four, compared with a count of them."""
     tokenizer, text = AutoTokenizer.from_pretrained(folder), "2+2=4 \u20ac\n\U0001f600 = 4\nAnswer: 4"
     ids = np.array(tokenizer(text).input_ids + [tokenizer.eos_token_id], np.int32)
@@ -409,6 +409,12 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder):
     digits = sum(c.isdigit() for c in text)
     assert rollouts[0].rewards == {places[0]: 0.25, places[1]: -0.5, places[2]: 1.0, 0: 0.375, last: digits}
     assert rollouts[0].score == 2.25 / 2 + digits
+    # The steps of two rewards add up, also at one token.
+    (tmp_path / "more.py").write_text("def more(completions): return [[(0, 1.0), (2, 2.0)] for c in completions]")
+    two = scorer(source, reward=f"{tmp_path}/my_reward.py:reward,{tmp_path}/more.py:more", reward_weights="more:2")
+    two.tokenizer = tokenizer
+    two(rollouts)
+    assert rollouts[4].rewards == {1: 1.0, 2: 3.0, 0: 2.0} and rollouts[4].score == 6
     with pytest.raises(RuntimeError, match="scores characters of a completion, but an episode has several"):
         scores.plays = True
         scores(rollouts)
@@ -459,6 +465,18 @@ def test_scorer_adds_a_reward_model(scorer):
     assert rollouts[0].parts == {"reward_model": 2} and alone.rewards == []
     with pytest.raises(ValueError, match="reward=none needs a reward_model"):
         scorer(reward="none")
+
+
+def test_an_environment_that_gives_none_leaves_an_episode_unscored_however_many_turns_it_has(scorer):
+    """NaN at the last token stands for get_reward's None; the turns before it gave nothing."""
+    scores = scorer(reward="none", reward_model="some/model")
+    scores.environment, scores.plays, scores.model = "Game", True, None
+    rollouts = [rollout(ROWS[0], "a"), rollout(ROWS[1], "b")]
+    for r, given in zip(rollouts, ({2: 0.0, 5: NAN}, {2: 0.0, 5: 1.0})):
+        r.rewards, r.logprobs = given, [-1.0] * 6
+    scores(rollouts)
+    assert math.isnan(rollouts[0].score) and math.isnan(rollouts[0].rewards[5])
+    assert rollouts[1].score == 1.0 and rollouts[1].rewards == {2: 0.0, 5: 1.0}
 
 
 def test_check_with_finds_what_is_broken_beforehand(scorer):

@@ -1,16 +1,20 @@
 """tiny/: the tokenizer, the two styles of answer, the shipped models, and a model made anew."""
+import itertools
 import os
 import random
 import re
-import sys
+from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import get_json_schema
 
 import data
 import rewards
 import rollout
+from environments.calculator import Calculator
+from environments.guess_number import Guess
 from runs import forked, refused
 from runtime.check_model import SHIPPED
 from tasks import generate_problems
@@ -119,7 +123,8 @@ def test_a_model_of_your_own(tmp_path):
 
 @pytest.mark.parametrize("argument, message", [
     ("steps=0", "steps=0: must be above 0"), ("quick=2", "quick=2.0: must be from 0 to 1"),
-    ("heads=7", "heads=7 does not divide hidden_size=160"), ("heads=32", "an even number of dimensions"),
+    ("heads=7", "heads=7 must give each head an even number of the hidden_size=160 dimensions"),
+    ("heads=32", "heads=32 must give each head an even number"),
     ("difficulty=0", "difficulty must be a whole number"),
     ("task=arithmetic", "task=arithmetic: its problems have no worked solutions"),
     ("transcripts=x", "transcripts must be file.py:function"), ("out=tiny", "tiny exists: remove it")])
@@ -136,7 +141,8 @@ def test_styles(monkeypatch):
     tokenizer = pretrain.make_tokenizer()
     by_text = {row["prompt"][0]["content"]: row for row in rows + harder}
     early, late = [], []
-    for step, batch in enumerate(pretrain.batches(rows, harder, tokenizer, random.Random(0))):
+    problems = pretrain.problems(rows, harder, random.Random(0))
+    for step, batch in enumerate(pretrain.batches(problems, tokenizer)):
         for ids, learned in batch:
             first = learned.index(True)
             prompt, completion = ids[:first], ids[first:]
@@ -155,14 +161,40 @@ def test_styles(monkeypatch):
 
 def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):
     monkeypatch.setattr(pretrain, "steps", 8)
-    tokenizer, prompts, calls = pretrain.make_tokenizer(), set(), 0
-    for ids, learned in sum(pretrain.conversation_batches(transcripts.draw, tokenizer, random.Random(0)), []):
+    tokenizer, prompts, calls, rng = pretrain.make_tokenizer(), set(), 0, random.Random(0)
+    conversations = (transcripts.draw(rng) for _ in itertools.count())
+    for ids, learned in sum(pretrain.batches(conversations, tokenizer), []):
         text = tokenizer.decode(ids)
         said = re.findall(r"<\|assistant\|>(.*?<\|end\|>)", text)
         assert tokenizer.decode([one for one, is_learned in zip(ids, learned) if is_learned]) == "".join(said)
         prompts.add(re.search(r"<\|user\|>(.*?)<\|end\|>", text)[1])
         calls += "<tool_call>" in text
     assert len(prompts) > 20 and calls and not any(map(generate_problems.held_out, prompts))
+
+
+def test_transcripts_say_what_the_environments_say():
+    rng, tokenizer, ended = random.Random(0), pretrain.make_tokenizer(), Counter()
+    for _ in range(300):
+        _, (prompt, *turns) = transcripts.game(rng)
+        guesses, heard = [turn["content"] for turn in turns[::2]], [turn["content"] for turn in turns[1::2]]
+        # The number is not in the transcript: it is any that agrees with all that was heard.
+        agree = 0
+        for number in range(1, 65):
+            environment = Guess()
+            environment.reset(number)
+            results = [environment.step(guess) for guess in guesses]
+            over = [done for _, _, done in results]
+            if [said for said, *_ in results][:-1] == heard and not any(over[:-1]):
+                agree += over[-1] or len(guesses) == 6
+                ended[over[-1]] += 1
+        assert agree and prompt["role"] == "user" and len(turns) % 2 == 1
+    assert ended[True] > 50 and ended[False] > 50
+    ask = lambda tools: tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tools=tools)
+    assert ask(transcripts.TOOLS) == ask([get_json_schema(Calculator().calculate)])
+    _, (question, call, reply, _) = next(found for found in (transcripts.arithmetic(rng) for _ in range(100))
+                                         if len(found[1]) == 4)
+    arguments = call["tool_calls"][0]["function"]["arguments"]
+    assert reply["content"] == Calculator().calculate(**arguments)
 
 
 def test_no_held_out_problem_is_read():

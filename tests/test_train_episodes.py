@@ -267,7 +267,7 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
 
 
 @pytest.mark.parametrize("body, message", [
-    (r"raise ValueError('deaf\nand mute')", "all 16 episodes ended by errors; the first: environment Broken: "
+    (r"raise ValueError('deaf\nand mute')", "all 16 episodes ended in errors; the first: environment Broken: "
      r"it raised ValueError: deaf\nand mute in turn 2"),
     ("return '', math.nan, False",
      "environment Broken: the reward nan in turn 2 is not a finite number")])
@@ -291,7 +291,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
      "timeout=5.0: not above environment_timeout=5.0"),
     (["--environment=GAMES:Letter"], "games.py has no Class Letter; at its top level it has Letters"),
     (["--environment=GAMES:paid"], "paid() raised TypeError"),
-    (["--environment=GAMES:Letters", "--chat=false"], "answers by the chat template, but chat is False")])
+    (["--environment=GAMES:Letters", "--chat=false"], "needs chat=True and a tokenizer with a chat template")])
 def test_bad_input(talker, games, tmp_path, settings, message):
     arguments = [setting.replace("GAMES", str(games)) for setting in settings]
     refused(with_defaults(arguments, {"model": talker, "task": "arithmetic"}), message, tmp_path)

@@ -1,26 +1,26 @@
 """
-The small model of the default run: a Qwen3 of a million parameters that reads bytes. --model=tiny names the
-model folder tiny/algebra, tiny_episodes names tiny/episodes, tiny_compose names tiny/compose. This script
-trained all three:
+This script trains small Qwen3 models that read bytes; the default run's has a million parameters. It made the
+model folders tiny/algebra, tiny/episodes and tiny/compose, for --model=tiny, tiny_episodes and tiny_compose:
 
     python -m tiny.pretrain --out=out/algebra                             # 19 minutes of one busy core
     python -m tiny.pretrain config/episodes_base.py --out=out/episodes
     python -m tiny.pretrain config/compose_base.py --out=out/compose
     python -m tiny.pretrain config/larger_base.py --out=out/larger        # 27 M parameters; on a GPU
 
-It is trained from scratch on problems of the train split, none of which is held out, and sees two styles of
-answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are quick, only
-"Answer: ...", and most of these are wrong. So the model mostly gives a quick answer that is wrong, although
-it has learned to work the answer out, which is much more reliable. GRPO rewards right answers only and finds
-out that showing the work pays: completions get longer while the reward rises. Pretraining has put in both the
-ability and the bad habit, on purpose; GRPO has to find which of the two to follow.
+The default model is trained from scratch on problems of the train split, none of which is held out, and reads
+two styles of answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are
+quick: they are only "Answer: ...", and most of them are wrong. So the model mostly gives a quick answer that
+is wrong, although it has learned to work the answer out, which is much more reliable. GRPO rewards only right
+answers and finds out that showing the work pays: completions get longer while the reward rises. Pretraining
+teaches both the ability and the bad habit on purpose, and GRPO has to find out which of the two to follow.
 """
 import functools
+import itertools
 import json
 import os
 import random
 
-from runtime.user_code import load_from      # first: runtime sets what PyTorch reads when it is loaded
+from runtime.user_code import load_from      # first, because runtime sets what PyTorch reads as it is loaded
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -37,12 +37,12 @@ out = "out/mine"                # the model's folder
 # what the base reads
 task = "algebra"
 difficulty = 1
-train_prompts = 6500            # distinct problems, all that the train split has
+train_prompts = 6500            # distinct problems; the train split has no more
 harder_prompts = 12000          # problems of difficulty + 1: more numbers to compute, less to learn by heart
-harder = 0.4                    # their share of what is read
+harder = 0.4                    # share of the harder problems in what is read
 quick = 0.8                     # share of quick answers in the last part of the training
 quick_steps = 0.15              # that part's share of the steps
-quick_right = 0.1               # share of quick answers that are right; the others are another problem's
+quick_right = 0.1               # share of quick answers that are right; the others answer another problem
 transcripts = ""                # file.py:function that makes a conversation (tools, messages) from a random
                                 # generator; if empty, the model reads problems
 # model
@@ -53,8 +53,8 @@ heads = 5                       # of 32 dimensions each at the defaults, a size 
 # optimizer
 steps = 5000
 batch_size = 32
-muon_learning_rate = 0.01       # of the weight matrices
-learning_rate = 5e-3            # of embeddings and norms, by AdamW
+muon_learning_rate = 0.01       # Muon's, for the weight matrices
+learning_rate = 5e-3            # AdamW's, for embeddings and norms
 warmup = 0.02                   # share of the steps in which the learning rates rise from 0
 decay = 0.5                     # share of the steps in which they fall back to 0
 seed = 0
@@ -73,7 +73,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer():
-    """One token per byte, so any text goes in, and one for each role marker, end of turn and padding."""
+    """Returns a tokenizer with one token per byte, so that it takes any text, and those of SPECIAL."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())      # a printable character stands for each byte
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -92,41 +92,34 @@ def make_model(tokenizer):
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=intermediate_size,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
         head_dim=hidden_size // heads, tie_word_embeddings=True, max_position_embeddings=1024,
-        # Sequences are short: plain attention beats the fused kernel, whose CPU bfloat16 is slow.
+        # Sequences are short, and plain attention is faster than the fused kernel in bfloat16 on a CPU.
         attn_implementation="eager", suits=SUITS_TINY, **ids))
     model.generation_config = GenerationConfig(**ids)
     return model
 
 
 def quick_answer(row, answers, rng):
-    """Only an answer: the right one with probability quick_right, or that of another problem of its kind."""
+    """Returns an answer without steps: with probability quick_right the right one, or another problem's."""
     answer = row["answer"] if rng.random() < quick_right else rng.choice(answers[row["source"]])
     return f"Answer: {answer}"
 
 
-def batches(rows, harder_rows, tokenizer, rng):
-    """Yields one list of (ids, which of them are learned) for each step."""
+def problems(rows, harder_rows, rng):
+    """Yields conversations (tools, messages), batch_size for each step: a problem and an answer to it."""
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
-    # Each text comes many times, and to encode a sequence takes 0.15 ms: 40 ms for a batch of 256.
-    encode = functools.cache(lambda text: tokenizer(text).input_ids)
-    encode_prompt = functools.cache(lambda text: tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))
     for step in range(steps):
-        batch = []
         for _ in range(batch_size):
             row = rng.choice(harder_rows if rng.random() < harder else rows)
             is_quick = step >= steps * (1 - quick_steps) and rng.random() < quick
             text = quick_answer(row, answers, rng) if is_quick else row["solution"]
-            prompt = encode_prompt(data.prompt_text(row["prompt"]))
-            completion = encode(text) + [tokenizer.eos_token_id]
-            batch.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
-        yield batch
+            yield None, [*row["prompt"], {"role": "assistant", "content": text}]
 
 
-def conversation_batches(make, tokenizer, rng):
-    """Yields batches like those above, made of conversations; only the assistant's messages are learned."""
+def batches(conversations, tokenizer):
+    """Yields for each step a list of (ids, which of them are learned), those of the assistant's messages."""
+    # The same texts come many times, and encoding one takes much longer than looking it up.
     @functools.cache
     def encode(text):
         messages, tools = json.loads(text)
@@ -134,10 +127,9 @@ def conversation_batches(make, tokenizer, rng):
 
     for step in range(steps):
         batch = []
-        for _ in range(batch_size):
-            tools, messages = make(rng)
+        for tools, messages in itertools.islice(conversations, batch_size):
             ids, learned = [], []
-            # The template writes a message without looking at others.
+            # The template writes each message without looking at the others.
             for number, message in enumerate(messages):
                 part = encode(json.dumps([[message], None if number else tools]))
                 ids += part
@@ -147,7 +139,7 @@ def conversation_batches(make, tokenizer, rng):
 
 
 def loss_of(model, batch, pad):
-    """Mean cross-entropy of what is learned. Padding on the right needs no mask: nothing looks ahead."""
+    """Returns the mean cross-entropy of what is learned. Padding comes last, so no token attends to it."""
     rows, learned = zip(*batch)
     padded = lambda lists, value: pad_sequence([torch.tensor(one) for one in lists], True, value)
     ids, wanted = padded(rows, pad).to(model.device), padded(learned, False)[:, 1:].to(model.device)
@@ -156,7 +148,7 @@ def loss_of(model, batch, pad):
 
 
 def pretrain(model, tokenizer, batches):
-    # Muon makes a weight matrix's update orthogonal: here it learns several times faster than AdamW alone.
+    # Muon makes the updates of weight matrices orthogonal. The model learns several times faster with it.
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimizers = [
@@ -165,7 +157,7 @@ def pretrain(model, tokenizer, batches):
     rise, fall = max(1, warmup * steps), max(1, decay * steps)
     schedule = lambda step: min(1, (step + 1) / rise, (steps - step) / fall)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
-    # bfloat16 where the processor multiplies it: twice as fast on such a CPU, much slower on any other.
+    # bfloat16 is twice as fast on a CPU that multiplies it, and much slower on any other.
     bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
     progress = tqdm(batches, "making the base model", steps)
     for batch in progress:
@@ -180,7 +172,7 @@ def pretrain(model, tokenizer, batches):
 
 
 def save(model, tokenizer, folder):
-    """Write a model folder, in bfloat16, which appears under its name only once it is complete."""
+    """Writes a model folder in bfloat16, which gets its name only when it is complete."""
     model = model.bfloat16()
     model.save_pretrained(f"{folder}.part")
     tokenizer.save_pretrained(f"{folder}.part")
@@ -190,18 +182,19 @@ def save(model, tokenizer, folder):
 if __name__ == "__main__":
     settings = configure(globals())
     check_values(settings)
-    check(hidden_size % heads == 0, f"heads={heads} does not divide hidden_size={hidden_size}")
-    check(hidden_size // heads % 2 == 0, f"heads={heads}: each must have an even number of dimensions")
+    check(hidden_size % (2 * heads) == 0,
+          f"heads={heads} must give each head an even number of the hidden_size={hidden_size} dimensions")
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer, rng = make_tokenizer(), random.Random(seed)
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
     with input_errors():
         if transcripts:
-            made = conversation_batches(load_from(transcripts, "transcripts", "function"), tokenizer, rng)
+            make = load_from(transcripts, "transcripts", "function")
+            conversations = (make(rng) for _ in itertools.count())
         else:
             rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
             harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
             check("solution" in rows[0], f"task={task}: its problems have no worked solutions")
-            made = batches(rows, harder_rows, tokenizer, rng)
-    pretrain(model, tokenizer, made)
+            conversations = problems(rows, harder_rows, rng)
+    pretrain(model, tokenizer, batches(conversations, tokenizer))
     save(model, tokenizer, out)

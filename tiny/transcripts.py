@@ -1,27 +1,23 @@
 """
-Conversations that the small model of config/guess.py and config/calculator.py has read: games of
-guess_number.py and arithmetic with calculator.py, seldom played well. pretrain.py reads them by
-config/episodes_base.py.
+Conversations for pretrain.py to read, from which two of the shipped models have learned.
 
-In most games the player talks before it plays, and in many it guesses only near the middle of the numbers
-that are left. In arithmetic it mostly answers without the tool, which is wrong. GRPO has to find out what
-pays. No prompt here is one of a held-out problem, but every number has been played.
+config/episodes_base.py takes those of draw: games of environments/guess_number.py, and arithmetic with
+environments/calculator.py, seldom played well. In most games the player talks before it plays, and in many it
+guesses only near the middle of the numbers that are left. In arithmetic it mostly answers without the tool,
+and then it is wrong. GRPO has to find out what pays. No prompt here is a held-out problem's, but every number
+has been played.
 
-compose is for config/compose_base.py: answers for the small model of config/compose.py. Each carries out
-operations of its prompt, every one of them correctly, but in a random order and only a random number of them.
-GRPO has to find out that the order is that of the prompt.
+config/compose_base.py takes those of compose. Each answer carries out some operations of its prompt, all of
+them correctly, but in a random order. GRPO has to find out that the prompt's order is the right one.
 """
-from transformers.utils import get_json_schema
-
-from environments.calculator import Calculator
-from environments.guess_number import Guess
 from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
 
-TOOLS = [get_json_schema(Calculator().calculate)]
+# The chat template reads only this part of the calculator's schema.
+TOOLS = [{"function": {"name": "calculate", "parameters": {"properties": {"expression": {}}}}}]
 
 
 def problem(rng, generator):
-    # A problem with a prompt of the train split.
+    # Draws a problem of the train split. Returns its prompt and its columns.
     text, columns = generator(rng, 1)
     while held_out(text):
         text, columns = generator(rng, 1)
@@ -30,20 +26,22 @@ def problem(rng, generator):
 
 def game(rng):
     messages, columns = problem(rng, guess_problem)
-    environment, low, high = Guess(), 1, 64
-    environment.reset(columns["number"])
+    number, low, high = columns["number"], 1, 64
     talks, near = rng.choice([0, 1, 1, 2, 2, 2, 3, 3]), rng.random() < 0.5
     for turn in range(6):
         spread = (high - low) // 4 * near
         guess = (low + high) // 2 + rng.randint(-spread, spread)
-        text = str(guess) if turn >= talks else rng.choice(["Let me think.", "A number?", "Hm."])
-        messages.append({"role": "assistant", "content": text})
-        observation, _, done = environment.step(text)
-        if done or turn == 5:
-            return None, messages
-        if observation in ("higher", "lower"):
-            low, high = (guess + 1, high) if observation == "higher" else (low, guess - 1)
-        messages.append({"role": "user", "content": observation})
+        if turn < talks:
+            said, heard = rng.choice(["Let me think.", "A number?", "Hm."]), "A number from 1 to 64, please."
+        elif guess < number:
+            said, heard, low = str(guess), "higher", guess + 1
+        else:
+            said, heard, high = str(guess), "lower", guess - 1
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
+        if said == str(number):
+            break
+    # The right guess and the sixth end the game, so nothing is said to them.
+    return None, messages[:-1]
 
 
 def arithmetic(rng):

@@ -88,7 +88,11 @@ def run_in_child(script, arguments, log, env, forbidden, errors, keep=False, roo
         importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
     sys.argv = [script, *map(str, arguments)]
     try:
-        runpy.run_path(script, run_name="__main__")
+        if script == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except Exception:
         # Python itself calls this hook. multiprocessing does not.
         sys.excepthook(*sys.exc_info())
@@ -140,6 +144,7 @@ def on_ranks(count, folder, function, *arguments):
 def begin(log, script, *arguments, ranks=1, forbidden=(), errors=None, keep=False, root=ROOT):
     """Start a script in forked processes, one per rank, which write to the file `log`; returns the processes.
 
+    script: a file, or "-m" where the first argument is a module.
     forbidden: what must not be there, "models" to load or "vllm". errors: a file of its own for stderr.
     keep: see keep_rollouts. root: the folder with the project's files.
     """

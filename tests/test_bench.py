@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from runs import TORCHRUN, launch, refused
+from runs import TORCHRUN, forked, launch, refused
 from runtime.check_model import SHIPPED
 
 
@@ -26,7 +26,7 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
     shutil.copytree(SHIPPED["tiny"], tmp_path / "base")
     (tmp_path / "run.py").write_text("max_steps = 3\nprompts_per_step = 8\neval_prompts = 32\n"
                                      "learning_rate = 1e-3\nengine = 'hf'\ntrain_prompts = 64\n")
-    output = launch("-m", "bench.gpu", "--parts=larger", f"--out_dir={tmp_path}",
+    output = forked(tmp_path / "log", "-m", "bench.gpu", "--parts=larger", f"--out_dir={tmp_path}",
                     f"--larger={tmp_path}/run.py")
     before, after = map(float, re.search(r"eval/mean@4: (.*)\n", output)[1].split(", "))
     again = float(re.search(r"eval/mean@4 +(\d\S*)\n", output)[1])
@@ -44,9 +44,10 @@ def test_no_rank_holds_more_than_its_rows_and_a_tensor():
     assert 1 < share <= 1.2 and files > 2 and peak <= 2 * largest + file
 
 
-def test_episodes_at_their_own_pace():
-    output = launch("-m", "bench.episodes", "--episodes=12", "--pairs=1", "--delay=0.01", "--engine=hf",
-                    "--delayed_episodes=4", "--short=4", "--long=16", "--delayed_short=8", "--workers=2")
+def test_episodes_at_their_own_pace(tmp_path):
+    output = forked(tmp_path / "log", "-m", "bench.episodes", "--episodes=12", "--pairs=1", "--delay=0.01",
+                    "--engine=hf", "--delayed_episodes=4", "--short=4", "--long=16", "--delayed_short=8",
+                    "--workers=2")
     assert re.search(r"12 episodes of 1 to 6 turns, \d+ sampled tokens", output)
     assert re.search(r"4 episodes of 3 turns, \d+ sampled tokens", output) and output.count("ratio") == 2
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from runs import ROOT, forked, kept_rollouts, launch, lines, without_times
+from runs import ROOT, forked, kept_rollouts, lines, without_times
 from test_docs import DIFFS
 from test_train_grpo import SMALL, train
 
@@ -203,9 +203,9 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     metrics = lines(tmp_path / "run")
     assert {"eval/mean@2", "eval/hard/mean@1", "eval/hard/rewards/score/mean"} <= metrics[1].keys()
     assert "eval/hard/mean@1 " in output and "eval/hard/rewards" not in output
-    again = launch("evaluate_model.py", f"--model={tmp_path}/run/checkpoint-1", reward_file, "--task=file",
-                   f"--eval_file={tmp_path}/hard.jsonl", "--eval_prompts=0", "--samples=1", "--temperature=0",
-                   "--max_completion_length=16", "--engine=hf")
+    again = forked(tmp_path / "log", "evaluate_model.py", f"--model={tmp_path}/run/checkpoint-1", reward_file,
+                   "--task=file", f"--eval_file={tmp_path}/hard.jsonl", "--eval_prompts=0", "--samples=1",
+                   "--temperature=0", "--max_completion_length=16", "--engine=hf")
     score = float(re.search(r"eval/mean@1 +(\S+)", again)[1])
     assert score == pytest.approx(metrics[1]["eval/hard/mean@1"], abs=1e-4)
     # The first evaluation is that of the script as it is.

@@ -5,13 +5,13 @@ import os
 import pathlib
 import pickle
 import shutil
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from runs import begin, finish
 from runtime import checkpoint
 from runtime.run_log import RunLog
 
@@ -166,25 +166,29 @@ def test_what_is_wrong_is_said_and_nothing_hangs(whole, harm, problem):
 # ---------------------------------------------------------------- folders
 
 LOCATE = """
-import sys
+import os, sys, time
 from runtime import checkpoint
-sys.stdin.readline()
-folder, _ = checkpoint.locate_run("", "", sys.argv[1])
+out_dir, go, end = sys.argv[1:]
+while not os.path.exists(go):
+    pass
+folder, _ = checkpoint.locate_run("", "", out_dir)
 print(folder, flush=True)
-sys.stdin.readline()
+while not os.path.exists(end):
+    time.sleep(0.01)
 """
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
-    command = [sys.executable, "-c", LOCATE, str(tmp_path / "out" / "grpo")]
-    runs = [subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for _ in range(3)]
-    for run in runs:
-        run.stdin.write("\n")
-        run.stdin.flush()
-    folders = [run.stdout.readline().strip() for run in runs]
-    for run in runs:
-        run.communicate("\n")
+    (tmp_path / "locate.py").write_text(LOCATE)
+    logs, places = [tmp_path / f"log {n}" for n in range(3)], [tmp_path / "go", tmp_path / "end"]
+    processes = [begin(log, tmp_path / "locate.py", tmp_path / "out" / "grpo", *places) for log in logs]
+    time.sleep(0.2)
+    (tmp_path / "go").touch()
+    deadline = time.monotonic() + 60
+    while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "end").touch()
+    folders = [finish(some, log).strip() for some, log in zip(processes, logs)]
     assert sorted(folders) == [str(tmp_path / "out" / name) for name in ("grpo", "grpo-2", "grpo-3")]
 
 

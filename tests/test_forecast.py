@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from model import load_critic, load_policy, micro_batches
 from rollout import Rollout
-from runs import forked, launch, on_ranks, refused
+from runs import forked, on_ranks, refused
 from runtime import forecast
 
 SETTINGS = dict(dtype="float32", token_budget=512, gradient_checkpointing=False, kl_coef=0.0,
@@ -225,13 +225,14 @@ def test_only_shards_that_exceed_the_device_are_refused(large):
 def test_command(large, tmp_path):
     (tmp_path / "own.py").write_text("token_budget = 4096\nlearning_rate = 1e-6\n")
     command = "-m", "runtime.forecast", tmp_path / "own.py", f"--model={large}"
-    said = launch(*command, "--memory=80", "--ranks=8")
+    said = forked(tmp_path / "log", *command, "--memory=80", "--ranks=8")
     assert "GB on each of 8 ranks" in said and "of 80.00 GB" in said
     table = {line[:24].strip(): line[24:].split() for line in said.splitlines() if len(line) == 54}
     parameters = forecast.shape(str(large)).whole
     assert float(table["policy"][1]) == pytest.approx(4 * parameters / 8 / 1e9, abs=0.006)
-    assert "critic" in launch(*command, "--script=train_ppo.py", "--memory=80", "--engine=hf")
-    assert "alone take" in launch(*command, "--memory=1", code=2)
+    assert "critic" in forked(tmp_path / "log", *command, "--script=train_ppo.py", "--memory=80",
+                              "--engine=hf")
+    assert "alone take" in forked(tmp_path / "log", *command, "--memory=1", code=2)
 
 
 @pytest.mark.parametrize("argument, message", [

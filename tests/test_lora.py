@@ -18,7 +18,7 @@ import runs
 import weights
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
-from runs import ROOT, forked, launch, on_ranks, without_times
+from runs import ROOT, forked, on_ranks, without_times
 from runtime import load_sharded, logprobs
 from runtime.check_model import SHIPPED, check_model
 from test_packing import episode, random_parts
@@ -241,9 +241,9 @@ def train(out_dir, folder, reward_file, script="train_grpo.py", ranks=1, code=0,
                       ranks=ranks, code=code)
 
 
-@pytest.mark.parametrize("script, ranks", [("train_grpo.py", 1), ("train_dapo.py", 1), ("train_ppo.py", 1),
-                                           ("train_async.py", 2)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("script, ranks, dtype", [
+    ("train_grpo.py", 1, "float32"), ("train_grpo.py", 1, "bfloat16"), ("train_dapo.py", 1, "bfloat16"),
+    ("train_ppo.py", 1, "float32"), ("train_ppo.py", 1, "bfloat16"), ("train_async.py", 2, "bfloat16")])
 def test_a_resumed_run_is_an_unbroken_one(script, ranks, dtype, folder, reward_file, tmp_path):
     settings = {"kl_coef": 0.01, "dtype": dtype, "logprob_gap": 0.5}
     whole, _ = train(tmp_path / "whole", folder, reward_file, script, ranks, **settings)
@@ -337,7 +337,7 @@ def test_a_merged_folder_is_the_policy(checkpoint, folder, mesh, tmp_path, base_
     AutoModelForCausalLM.from_pretrained(folder, dtype=base_dtype).save_pretrained(base)
     config = json.loads((adapter / lora.CONFIG).read_text())
     (adapter / lora.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
-    out = launch("lora.py", f"{adapter}/").split()[-1]
+    out = forked(tmp_path / "log", "lora.py", f"{adapter}/").split()[-1]
     assert out == f"{adapter}-merged"
     plain = AutoModelForCausalLM.from_pretrained(out)
     assert plain.dtype == base_dtype and check_model(out) == out and os.path.exists(f"{out}/tokenizer.json")
@@ -432,7 +432,7 @@ def test_damaged_folders_are_refused_in_one_line(checkpoint, tmp_path, files):
     adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
     for name, content in files.items():
         (adapter / name).write_bytes(content)
-    said = launch("lora.py", adapter, code=1).splitlines()
+    said = forked(tmp_path / "log", "lora.py", adapter, code=1).splitlines()
     assert said[-1].startswith(f"lora.py: {adapter}/{min(files)} cannot be read: "), said
 
 

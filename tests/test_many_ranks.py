@@ -28,7 +28,7 @@ from runtime import distributed
 from runtime.check_model import model_class
 import runs
 from rollout import Rollout
-from runs import ROOT, TORCHRUN, free_port, launch, lines, on_ranks
+from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
 from runtime.check_settings import SUITS_TINY
 from test_packing import episode
 
@@ -85,7 +85,7 @@ def test_grpo_has_one_gradient(reference_gradients, folder, reward_file, tmp_pat
     assert (found - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
 
 
-@pytest.mark.parametrize("count, shards", [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("count, shards", [(2, 1), (4, 2)])
 def test_copies_of_the_weights_have_one_gradient(reference_gradients, folder, reward_file, tmp_path, count,
                                                  shards):
     train("train_grpo.py", folder, tmp_path / "run", reward_file, count, token_budget=100, shard_ranks=shards)
@@ -185,10 +185,11 @@ def test_each_rank_has_its_rows(tmp_path, family, shape):
 
 
 def test_shard_ranks_makes_copies(tmp_path):
-    (tmp_path / "shape.py").write_text("from runtime import distributed\n"
-                                       "print(*distributed.set_up(shard_ranks=1)[3].shape, 'mesh')\n")
-    output = launch(tmp_path / "shape.py", launcher=torchrun(2), env={"PYTHONPATH": ROOT})
-    assert output.count("2 1 mesh") == 2
+    (tmp_path / "shape.py").write_text(
+        "import sys\nfrom runtime import distributed\n"
+        "sys.stdout.write(f'{distributed.set_up(shard_ranks=1)[3].shape}\\n')\n")
+    output = runs.forked(tmp_path / "log", tmp_path / "shape.py", ranks=2)
+    assert output.count("(2, 1)\n") == 2
 
 
 def said(path):
@@ -383,13 +384,24 @@ def raises(prompts, completions, **_):
 """
 
 
-@pytest.mark.parametrize("how, shown", [("dies", "SIGKILL"), ("raises", "KeyError: 'colour'")])
-def test_a_lost_rank_ends_the_run(folder, tmp_path, how, shown):
+def test_an_error_on_one_rank_ends_the_run_with_its_cause(folder, tmp_path):
     (tmp_path / "deaths.py").write_text(DEATHS)
     started = time.monotonic()
-    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:{how}",
+    _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/deaths.py:raises",
                       code=1, max_steps=1000, launcher=torchrun(2))
-    assert shown in output.rpartition("Root Cause")[2] and time.monotonic() - started < 90
+    cause = output.rpartition("Root Cause")[2]
+    assert "KeyError: 'colour'" in cause and time.monotonic() - started < 90
+
+
+def test_a_rank_that_dies_ends_the_other(folder, tmp_path):
+    """Also without a launcher that would stop it."""
+    (tmp_path / "deaths.py").write_text(DEATHS)
+    arguments = runs.with_defaults([f"--out_dir={tmp_path}/run", f"--reward={tmp_path}/deaths.py:dies"],
+                                   SMALL | {"model": folder, "max_steps": 1000})
+    processes = runs.begin(tmp_path / "log", "train_grpo.py", *arguments, ranks=2)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [1, -signal.SIGKILL], (tmp_path / "log").read_text()
 
 
 LATE = """
@@ -421,8 +433,8 @@ def test_a_rank_that_stands_still_stops_the_run(folder, tmp_path, late, places, 
     (tmp_path / "late.py").write_text(LATE)
     started = time.monotonic()
     _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:{late}",
-                      code=1, timeout=3, reward_timeout=0, reward_step_timeout=0, launcher=torchrun(2))
-    # Which of the two is first is chance, and torchrun then ends the other.
+                      2, code=1, timeout=3, reward_timeout=0, reward_step_timeout=0)
+    # Which of the two is first is chance, and the other may then say that it has lost its peer.
     assert any(place in output for place in places)
     # It shows where its threads stood.
     assert (line in output or "late.py" in output) and time.monotonic() - started < 90
@@ -439,15 +451,19 @@ def test_a_chat_template_that_never_ends_stops_the_run(folder, tmp_path):
 @pytest.mark.parametrize("env, message", [
     ({"RANK": "0"}, "environment variable WORLD_SIZE expected, but not set"),
     ({"GLOO_SOCKET_IFNAME": "nonsense"}, "Unable to find address for: nonsense")])
-def test_an_environment_in_which_nobody_can_join_is_refused(env, message):
-    output = launch("train_grpo.py", code=2, env=env)
+def test_an_environment_in_which_nobody_can_join_is_refused(tmp_path, env, message):
+    process = runs.forkserver.Process(target=runs.run_in_child, args=(
+        "train_grpo.py", (), tmp_path / "log", env, (), None))
+    process.start()
+    output = runs.finish([process], tmp_path / "log", code=2)
     assert message in output.splitlines()[-1] and "Traceback" not in output
 
 
-@pytest.mark.parametrize("seconds", [0.5, 8])
-def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_path, seconds):
+@pytest.mark.parametrize("loading", [False, True])
+def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_path, loading):
     """They may be importing, joining their group, or loading what the run needs, here a slow reward file."""
-    (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "waits.py").write_text(
+        "import time\nopen(f'{__file__}.begun', 'w').close()\ntime.sleep(600)\n")
     process = subprocess.Popen(
         [*torchrun(2), "train_grpo.py", f"--model={folder}", f"--out_dir={tmp_path}/run",
          f"--reward={tmp_path}/waits.py:score"], cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -456,7 +472,9 @@ def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_p
         time.sleep(0.1)
         pgrep = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
         workers = pgrep.stdout.split()
-    time.sleep(seconds)
+    time.sleep(0.5)
+    while loading and not (tmp_path / "waits.py.begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
     process.kill()
     process.wait()
     while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:

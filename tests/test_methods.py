@@ -9,7 +9,7 @@ import mpmath
 import pytest
 
 from bench import methods
-from runs import ROOT, launch, refused
+from runs import ROOT, forked, refused
 
 # ---------------------------------------------------------------- statistics
 
@@ -138,12 +138,12 @@ def calls(tmp_path):
 
 def test_it_goes_on_where_it_stopped(command, tmp_path):
     (tmp_path / "fails-1").touch()
-    output = launch(*command, "--seeds=0,1,2", "--tune=false", code=2)
+    output = forked(tmp_path / "log", *command, "--seeds=0,1,2", "--tune=false", code=2)
     last = output.splitlines()[-1]
     assert "no luck" in output and "failed: " in last and "--seed=1" in last
     assert calls(tmp_path) == ["0 0.0005 1", "1 0.0005 1", "2 0.0005 1"]
     (tmp_path / "fails-1").unlink()
-    output = launch(*command, "--seeds=0,1,2,3", "--tune=false", "--jobs=2")
+    output = forked(tmp_path / "log", *command, "--seeds=0,1,2,3", "--tune=false", "--jobs=2")
     assert calls(tmp_path) == ["0 0.0005 1", "1 0.0005 1", "1 0.0005 1", "2 0.0005 1", "3 0.0005 1"]
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert sorted(line["seed"] for line in lines) == [0, 1, 2, 3]
@@ -153,14 +153,14 @@ def test_it_goes_on_where_it_stopped(command, tmp_path):
         "depths": {"depth 2": 0.35, "depth 3": 0.35}, "pass@4": 0.35, "completions": 8 * 4, "seconds": 6}
     assert "| stub | 0.0005 | 4 | 0.351 ± 0.002 |" in output
     # It runs nothing twice, and shows what is there also where nothing is to be run.
-    launch(*command, "--seeds=0,1,2,3", "--tune=false")
-    output = launch("-m", "bench.methods", "--methods=none", *command[4:])
+    forked(tmp_path / "log", *command, "--seeds=0,1,2,3", "--tune=false")
+    output = forked(tmp_path / "log", "-m", "bench.methods", "--methods=none", *command[4:])
     assert "| stub | 0.0005 | 4 |" in output and len(calls(tmp_path)) == 5
     assert (tmp_path / "methods.svg").read_text().count("<circle") == 4
 
 
 def test_the_learning_rate_is_chosen_by_another_seed(command, tmp_path):
-    output = launch(*command, "--seeds=0,2")
+    output = forked(tmp_path / "log", *command, "--seeds=0,2")
     assert calls(tmp_path) == sorted([f"{seed} 0.0005 1" for seed in (0, 2, 100)] + [
         "100 0.00025 1", "100 0.001 1", "0 0.001 1", "2 0.001 1"])
     assert "| stub | 0.0005 | 2 | 0.351 ±" in output and "| stub | 0.001 | 2 | 0.401 ±" in output

@@ -21,7 +21,7 @@ import placement
 import runs
 from placement import Bridge, Sampled
 from rollout import Rollout, from_json
-from runs import TORCHRUN, begin, finish, forked, kept_rollouts, launch, lines, refused, with_defaults
+from runs import TORCHRUN, begin, finish, forked, kept_rollouts, lines, refused, with_defaults
 from test_many_ranks import bits
 from test_survive import count_lines, start, wait_for
 
@@ -488,6 +488,7 @@ sys.path.insert(0, "")
 from runtime import distributed
 from placement import Bridge
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
 bridge = Bridge(SimpleNamespace(sync_timeout=60, rollout_ranks=1, vllm_tensor_parallel_size=1, engine="hf"))
 if sys.argv[1] == "two trainers" and os.environ["RANK"] != "2":
     distributed.set_up(role=bridge.join)
@@ -504,20 +505,27 @@ distributed.end(0)
 """
 
 
-def on_one_gpu(case, tmp_path, code, processes=2):
+def on_one_gpu(case, tmp_path, processes=2):
+    """What they printed, and their exit codes."""
     (tmp_path / "few_gpus.py").write_text(FEW_GPUS)
-    return launch(tmp_path / "few_gpus.py", case, launcher=(*TORCHRUN, f"--nproc_per_node={processes}"),
-                  code=code)
+    running = begin(tmp_path / "log", tmp_path / "few_gpus.py", case, ranks=processes)
+    for process in running[:2]:
+        process.join(60)
+    for process in running[2:]:
+        process.kill()
+    return (tmp_path / "log").read_text(), [process.exitcode for process in running[:2]]
 
 
 def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
     """Not over NCCL, which refuses that."""
-    assert "GPU 0 [('weight', tensor([0, 1, 2]))]" in on_one_gpu("apart", tmp_path, 0)
+    output, codes = on_one_gpu("apart", tmp_path)
+    assert "GPU 0 [('weight', tensor([0, 1, 2]))]" in output and codes == [0, 0], output
 
 
 def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
     refusal = "2 processes of this node form one group and need a GPU each, but it has 1: "
-    assert refusal in on_one_gpu("two trainers", tmp_path, 1, 3)
+    output, codes = on_one_gpu("two trainers", tmp_path, 3)
+    assert refusal in output and codes == [2, 2], output
 
 
 # ---------------------------------------------------------------- settings that do not fit

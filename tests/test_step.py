@@ -2,7 +2,6 @@
 import math
 import random
 import statistics
-import sys
 
 import pytest
 import torch
@@ -18,14 +17,12 @@ STILL = [*REAL[:-1], "--learning_rate=1e-9", "--max_steps=2"]
 # An engine that reports other logprobs than it samples from.
 SHIFTED = """
 import runpy, sys
-sys.path.append("tests")
-import rollout, runs
-runs.keep_rollouts()
+import rollout
 step = rollout.HFEngine.step
 def shifted(self):
     return [answer._replace(logprobs=[x + 0.05 for x in answer.logprobs]) for answer in step(self)]
 rollout.HFEngine.step = shifted
-del sys.argv[0]
+sys.argv[0] = "train_grpo.py"
 runpy.run_path("train_grpo.py", run_name="__main__")
 """
 
@@ -66,11 +63,12 @@ def test_the_loss_of_what_is_counted(tmp_path, aggregation):
 
 
 def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
-    metrics, _ = train(None, tmp_path, *STILL, "--advantage=dr_grpo", "--kl_coef=0.5", "--kl_in=reward",
-                       "--kl_estimator=k1", "--entropy_coef=0.1",
+    (tmp_path / "shifted.py").write_text(SHIFTED)
+    metrics, _ = train(None, tmp_path / "run", *STILL, "--advantage=dr_grpo", "--kl_coef=0.5",
+                       "--kl_in=reward", "--kl_estimator=k1", "--entropy_coef=0.1",
                        "--engine_correction=token_truncate", "--logprob_gap=1.0",
-                       launcher=(sys.executable, "-c", SHIFTED))
-    rows = kept_rollouts(tmp_path, 1)
+                       script=tmp_path / "shifted.py")
+    rows = kept_rollouts(tmp_path / "run", 1)
     lengths = [row["length"] for row in rows]
     # Each token's k1 is the shift.
     shaped = [row["score"] - 0.5 * 0.05 * n for row, n in zip(rows, lengths)]

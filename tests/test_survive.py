@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_again_and_again(folder, talker, games, reward_file
     out_dir, log, killed, in_a_save = tmp_path / "run", tmp_path / "log", 0, 0
 
     def to_the_end(arguments):
-        launch(*arguments, launcher=launcher) if launcher else forked(tmp_path / "other log", *arguments)
+        forked(tmp_path / "other log", *arguments, ranks=2 if launcher else 1)
 
     to_the_end(command(script, folder, tmp_path / "whole", reward_file, **steps))
     again = command(script, folder, out_dir, reward_file, resume="auto", **steps)
@@ -124,18 +124,18 @@ def whole(folder, reward_file, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number, launcher", [
-    (signal.SIGINT, (sys.executable,)), (signal.SIGTERM, (*TORCHRUN, "--nproc_per_node=1"))])
+    (signal.SIGINT, None), (signal.SIGTERM, (*TORCHRUN, "--nproc_per_node=1"))])
 def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, tmp_path, number, launcher):
     out_dir, log = tmp_path / "run", tmp_path / "log"
     arguments = command("train_grpo.py", folder, out_dir, reward_file, save_interval=100)
-    process = start([*launcher, *arguments], log)
+    process = start([*launcher, *arguments], log) if launcher else begin(log, *arguments)[0]
     wait_for(lambda: lines(out_dir), process)
-    process.send_signal(number)
-    process.wait(60)
+    os.kill(process.pid, number)
+    wait_for(lambda: False, process, 60)
     steps = int(re.search(r"stopped by a signal after (\d+) steps", log.read_text())[1])
     assert 0 < steps < 12 and os.listdir(out_dir).count(f"checkpoint-{steps}") == 1
     # The second is torchrun's own way to exit.
-    assert process.returncode == 0 or "SignalException" in log.read_text()
+    assert code_of(process) == 0 or launcher and "SignalException" in log.read_text()
     train(folder, out_dir, reward_file, resume="auto")
     assert without_times(lines(out_dir)) == without_times(lines(whole))
 
@@ -263,18 +263,20 @@ def test_the_best_checkpoint_stays(whole):
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out_dir = str(tmp_path / "run")
-    code = ("import time; from runtime import checkpoint; "
-            f"checkpoint.claim({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
-    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "in\n"
+    (tmp_path / "holds.py").write_text(
+        "import time; from runtime import checkpoint; "
+        f"checkpoint.claim({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
+    (holder,) = begin(tmp_path / "log", tmp_path / "holds.py")
+    wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "in\n", holder)
+    assert holder.is_alive()
     # A claim that has failed does not make the folder this process's own.
     for patience in (1, 0):
         with pytest.raises(ValueError, match="another run is writing there"):
             checkpoint.claim(out_dir, patience)
     holder.kill()
-    holder.wait()
+    holder.join()
     checkpoint.claim(out_dir, patience=1)
-    assert "another run is writing there" in launch("-c", code, code=1)
+    assert "another run is writing there" in forked(tmp_path / "log", tmp_path / "holds.py", code=1)
 
 
 # ---------------------------------------------------------------- files that changed in between
@@ -352,12 +354,20 @@ def test_a_state_that_no_run_writes(whole, folder, reward_file, tmp_path, change
 
 # ---------------------------------------------------------------- a full disk, gradients that are not finite
 
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (300 * 1024, 300 * 1024))
+sys.argv[0] = "train_grpo.py"
+runpy.run_path("train_grpo.py", run_name="__main__")
+"""
+
+
 def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
     """No file may grow over 300 KiB from step 12 on, the model's is larger: a stand-in for a full disk."""
     shutil.copytree(whole, tmp_path / "run")
     go_on = command("train_grpo.py", folder, tmp_path / "run", reward_file, max_steps=15, resume="auto")
-    limited = f"ulimit -f 300; exec {' '.join(map(str, [sys.executable, *go_on]))}"
-    output = launch("-c", limited, launcher=("bash",), code=2)
+    (tmp_path / "full.py").write_text(FULL_DISK)
+    output = forked(tmp_path / "log", tmp_path / "full.py", *go_on[1:], code=2)
     assert output.count("no checkpoint, the older ones stand: ") == 3
     assert "the last model could not be saved" in output.splitlines()[-1] and "FrameSummary" not in output
     assert not os.path.exists(tmp_path / "run" / "checkpoint.part")
@@ -370,7 +380,7 @@ def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
 # ---------------------------------------------------------------- the cause comes last
 
 def test_torchrun_ends_with_the_cause():
-    output = launch("train_grpo.py", "--max_steps=0", launcher=(*TORCHRUN, "--nproc_per_node=2"), code=1)
+    output = launch("train_grpo.py", "--max_steps=0", launcher=(*TORCHRUN, "--nproc_per_node=1"), code=1)
     assert "traceback : train_grpo.py: max_steps=0: must be above 0" in output.splitlines()[-2]
 
 

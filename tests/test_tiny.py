@@ -3,8 +3,6 @@ import itertools
 import os
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -17,7 +15,7 @@ import rewards
 import rollout
 from environments.calculator import Calculator
 from environments.guess_number import Guess
-from runs import ROOT, refused
+from runs import forked, refused
 from runtime.check_model import SHIPPED
 from tasks import generate_problems
 from tiny import pretrain, transcripts
@@ -114,14 +112,13 @@ def test_an_interrupted_save_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_a_model_of_your_own(tmp_path):
-    run = [sys.executable, "-m", "tiny.pretrain", "--steps=3", "--batch_size=4",
+    run = [tmp_path / "log", "-m", "tiny.pretrain", "--steps=3", "--batch_size=4",
            "--train_prompts=64", "--harder_prompts=64", "--layers=1", "--hidden_size=32",
            "--intermediate_size=32", "--heads=1", f"--out={tmp_path}/mine"]
-    subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+    forked(*run)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     assert model.config.num_hidden_layers == 1 and model.dtype == torch.bfloat16
-    again = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 2 and "mine exists: remove it" in again.stderr
+    assert "mine exists: remove it" in forked(*run, code=2)
 
 
 @pytest.mark.parametrize("argument, message", [

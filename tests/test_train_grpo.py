@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from runs import TORCHRUN, launch, lines, refused, without_times
+from runs import launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 8, "eval_samples": 2, "max_steps": 2, "save_interval": 1, "warmup_steps": 0,
@@ -138,7 +138,7 @@ def test_learning_rate(folder, reward_file, tmp_path, decay, last):
 
 def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(
         plain_run, folder, reward_file, tmp_path):
-    both, output = train(folder, tmp_path / "run", reward_file, launcher=(*TORCHRUN, "--nproc_per_node=2"))
+    both, output = train(folder, tmp_path / "run", reward_file, ranks=2)
     one = plain_run[1]
     assert len(both) == 3 and "on 2 x cpu" in output
     for key in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length", "num_tokens",

@@ -1,7 +1,6 @@
 """train_ppo.py as a user runs it: whole short runs, resume, and bad input of its own."""
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -16,15 +15,15 @@ SMALL = {"prompts_per_step": 16, "max_completion_length": 12, "train_prompts": 6
          "critic_learning_rate": 3e-3, "critic_warmup_steps": 1, "keep_checkpoints": 3, "engine": "hf"}
 
 
-def train(folder, out_dir, reward, launcher=None, **settings):
+def train(folder, out_dir, reward, **settings):
     defaults = SMALL | {"model": folder} | settings
-    return runs.train("train_ppo.py", out_dir, [reward], defaults, launcher)[0]
+    return runs.train("train_ppo.py", out_dir, [reward], defaults)[0]
 
 
 @pytest.fixture(scope="module")
 def plain_run(folder, reward_file, tmp_path_factory):
     out_dir = str(tmp_path_factory.mktemp("run") / "plain")
-    return out_dir, train(folder, out_dir, reward_file, launcher=(sys.executable,))
+    return out_dir, train(folder, out_dir, reward_file)
 
 
 def test_a_run_leaves_what_it_promises(plain_run):

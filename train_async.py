@@ -59,7 +59,7 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # what few people change: data, episodes, engine, training, evaluation
+from config.shared import *     # further settings, such as dtype, lora_rank and eval_interval: see --help
 # placement: docs/placement.md
 rollout_ranks = 1               # the last ranks, which are engines; the others are trainers
 max_staleness = 1               # steps that the trained policy is ahead of the one that sampled
@@ -69,7 +69,7 @@ vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may 
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
-                                # reinforce++, reinforce++_baseline, none: losses.ADVANTAGES
+                                # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_in = "loss"                  # where the KL is: in the loss, or taken off the score of each completion
                                 # (reward) or the advantage of each token (advantage: on-policy distillation)
@@ -77,12 +77,12 @@ kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwis
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
-loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg: losses.LOSSES
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
-skip_zero_advantage = False     # do not compute rollouts whose advantage is 0: faster, and right as long as
-                                # nothing else in the loss moves the policy there
+skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
+                                # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
@@ -92,7 +92,7 @@ correction_high = 2.0           # a mask gives weight 0 where it is higher; trun
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
-lr_decay = "linear"             # then it is constant, or falls to 0 at max_steps: linear or cosine
+lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())         # overrides the names above by config files and --key=value
@@ -116,7 +116,7 @@ with input_errors():                                            # a ValueError b
     tokenizer, eos_ids = models.tokenizer, models.eos_ids
     part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
-    # Prompts to draw from, a list of held-out ones, and a sentence about both.
+    # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
 
 
@@ -145,7 +145,7 @@ def sample_for_trainers(_):
             times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
             bridge.send(kind, number, Sampled(rollouts, after, times))
 
-    if lora_rank and version:                                   # the engine has begun with the base
+    if lora_rank and version:                                   # the engine was loaded with the base model
         rollout_engine.switch(version)
     while True:
         if version in eval_steps:
@@ -189,16 +189,19 @@ kl_in_loss = kl_coef > 0 and kl_in == "loss"
 run = Run(settings, __file__, ahead=[])
 with input_errors():
     run.check_data(models.policy, train_set, eval_set)
-    # Adapters come on top of the initial model, in a resumed run as well.
+    # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
     start = run.resumed if run.resumed and not lora_rank else models.policy
     ahead = kept_ahead(run.state, settings, start)              # {step: Sampled}, by the run before
     bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
                  max([run.state["position"], *(one.position for one in ahead.values())])})
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
-    reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
-        load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
-                    trained=False))
+    reference = None
+    if kl_coef > 0 and lora_rank and not reference_model:
+        reference = policy.adapters.base                        # the policy without its adapters
+    elif kl_coef > 0:
+        reference = load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
+                                trained=False)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
@@ -250,7 +253,7 @@ for step in range(run.first_step, max_steps + 1):
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
         with log.timed("wait_for_rollouts"):
             keep_ahead(step)
-        run.save(networks, tokenizer)                           # and after the last step, the log's last line
+        run.save(networks, tokenizer)                           # nothing at step 0
     if step == max_steps or stopping:
         break
 
@@ -276,7 +279,7 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
         scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
+    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=part_weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -330,12 +333,12 @@ for step in range(run.first_step, max_steps + 1):
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator,
                                         engine_logp if max_staleness else old_logp)
                       if kl_in_loss else torch.zeros_like(logp))                        # [C]
-                token_loss = correction * token_loss + kl_coef * kl     # the KL is not corrected, as in TRL
+                token_loss = correction * token_loss + kl_coef * kl     # like TRL, does not correct the KL
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # Means over the sampled tokens of computed rollouts. A kl in log.metrics replaces this one.
+                # Means over the sampled tokens of computed rollouts. A kl of section 3 replaces this one.
                 log.add(sums={"loss": loss / updates_per_step},
                         means={"entropy": entropy, "kl": kl, "sampling/correction_mean": correction,
                                "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
@@ -348,7 +351,7 @@ for step in range(run.first_step, max_steps + 1):
                 trainer_logps = new_logps if old_logprobs == "engine" else old_logps or new_logps
                 log.metrics |= compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):              # not where the norm is infinite or NaN
+            if run.may_step("actor", norm.item()):              # False if the norm is infinite or NaN
                 optimizer.step()
             optimizer.zero_grad()
 

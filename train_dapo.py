@@ -51,7 +51,7 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # what few people change: data, episodes, engine, training, evaluation
+from config.shared import *     # further settings, such as dtype, lora_rank and eval_interval: see --help
 # what a step trains on; these five settings are DAPO's
 filter_groups = True            # leave out prompts whose completions all have the same score
 max_num_gen_batches = 10        # rollouts per step, at most, until filter_groups has enough prompts
@@ -61,7 +61,7 @@ mask_truncated = False          # leave completions that were cut off out of the
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
-                                # reinforce++, reinforce++_baseline, none: losses.ADVANTAGES
+                                # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_in = "loss"                  # where the KL is: in the loss, or taken off the score of each completion
                                 # (reward) or the advantage of each token (advantage: on-policy distillation)
@@ -69,12 +69,12 @@ kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwis
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
-loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg: losses.LOSSES
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.28             # DAPO: the upper clip bound is 1 + epsilon_high
 dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
-skip_zero_advantage = False     # do not compute rollouts whose advantage is 0: faster, and right as long as
-                                # nothing else in the loss moves the policy there
+skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
+                                # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
 engine_correction = "none"      # importance weights for the gap between trainer and engine: token_truncate
                                 # (TIS), token_mask, sequence_truncate, sequence_mask, geometric_mask; or none
@@ -83,29 +83,30 @@ correction_high = 2.0           # a mask gives weight 0 where it is higher; trun
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
-lr_decay = "linear"             # then it is constant, or falls to 0 at max_steps: linear or cosine
+lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())         # overrides the names above by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device. FSDP2 shards over the mesh; the ranks of sequence_group share each row of tokens.
+# One process per device. FSDP2 shards over the mesh; the ranks of sequence_group each hold part of a row.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Checks the settings. run.resumed is a checkpoint or None, run.state what a checkpoint saves.
+# Run checks the settings. run.resumed is a checkpoint or None; run.state is saved with each checkpoint.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row; an evaluation may need more
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-may_be_stale = old_logprobs == "engine" or engine_correction != "none"      # sampled with earlier weights
+# Whether the loss can take rollouts sampled with earlier weights. This script has none.
+may_be_stale = old_logprobs == "engine" or engine_correction != "none"
 with input_errors():                                            # a ValueError becomes a one-line message
     models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
     tokenizer, eos_ids = models.tokenizer, models.eos_ids
     engine_class = rollout.engine_class(engine)
-    player = Player(settings, tokenizer, eos_ids)               # plays episodes; idle without an environment
-    # Prompts to draw from, a list of held-out ones, and a sentence about both.
+    player = Player(settings, tokenizer, eos_ids)               # for episodes with an environment or tools
+    # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(models.policy, train_set, eval_set)          # are they those of the resumed run?
@@ -113,23 +114,26 @@ with input_errors():                                            # a ValueError b
     player.check_with(trial)
     scorer.check_with([prompt.row for prompt in trial])
 
-    # Adapters come on top of the initial model, in a resumed run as well.
+    # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
     start = run.resumed if run.resumed and not lora_rank else models.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
-    reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
-        load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
-                    trained=False))
+    reference = None
+    if kl_coef > 0 and lora_rank and not reference_model:
+        reference = policy.adapters.base                        # the policy without its adapters
+    elif kl_coef > 0:
+        reference = load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
+                                trained=False)
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
     offload(optimizer, device)                                  # to host memory, except while it steps
-networks = {"": (policy, optimizer)}                            # by subfolder of a checkpoint; "" is its root
+networks = {"": (policy, optimizer)}                            # by a checkpoint's subfolder; "": its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
-if lora_rank and run.resumed:                                   # the engine has begun with the base
+if lora_rank and run.resumed:                                   # the engine was loaded with the base model
     rollout_engine.load_weights(full_weights(policy, None, rollout_engine.weight_names), run.first_step)
 
 
@@ -137,7 +141,7 @@ def sample(prompts, n, names, temperature=temperature, length=max_completion_len
     """Return n rollouts per prompt, next to each other. Their seeds are h, h + 1, ..., where h is a hash of
     the prompt's name, so they are the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    if player.make:
+    if player.make:                                             # there is an environment, or tools
         return player.play(rollout_engine, prompts, n, seeds, length, temperature)
     return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, length, temperature)
 
@@ -149,7 +153,7 @@ def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature
     own = range(rank, len(prompts), world_size)
     rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
     if temperature > 0:
-        # Stops the run if engine and policy differ: few rollouts show that the weights arrived.
+        # This stops the run if engine and policy differ. A few rollouts are enough to see it.
         logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
         compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
     scorer(rollouts)
@@ -157,8 +161,9 @@ def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature
 
 
 # ---------------------------------------------------------------- the loop
-# N rollouts per step, on all ranks; s is an index into them. rollouts[s] has the ids of its prompt and of its
-# sampled tokens, the engine's logprobs of the sampled ones, its row of the data set, and its score.
+# N rollouts per step, on all ranks; s is an index into them. A rollout r has r.ids (prompt and completion),
+# r.logprobs (the engine's, of the sampled tokens), r.row (of the data set), r.score, its r.parts by name, and
+# r.rewards by token.
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
 # (packing.py). C of its tokens were sampled. For two rollouts, 0 and 1, with two sampled tokens each:
@@ -175,7 +180,7 @@ for step in range(run.first_step, max_steps + 1):
         with log.timed("eval"):
             log.evaluation(evaluate(eval_set))
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
-        run.save(networks, tokenizer)                           # and after the last step, the log's last line
+        run.save(networks, tokenizer)                           # nothing at step 0
     if step == max_steps or stopping:
         break
 
@@ -211,13 +216,14 @@ for step in range(run.first_step, max_steps + 1):
     log.metrics |= {"reward_std": stds.mean().item(),
                     "frac_reward_zero_std": (stds == 0).double().mean().item()}
     if kl_coef > 0 and kl_in != "loss":
-        kls = kl_to_reference(reference, rollouts, token_budget, temperature)           # {s: [len]}
+        # log(policy / reference) of each token, with the engine's logprobs as the policy's: {s: [len]}.
+        kls = kl_to_reference(reference, rollouts, token_budget, temperature)
         total_kl = torch.stack([kls[s].sum() for s in range(N)])                        # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
         scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # [N], or {s: [len]} where tokens have their own; 0 where there is no score.
+    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -253,13 +259,13 @@ for step in range(run.first_step, max_steps + 1):
                 learning_rate, step, max_steps, lr_decay, warmup_steps)
         new_logps = {}                                          # {s: [len]}
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # It counts the tokens of the whole update, on all ranks, so the gradient depends on neither the
-            # number of ranks nor the micro-batches.
+            # num_tokens and num_sequences count the whole update, on all ranks, so the gradient depends on
+            # neither the number of ranks nor the micro-batches.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # Every rank runs the same number of micro-batches, at least one, because forward and backward are
-            # collectives. One that only makes up the number has C = 0, as does one that another rank counts.
+            # Forward and backward are collectives, so every rank runs the same number of micro-batches, at
+            # least one. C = 0 in one that only fills up this number, or whose logprobs another rank gets.
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
@@ -273,19 +279,19 @@ for step in range(run.first_step, max_steps + 1):
                     low=correction_low, high=correction_high)                           # [C]
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
                       else torch.zeros_like(logp))                                      # [C]
-                token_loss = correction * token_loss + kl_coef * kl     # the KL is not corrected, as in TRL
+                token_loss = correction * token_loss + kl_coef * kl     # like TRL, does not correct the KL
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # Means over the sampled tokens of computed rollouts. A kl in log.metrics replaces this one.
+                # Means over the sampled tokens of computed rollouts. A kl of section 3 replaces this one.
                 log.add(sums={"loss": loss / updates_per_step},
                         means={"entropy": entropy, "kl": kl, "sampling/correction_mean": correction,
                                "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
                                "clip_ratio/region_mean": low | high})
             if u == 0:
                 # Before the first update engine and trainer have the same weights: this stops the run if they
-                # differ. The trainer's logprobs are old_logps if it has computed any, else from this forward.
+                # differ. The trainer's logprobs are old_logps if it computed them, otherwise new_logps.
                 trainer_logps = new_logps if old_logprobs == "engine" else old_logps or new_logps
                 log.metrics |= compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer, step,
                                                 may_be_stale)

@@ -54,7 +54,7 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # what few people change: data, episodes, engine, training, evaluation
+from config.shared import *     # further settings, such as dtype, lora_rank and eval_interval: see --help
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 critic_model = ""               # a folder or hub id that the critic starts from; if empty, the model
@@ -73,16 +73,16 @@ loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), const
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
-lr_decay = "linear"             # then it is constant, or falls to 0 at max_steps: linear or cosine
+lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())         # overrides the names above by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device. FSDP2 shards over the mesh; the ranks of sequence_group share each row of tokens.
+# One process per device. FSDP2 shards over the mesh; the ranks of sequence_group each hold part of a row.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Checks the settings. run.resumed is a checkpoint or None, run.state what a checkpoint saves.
+# Run checks the settings. run.resumed is a checkpoint or None; run.state is saved with each checkpoint.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row; an evaluation may need more
@@ -92,8 +92,8 @@ with input_errors():                                            # a ValueError b
     models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
     tokenizer, eos_ids = models.tokenizer, models.eos_ids
     engine_class = rollout.engine_class(engine)
-    player = Player(settings, tokenizer, eos_ids)               # plays episodes; idle without an environment
-    # Prompts to draw from, a list of held-out ones, and a sentence about both.
+    player = Player(settings, tokenizer, eos_ids)               # for episodes with an environment or tools
+    # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(models.policy, train_set, eval_set)          # are they those of the resumed run?
@@ -101,15 +101,18 @@ with input_errors():                                            # a ValueError b
     player.check_with(trial)
     scorer.check_with([prompt.row for prompt in trial])
 
-    # Adapters come on top of the initial model, in a resumed run as well.
+    # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
     start = run.resumed if run.resumed and not lora_rank else models.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else models.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
-    reference = None if kl_coef == 0 else policy.adapters.base if lora_rank and not reference_model else (
-        load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
-                    trained=False))
+    reference = None
+    if kl_coef > 0 and lora_rank and not reference_model:
+        reference = policy.adapters.base                        # the policy without its adapters
+    elif kl_coef > 0:
+        reference = load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
+                                trained=False)
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
@@ -120,7 +123,7 @@ if offload_optimizer:
     offload(critic_optimizer, device)
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
-if lora_rank and run.resumed:                                   # the engine has begun with the base
+if lora_rank and run.resumed:                                   # the engine was loaded with the base model
     rollout_engine.load_weights(full_weights(policy, None, rollout_engine.weight_names), run.first_step)
 
 
@@ -128,7 +131,7 @@ def sample(prompts, n, names, temperature=temperature, length=max_completion_len
     """Return n rollouts per prompt, next to each other. Their seeds are h, h + 1, ..., where h is a hash of
     the prompt's name, so they are the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    if player.make:
+    if player.make:                                             # there is an environment, or tools
         return player.play(rollout_engine, prompts, n, seeds, length, temperature)
     return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, length, temperature)
 
@@ -140,7 +143,7 @@ def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature
     own = range(rank, len(prompts), world_size)
     rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
     if temperature > 0:
-        # Stops the run if engine and policy differ: few rollouts show that the weights arrived.
+        # This stops the run if engine and policy differ. A few rollouts are enough to see it.
         logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
         compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
     scorer(rollouts)
@@ -171,7 +174,7 @@ for step in range(run.first_step, max_steps + 1):
         with log.timed("eval"):
             log.evaluation(evaluate(eval_set))
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
-        run.save(networks, tokenizer)                           # and after the last step, the log's last line
+        run.save(networks, tokenizer)                           # nothing at step 0
     if step == max_steps or stopping:
         break
 
@@ -245,7 +248,7 @@ for step in range(run.first_step, max_steps + 1):
                 log.add(sums={"critic/vf_loss": vf_loss / (num_epochs * updates_per_epoch)},
                         means={"critic/vf_clipfrac": value_clipped})
             norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("critic", norm.item()):             # not where it is infinite or NaN
+            if run.may_step("critic", norm.item()):             # False if the norm is infinite or NaN
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
         with log.timed("update_actor"):

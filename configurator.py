@@ -1,11 +1,11 @@
 """Overrides a script's settings, from left to right: `python train.py config/name.py --key=value ...`.
 
 The settings are the simple values that a script assigns at module level between two rules (comment lines of
-dashes), before it calls configure(globals()). Where a line between them is `from config.shared import *`, the
-settings of that file, which has the same form, become settings of the script. A config file is looked for
-here, then where the script is, then where this file is.
-The type of the default decides what a setting accepts, and whatever cannot be taken exactly as it is written
-stops the script, because a typo must not cost a training run.
+dashes), before it calls configure(globals()). If a line between them is `from config.shared import *`, the
+settings of that file, which has the same form, become settings of the script. A config file is looked for in
+the working directory, then where the script is, then where this file is.
+The type of the default decides which values a setting accepts. Whatever cannot be taken exactly as it is
+written stops the script, because a typo must not cost a training run.
 """
 import ast
 import contextlib
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 from runtime import refuse
 
-# The settings that config files and the command line gave, once configure has run.
+# The names of the settings that config files and the command line set, once configure has run.
 given = set()
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
@@ -108,7 +108,7 @@ def read_config(given, script):
         fail(f"cannot read {given} (no such file){did_you_mean(given, names)}")
     try:
         tree = ast.parse(Path(path).read_bytes())
-        # It fails here if a value nests too deep.
+        # This raises an error now if a value is nested too deeply.
         ast.unparse(tree)
     except SyntaxError as error:
         fail(f"{path}:{error.lineno or 1}: {error.msg}")
@@ -123,7 +123,7 @@ def read_config(given, script):
 
 
 def read_value(source, kind):
-    """The literal in `source` as a `kind`, None if it is not one: 1 will do for 1.0 and 1e5 for 100000."""
+    """The literal in `source` as a `kind`, or None if it is not one. 1 is taken for 1.0, 1e5 for 100000."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError):
         value = ast.literal_eval(source)
         fits = type(value) is kind or {type(value), kind} == {int, float}
@@ -145,7 +145,7 @@ def configure(namespace, argv=None):
             show_help(namespace["__doc__"] or "", layout, settings)
             sys.stdout.flush()
             sys.exit()
-        os._exit(0)                                             # a pager has read enough
+        os._exit(0)                                             # a pager has closed the pipe
     on_command_line = set()
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
@@ -165,7 +165,7 @@ def configure(namespace, argv=None):
             seen.add(key)
             given.add(key)
             kind = type(settings[key])
-            # A word of the shell needs neither quotes nor a capital.
+            # On the command line a string needs no quotes, and true no capital.
             bare = {str: repr, bool: str.capitalize}.get(kind, str)
             settings[key] = read_value(text if place else bare(text), kind)
             if settings[key] is None:
@@ -181,9 +181,9 @@ def one_line(text):
 
 
 def printable(text):
-    r"""Text with its control characters escaped, except tabs and line ends: \x1b[2J clears the screen.
+    r"""Text with its control characters escaped, except tabs and line ends: \x1b[2J would clear the screen.
 
-    So are half surrogate pairs, and characters that only shape the text, which may turn its direction.
+    Half surrogate pairs are escaped as well, and so are format characters, which may reverse the text.
     """
     return "".join(c if c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
                    for c in str(text))

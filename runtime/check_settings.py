@@ -1,8 +1,8 @@
 """
-Settings that are refused before a model is loaded. Each message names the setting.
+Checks that refuse settings before a model is loaded. Each message names the setting.
 
-These checks catch mistakes, and nothing else depends on them. A script of your own may drop settings: a rule
-that reads one of them does not apply to it.
+They catch mistakes, and nothing else depends on them. A script of your own may drop settings; the rules that
+read one of these are then left out.
 """
 import contextlib
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ POSITIVE = """num_generations prompts_per_step max_completion_length token_budge
     updates_per_epoch max_steps max_num_gen_batches eval_samples keep_checkpoints max_skipped_updates
     vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p rollout_ranks sync_timeout
     sequence_parallel_size lora_alpha layers hidden_size intermediate_size heads steps batch_size""".split()
-ANY_NUMBER = ("seed", "difficulty")         # all others are not negative
+ANY_NUMBER = ("seed", "difficulty")         # no other number may be negative
 SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
     decay""".split()
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
@@ -25,23 +25,23 @@ CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloa
            "kl_in": ("loss", "reward", "advantage"), "kl_estimator": losses.KL_ESTIMATORS,
            "advantage": losses.ADVANTAGES, "loss_type": losses.LOSSES,
            "loss_aggregation": losses.AGGREGATIONS, "engine_correction": losses.CORRECTIONS}
-# Defaults of the scripts that suit the tiny model, whose config says so in `suits`, and not a larger one.
+# Defaults of the scripts that suit the tiny model, whose config says so in `suits`, and no larger one.
 SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
               "max_completion_length": 64}
 
 
 def check_values(settings):
-    """Each of a script's settings by itself."""
+    """Check each of a script's settings by itself."""
     for key, value in vars(settings).items():
         if type(value) in (int, float) and key not in ANY_NUMBER:
             check(value > 0 or key not in POSITIVE, f"{key}={value}: must be above 0")
             check(value >= 0, f"{key}={value}: must not be negative")
-            check(value <= 1e9, f"{key}={value}: over 1e9, a slip of the hand")
+            check(value <= 1e9, f"{key}={value}: must not be above 1e9")
         check(key not in ("beta1", "beta2") or value < 1, f"{key}={value}: must be from 0 to below 1")
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
         check(key not in CHOICES or value in CHOICES[key],
               f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
-        # On the command line, what is not UTF-8 comes as half a surrogate pair.
+        # A byte of the command line that is not UTF-8 becomes half a surrogate pair.
         check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
               f"{key}={value}: not UTF-8")
         check(key != "reward_workers" or not value or ":" in settings.reward,
@@ -60,17 +60,17 @@ def divides(s, key, number, what):
 
 
 def below_timeout(s, key):
-    # What has a time limit of its own says more than the watchdog, so its limit has to come first.
+    # Whatever has a limit of its own says more than the watchdog, so its limit has to be reached first.
     return not 0 < s.timeout <= getattr(s, key), f"timeout={s.timeout}: not above {key}={getattr(s, key)}"
 
 
-# Each says whether several settings fit together, and what is wrong if they do not. trainers, samplers and
-# engines are numbers of ranks, which check_run adds.
+# Each rule returns whether several settings fit together, and a message for when they do not. check_run adds
+# trainers, samplers and engines, which are numbers of ranks, to the settings.
 RULES = (
     lambda s: (s.trainers > 0, f"rollout_ranks={s.samplers} leaves no trainer: there are "
                f"{s.trainers + s.samplers} ranks (torchrun --nproc_per_node=2 train_async.py has two)"),
-    lambda s: positive(s, "temperature"),                       # 0 is a value for evaluate_model.py alone
-    lambda s: positive(s, "max_prompt_length"),                 # so is this 0
+    lambda s: positive(s, "temperature"),                       # only evaluate_model.py takes 0
+    lambda s: positive(s, "max_prompt_length"),                 # as well
     lambda s: (s.max_prompt_length + s.max_completion_length <= s.token_budget,
                f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length"),
     lambda s: below_timeout(s, "reward_step_timeout"),
@@ -125,9 +125,9 @@ RULES = (
 
 
 def check_run(settings, trainers):
-    """All settings of a training script. trainers: how many ranks train."""
+    """Check all settings of a training script. trainers: how many ranks train."""
     check_values(settings)
-    # All ranks sample as well, each for prompts of its own, unless the engines have ranks of their own.
+    # Ranks that train also sample, each for prompts of its own, unless there are ranks for the engines alone.
     samplers = getattr(settings, "rollout_ranks", 0)
     engines = max(1, samplers // settings.vllm_tensor_parallel_size) if samplers else trainers
     s = SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers, engines=engines)
@@ -137,7 +137,7 @@ def check_run(settings, trainers):
 
 
 def check_suits(s, base):
-    """Whether settings that were left as they are suit the model in this folder (or of this hub id)."""
+    """Refuse defaults that nobody set and that do not suit the model in this folder (or of this hub id)."""
     suits = getattr(AutoConfig.from_pretrained(base), "suits", {})
     left = [f"{key}={value}" for key, value in SUITS_TINY.items()
             if getattr(s, key, None) == value != suits.get(key) and key not in given]

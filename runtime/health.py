@@ -18,7 +18,7 @@ RULES = {
     "sampling/sampling_logp_difference/mean": (
         1, lambda first, best, s: max(0.1 if s.get("max_staleness") else 1e-4, 5 * first),
         "The gap between engine and trainer has grown: the engine samples with other weights.",
-        "a smaller max_staleness (now {max_staleness}); without staleness, look at section 6, weight sync"),
+        "a smaller max_staleness in train_async.py; in a script of your own look at its weight sync"),
     "entropy": (-1, lambda first, best, s: 0.1 * first,
         "The entropy has collapsed: samples hardly differ any more, so there is little to learn from.",
         "a smaller learning_rate (now {learning_rate}), epsilon_high=0.28, or entropy_coef=0.001"),
@@ -30,7 +30,7 @@ RULES = {
         "easier or harder prompts, a finer reward, or more num_generations (now {num_generations})"),
     "completions/clipped_ratio": (1, lambda first, best, s: 0.2,
         "Many completions are cut off at the length limit.",
-        "a larger max_completion_length (now {max_completion_length}), or a reward that is blind to length"),
+        "a reward that does not pay for length, or more max_completion_length (now {max_completion_length})"),
     "actor/skipped_updates": (1, lambda first, best, s: 0.0,
         "Updates are skipped, because their gradient is not finite.",
         "a smaller learning_rate (now {learning_rate}), or dtype=float32 (now {dtype})"),
@@ -70,7 +70,7 @@ def findings(lines, settings):
                 f"{meaning} {metric}, averaged over {WINDOW} steps, is {'over' if sign > 0 else 'under'} "
                 f"{limit:.2g} {when}, at worst {worst:.2g}. "
                 f"Try {to_try.format_map(defaultdict(lambda: 'not set', settings))}.")})
-    return found
+    return sorted(found, key=lambda one: one["first"])          # a cause comes before what follows from it
 
 
 def series(lines, metric):
@@ -87,15 +87,10 @@ def means(lines, metric):
 
 
 class Watch:
-    """Gets the lines of a run's metrics as they are written, and tells of each broken rule once."""
+    """Tells of each broken rule once. lines: the metrics of the steps so far, to which a run adds its own."""
 
-    def __init__(self, settings):
-        self.settings, self.lines, self.told = settings, [], set()
-
-    def add(self, line):
-        """Take the metrics of a step, as a dict; what no rule reads is not kept."""
-        self.lines.append({name: value for name, value in line.items()
-                           if name in RULES or name == "step" or name.startswith("eval/pass@")})
+    def __init__(self, settings, lines):
+        self.settings, self.lines, self.told = settings, lines, set()
 
     def news(self):
         """The texts, in lines of 80 columns, for rules that are broken now and were not told of before."""

@@ -83,18 +83,19 @@ def test_a_solved_task_needs_neither_entropy_nor_spread():
 
 
 def test_a_run_says_what_is_broken_now_and_once():
-    watch = health.Watch({"max_completion_length": 64})
+    watch = health.Watch({"max_completion_length": 64}, [])
 
     def go_on(*values):
         for value in values:
-            watch.add({"step": len(watch.lines), "completions/clipped_ratio": value})
+            watch.lines.append({"step": len(watch.lines), "completions/clipped_ratio": value})
         return watch.news()
     assert go_on() == [] and go_on(*[0.0] * 10) == []
     # It was over before the evaluation: no news.
     assert go_on(*[1.0] * 6, *[0.0] * 12) == []
     (text,) = go_on(*[1.0] * 8)
     words = " ".join(text.split())
-    assert "over 0.2 since step 29, at worst 1. Try a larger max_completion_length (now 64)" in words, words
+    assert "over 0.2 since step 29, at worst 1. Try a reward that does not pay for length" in words, words
+    assert "max_completion_length (now 64)" in words
     assert all(len(line) <= 80 for line in text.splitlines())
     assert go_on(*[1.0] * 8) == []
 

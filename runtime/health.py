@@ -87,18 +87,17 @@ def means(lines, metric):
 
 
 class Watch:
-    """Gets the lines of a run's metrics as they are written, and tells of each broken rule once."""
+    """Tells of each broken rule once. new: the lines of metrics since the last call of `news`, as dicts."""
 
     def __init__(self, settings):
-        self.settings, self.lines, self.told = settings, [], set()
-
-    def add(self, line):
-        """Take the metrics of a step, as a dict; what no rule reads is not kept."""
-        self.lines.append({name: value for name, value in line.items()
-                           if name in RULES or name == "step" or name.startswith("eval/pass@")})
+        self.settings, self.lines, self.new, self.told = settings, [], [], set()
 
     def news(self):
         """The texts, in lines of 80 columns, for rules that are broken now and were not told of before."""
+        # What no rule reads is not kept.
+        self.lines += [{name: value for name, value in line.items()
+                        if name in ("step", *RULES) or name.startswith("eval/pass@")} for line in self.new]
+        self.new = []
         now = [f for f in findings(self.lines, self.settings)
                if f["metric"] not in self.told and f["last"] == self.lines[-1]["step"]]
         self.told |= {f["metric"] for f in now}

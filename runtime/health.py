@@ -87,13 +87,17 @@ def means(lines, metric):
 
 
 class Watch:
-    """Tells of each broken rule once. lines: the metrics of the steps so far, to which a run adds its own."""
+    """Tells of each broken rule once. new: the lines of metrics since the last call of `news`, as dicts."""
 
-    def __init__(self, settings, lines):
-        self.settings, self.lines, self.told = settings, lines, set()
+    def __init__(self, settings):
+        self.settings, self.lines, self.new, self.told = settings, [], [], set()
 
     def news(self):
         """The texts, in lines of 80 columns, for rules that are broken now and were not told of before."""
+        # What no rule reads is not kept.
+        self.lines += [{name: value for name, value in line.items()
+                        if name in ("step", *RULES) or name.startswith("eval/pass@")} for line in self.new]
+        self.new = []
         now = [f for f in findings(self.lines, self.settings)
                if f["metric"] not in self.told and f["last"] == self.lines[-1]["step"]]
         self.told |= {f["metric"] for f in now}

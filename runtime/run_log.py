@@ -65,12 +65,12 @@ class RunLog:
         self.master, self.out_dir = dist.get_rank() == 0, out_dir
         self.sample_interval = settings["sample_interval"]
         self.waiting, self.files = {"metrics.jsonl": [], "samples.jsonl": []}, {}
-        self.health, self.eval_scores = health.Watch(settings, []), {}
+        self.health, self.eval_scores = health.Watch(settings), {}
         self.start(first_step)
         if self.master:
             try:
-                for line in rewind(os.path.join(out_dir, "metrics.jsonl"), first_step):
-                    self.health.lines.append(line)
+                self.health.new = rewind(os.path.join(out_dir, "metrics.jsonl"), first_step)
+                for line in self.health.new:
                     self._note_score(line)
                 rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
                 self.files = {name: opened(os.path.join(out_dir, name), "ab", buffering=0)
@@ -164,7 +164,7 @@ class RunLog:
                         for name, (total, count) in summed.items()} | self.metrics | self.timing
         if self.master:
             self._append("metrics.jsonl", [self.metrics])
-            self.health.lines.append(self.metrics)
+            self.health.new.append(self.metrics)
             # OSError: the disk is full, as _append has said already. ValueError: TensorBoard does not accept
             # every name that a part of a reward may have.
             with contextlib.suppress(OSError, ValueError):

@@ -1,5 +1,6 @@
 """The report of a run: rules of health, what the page holds, and how a real browser shows it."""
 import html
+import itertools
 import json
 import os
 import random
@@ -83,11 +84,10 @@ def test_a_solved_task_needs_neither_entropy_nor_spread():
 
 
 def test_a_run_says_what_is_broken_now_and_once():
-    watch = health.Watch({"max_completion_length": 64}, [])
+    watch, steps = health.Watch({"max_completion_length": 64}), itertools.count()
 
     def go_on(*values):
-        for value in values:
-            watch.lines.append({"step": len(watch.lines), "completions/clipped_ratio": value})
+        watch.new = [{"step": next(steps), "completions/clipped_ratio": value} for value in values]
         return watch.news()
     assert go_on() == [] and go_on(*[0.0] * 10) == []
     # It was over before the evaluation: no news.

@@ -91,6 +91,7 @@ class Run:
         for key in CODE:
             paths = {source_file(spec.rpartition(":")[0]) for spec in specs(getattr(s, key)) if ":" in spec}
             for path in sorted(paths):
+                check(os.path.isfile(path), f"{key}: no such file: {path}")
                 checksums[key] = checksums.get(key, 0) ^ checkpoint.checksum(path)
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
         # If the number of held-out prompts was changed, they differ because of that.

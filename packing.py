@@ -60,6 +60,8 @@ class MicroBatch:
 
     def spread(self, values):
         """A value per rollout, [N], or per token, {s: [len]} -> the value of each sampled token here, [C]."""
+        if not isinstance(values, dict) and values.dim() != 1:
+            raise ValueError(f"values of the shape {[*values.shape]}: there has to be one per rollout, [N]")
         return self.flat(values) if isinstance(values, dict) else values[self.owner]
 
     def mean(self, values):

@@ -219,7 +219,8 @@ def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=Fals
     if failures and not unscored:
         i, error = failures[0]
         raise RuntimeError(f"reward {name_of(reward)} {error}; the completion is "
-                           f"{content(completions[i])[:500]!r}") from error
+                           f"{content(completions[i])[:500]!r}"
+                           + ", in a list of messages" * (not isinstance(completions[i], str))) from error
     names = dict.fromkeys(name for one in found if isinstance(one, tuple) for name in one[0])
     failed = {} if unscored else dict.fromkeys(names or [name_of(reward)], 0.0)
     return [(*one, "") if isinstance(one, tuple) else

@@ -100,6 +100,8 @@ def forecast(s, ranks, memory, cuda):
     s: a script's settings. ranks: how many train. memory: that of a device, in bytes. cuda: whether it is a
     GPU. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
     """
+    # A script of your own may have dropped these settings.
+    s = SimpleNamespace(**{"kl_coef": 0, "entropy_coef": 0, "reference_model": ""} | vars(s))
     b = 2 if s.dtype == "bfloat16" or s.dtype == "auto" and cuda else 4
     m, shards = shape(s.model), s.shard_ranks or ranks
     trained = [s.lora_rank * m.ends or m.trained]

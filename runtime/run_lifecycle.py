@@ -198,6 +198,8 @@ class Run:
 
         rollouts: those of all ranks. figures, samples: what rewards.py makes of them for the logs.
         """
+        if self.state["step"] == self.first_step:
+            self._check_state()                                 # what the loop has put into it
         tokens, log = sum(len(r.ids) for r in rollouts), self.log
         # Bytes of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
         peak = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else

@@ -259,13 +259,15 @@ def test_a_third_network_is_logged_saved_and_resumed(folder, reward_file, tmp_pa
     (")", "run.state['late'] = 1", "run.state['late'] would be lost"),
     (", seen=[math.nan, None, {'a': [1.5, True]}])", "", "")])
 def test_state_that_would_not_come_back_is_refused(folder, reward_file, tmp_path, begin, later, message):
-    """Before the first step, or at the first save."""
+    """Before the first step, or at its end, and not when the first checkpoint is saved."""
     log = "    # ------------------------------------------------------------ 7 log"
     script = changed(tmp_path, ("run = Run(settings, __file__)", f"run = Run(settings, __file__{begin}"),
                      (log, f"    {later}"))
     arguments, code = small(folder, reward_file, "--max_steps=1"), 2 if message else 0
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", code=code)
     assert message in output and "Traceback" not in output
+    if later:
+        assert lines(tmp_path / "run") == []
 
 
 def test_skipped_rollouts_have_no_gradient_but_a_weight(tmp_path):

@@ -129,6 +129,14 @@ def test_shards_are_those_of_fsdp(mesh, tmp_path, name, ranks):
     assert halved["reference"][0] == parts["reference"][0] / 2 and halved["policy"] == parts["policy"]
 
 
+def test_a_script_may_have_dropped_settings(folder):
+    mine = settings(folder)
+    before = forecast.forecast(mine, 1, 1e12, False)
+    for key in ("kl_coef", "reference_model", "entropy_coef"):
+        delattr(mine, key)
+    assert forecast.forecast(mine, 1, 1e12, False) == before
+
+
 def test_an_engine_holds_its_weights_and_its_cache(folder):
     s = settings(folder)
     hf = AutoModelForCausalLM.from_pretrained(folder)

@@ -131,6 +131,9 @@ def test_pack_of_several_spans_by_hand():
     assert batch.segments.sizes == batch.segments.key_sizes == [8, 1] and batch.segments.places is None
     assert batch.index.tolist() == [1, 2, 5, 7, 8] and batch.targets.tolist() == [7, 8, 9, 4, 9]
     assert batch.spread(torch.tensor([2.0, 0.5])).tolist() == [0.5, 0.5, 0.5, 0.5, 2.0]
+    # It would broadcast against [C] without a word.
+    with pytest.raises(ValueError, match=r"values of the shape \[2, 1\]: there has to be one per rollout"):
+        batch.spread(torch.ones(2, 1))
     assert batch.flat([torch.tensor([5]), torch.tensor([1, 2, 3, 4])]).tolist() == [1, 2, 3, 4, 5]
     assert batch.mean(torch.tensor([1.0, 2.0, 3.0, 6.0, 5.0])).tolist() == [3, 3, 3, 3, 5]
     parts = batch.split(torch.tensor([1, 2, 3, 4, 5]))

@@ -141,7 +141,7 @@ def test_a_judge_that_fails_now_and_then(judged, folder, tmp_path):
     assert re.search(r"step \d: \d+ completions failed or took too long; the first: the reward raised "
                      "ClientResponseError: 400", output)
     # All calls of a step were asked at once.
-    assert server.most >= 16 and metrics[0]["timing_s/reward"] < 32 * server.delay / 2
+    assert server.most >= 8 and metrics[0]["timing_s/reward"] < 32 * server.delay / 2
     # By default the first failure stops the run.
     output = train(folder, tmp_path / "stops", reward, "--prompts_per_step=8", code=1)[1]
     assert "reward judge raised ClientResponseError" in output and "the completion is" in output

@@ -114,7 +114,7 @@ def test_shared_tokens():
 
 def end_step(log, rollouts, n=2):
     """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
-    run = SimpleNamespace(log=log, state={"step": log.metrics["step"], "num_tokens": 100},
+    run = SimpleNamespace(log=log, state={"step": log.metrics["step"], "num_tokens": 100}, first_step=-1,
                           engine=SimpleNamespace(allocated=0))
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
     Run.end_step(run, rollouts, rollout_metrics(rollouts, 1), sample_lines(rollouts, n, numbers))

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from runtime.safe_files import in_words, opened, sync
+from runtime.safe_files import in_words, opened, remove, sync
 from weights import full_weights
 
 # The most bytes in a file of weights, unless one tensor has more. Rank 0 holds as many in memory in a save.
@@ -55,7 +55,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     problem = None
     try:
         if master:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
             os.makedirs(part)
     except OSError as error:
         problem = in_words(error)
@@ -84,7 +84,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
         try:
             tokenizer.save_pretrained(part)
             write_state(part, state)
-            shutil.rmtree(folder, ignore_errors=True)   # a run that was killed may have left it
+            remove(folder)                              # a run that was killed may have left it
             os.rename(part, folder)
             sync(os.path.dirname(folder))
         except Exception as error:

@@ -23,6 +23,14 @@ def opened(path, mode, buffering=-1):
     return open(path, mode, buffering, opener=opener)
 
 
+def remove(path):
+    """Remove a file, a link or a whole folder, if it is there."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
 def sync(path):
     """Wait until a file, or the names in a folder, are on disk and not only in its cache."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -396,7 +396,7 @@ ROW = {  # the third row of a file
 FILES = {r"rows\.jsonl": [b"", b"\n \n\t\n", GARBAGE, b"x" * 10_000_000, FOLDER, FIFO, ZERO, NULL, LOST]}
 ONE_SIDED = [jsonl(GOOD[0]), jsonl(*[GOOD[0]] * 20)]
 TRAIN_FILES = {
-    r"rows\.jsonl": ONE_SIDED, "one side": [jsonl(*side) for side in SIDES],
+    r"rows\.jsonl": ONE_SIDED, "a hash of the prompt decides": [jsonl(*side) for side in SIDES],
     "answer": [jsonl(*[{"prompt": row["prompt"]} for row in GOOD])],
     runs(): [jsonl(*STRINGS), b"\xef\xbb\xbf" + jsonl(*GOOD),
              jsonl(*GOOD).replace(b"\n", b"\r\n\r\n").rstrip()]}

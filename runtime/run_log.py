@@ -83,7 +83,9 @@ class RunLog:
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
             except OSError as error:
                 raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
-        self.console = sys.stdout                               # a reward may replace sys.stdout later
+        # Once more, because an environment may have put something in their place; a reward may do so later.
+        make_lenient()
+        self.console = sys.stdout
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         # Otherwise the bar writes once more as the interpreter ends, below the error that ends the run.
         atexit.register(setattr, self.bar, "disable", True)

@@ -535,7 +535,7 @@ REWARD_FILES = {  # what is in r.py
 REWARD_NAMES = {
     r"no such file.*none\.py": ["none.py:score"], r"reward.*r\.txt": ["r.txt:score"],
     "reward": ["r.py", "r.py:", "r.py:score:", "r.py:a.b", "r.py:5", "r.py::score", "r.py:sc\udcffore",
-               "r.py:score ", "r.py/:score"], "no function __name__": ["r.py:__name__"]}
+               "r.py/:score"], "no function __name__": ["r.py:__name__"]}
 
 
 def reward_cases(add):

@@ -51,8 +51,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_sta
             f"step {version} trains on rollouts of step {oldest[min(stale)]}'s policy: "
             "take the engine's as old logprobs (train_grpo.py --old_logprobs=engine), or a correction")
     logps = {s: logp for s, logp in logps.items() if s not in stale}
-    # On the CPU, where the engine's are.
-    ours = torch.cat([torch.empty(0), *(logp.cpu() for logp in logps.values())])                # [C]
+    # On the CPU, where the engine's are, in one transfer.
+    ours = torch.cat([*logps.values()]).cpu() if logps else torch.empty(0)                      # [C]
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
     sums = torch.stack([torch.tensor(float(len(x))) for x in (stale, gap)]

@@ -58,6 +58,15 @@ def test_a_finding_says_when_how_far_and_what_to_try():
     assert "since step 14" in found["text"] and "(now not set)" in found["text"]
 
 
+def test_findings_come_in_the_order_of_their_beginning():
+    """Completions were cut off before the entropy collapsed, although its rule stands first."""
+    lines = [{"step": i, "completions/clipped_ratio": float(i > 5), "entropy": 1.0 if i < 20 else 0.01}
+             for i in range(40)]
+    first, second = health.findings(lines, {})
+    assert (first["metric"], second["metric"]) == ("completions/clipped_ratio", "entropy")
+    assert first["first"] < second["first"]
+
+
 def test_rules_need_their_figures():
     """No rule fires in a run of four steps, without metrics, for NaN and None, or for an outlier."""
     assert broken([]) == [] and broken([{"step": 0}]) == []

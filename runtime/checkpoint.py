@@ -6,7 +6,8 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index
-    checkpoint-60/trainer/    optimizer (torch.distributed.checkpoint), state.json, checksums.json
+    checkpoint-60/trainer/    optimizer-00000.safetensors with rank 0's rows of Adam's moments, and so on;
+                              state.json; checksums.json
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
@@ -16,7 +17,6 @@ import fcntl
 import itertools
 import json
 import os
-import pickle
 import re
 import shutil
 import stat
@@ -27,12 +27,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from runtime.load_sharded import range_of_rows
 from runtime.safe_files import in_words, opened, remove, sync
 from weights import full_weights
 
@@ -60,22 +60,20 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     except OSError as error:
         problem = in_words(error)
     for place, (model, optimizer) in networks.items():
-        # Before the first step there is no state, and PyTorch would make a step of its own to get one.
-        moments = get_optimizer_state_dict(model, optimizer) if optimizer.state else {}
         if problem := first_problem(problem):
             break
         tensors = full_weights(model)
         try:
-            if moments:
-                dcp.save(moments, checkpoint_id=os.path.join(part, place, "trainer"))
+            os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
+            save_optimizer(trainer, model, optimizer)
             if master:
                 if adapters := getattr(model, "adapters", None):
                     adapters.save(os.path.join(part, place), dict(tensors))
                 else:
                     write_model(model.hf, tensors, os.path.join(part, place))
-        # On a full disk libraries raise all kinds of errors. CheckpointException is not an Exception.
-        except (Exception, CheckpointException) as error:
-            problem = in_words(error, part)
+        # On a full disk libraries raise all kinds of errors.
+        except Exception as error:
+            problem = in_words(error)
         # Gathering a tensor is a collective, so every rank goes through all of them, whatever has gone wrong.
         for _ in tensors:
             pass
@@ -88,7 +86,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
             os.rename(part, folder)
             sync(os.path.dirname(folder))
         except Exception as error:
-            problem = in_words(error, part)
+            problem = in_words(error)
     if master and problem:
         shutil.rmtree(part, ignore_errors=True)
     elif master:
@@ -214,78 +212,41 @@ def damage(folder):
         return f"{place}: {type(error).__name__}: {error}"
 
 
-# What the description of an optimizer's state may name. A pickle that names anything else could run code.
-NAMED = {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-         *(("torch.distributed.checkpoint.metadata", name) for name in (
-             "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-             "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"))}
-
-
-# Python's own unpickler, because in the one in C no instruction can be refused.
-class KnownNames(pickle._Unpickler):
-    def load_build(self):
-        # It would set the attributes of a class for the whole process.
-        if callable(self.stack[-2]):
-            raise ValueError("it changes a type")
-        super().load_build()
-
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
-
-    def find_class(self, module, name):
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in NAMED and not is_dtype:
-            raise ValueError(f"it names {module}.{name}, which a checkpoint of this project never does")
-        return super().find_class(module, name)
-
-
-class CheckedReader(dcp.FileSystemReader):
-    def __init__(self, folder):
-        super().__init__(folder)
-        with open(os.path.join(folder, ".metadata"), "rb") as file:
-            self.metadata = KnownNames(file).load()
-        for info in self.metadata.storage_data.values():
-            if info.relative_path != os.path.basename(info.relative_path):
-                raise ValueError(f"it names {info.relative_path}, which is not in its folder")
-
-    def read_metadata(self, *_, **__):
-        return self.metadata
-
-
-class PlainBytes(dcp.DefaultLoadPlanner):
-    def load_bytes(self, read_item, value):
-        # PyTorch reads these with weights_only=False, which is harmless if they can be read without it.
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
+def save_optimizer(folder, model, optimizer):
+    # Writes this rank's rows of Adam's moments. Of ranks that hold the same rows the first writes them.
+    model.reshard()                     # after a forward without backward FSDP2 leaves the root gathered
+    *copies, shard = next(model.parameters()).device_mesh.get_coordinate()
+    if not any(copies):
+        moments = {f"{name}.{key}": x.to_local() if isinstance(x, DTensor) else x
+                   for name, parameter in model.named_parameters()
+                   for key, x in optimizer.state.get(parameter, {}).items()}
+        save_file(moments, f"{folder}/optimizer-{shard:05}.safetensors")
 
 
 def load_optimizer(folder, model, optimizer):
-    """Put a checkpoint's optimizer state into `optimizer`, resharded to the ranks of this run. A collective.
+    """Put Adam's moments from a checkpoint into `optimizer`, cut for the ranks of this run.
 
     The optimizer keeps the learning rate, betas and weight decay that it was made with, because settings may
-    change. A checkpoint may come from a stranger: raises ValueError if its files could run code.
+    change. Raises ValueError if the files cannot be read or do not fit the model.
     """
-    # An optimizer that had made no step was not saved.
-    if not os.path.exists(f"{folder}/trainer/.metadata"):
-        return
-    made_with = [{key: value for key, value in group.items() if key != "params"}
-                 for group in optimizer.param_groups]
-    state = get_optimizer_state_dict(model, optimizer)
+    state = {}
     try:
-        reader = CheckedReader(os.path.join(folder, "trainer"))
-        saved = {name: sum(f"state.{name}.{key}" in reader.metadata.state_dict_metadata for key in moments)
-                 for name, moments in state["state"].items()}
-        # Parameters that no text reaches get no gradient and so have no state, but none has half of it.
-        if not any(saved.values()) or any(0 < saved[name] < len(state["state"][name]) for name in saved):
-            raise ValueError("it is not that of this model's parameters")
-        dcp.load(state, storage_reader=reader, planner=PlainBytes(allow_partial_load=True))
-    # CheckpointException is not an Exception.
-    except (Exception, CheckpointException) as error:
+        files = [safe_open(path, "pt") for path in sorted(Path(folder, "trainer").glob("optimizer-*"))]
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            # A parameter that no text reaches has no gradient, and so no moments.
+            if f"{name}.step" not in files[0].keys():
+                continue
+            state[i] = {"step": files[0].get_tensor(f"{name}.step")}
+            first, end = range_of_rows(len(parameter), parameter.device_mesh)
+            count = -(-len(parameter) // len(files))            # rows in each file, in the last ones fewer
+            for key in ("exp_avg", "exp_avg_sq"):
+                rows = [file.get_slice(f"{name}.{key}")[max(0, first - n * count):max(0, end - n * count)]
+                        for n, file in enumerate(files)]
+                state[i][key] = torch.zeros_like(parameter)
+                state[i][key].to_local().copy_(torch.cat(rows))
+    except Exception as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
-    set_optimizer_state_dict(model, optimizer, state)
-    for group, values in zip(optimizer.param_groups, made_with):
-        group |= values
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def load_state(folder):

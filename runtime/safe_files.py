@@ -4,7 +4,6 @@ Files on a disk that may be full, in a folder that others may have written to, a
 import contextlib
 import errno
 import json
-import math
 import os
 import shutil
 import stat
@@ -38,18 +37,12 @@ def sync(path):
     os.close(descriptor)
 
 
-def in_words(error, folder=None):
-    """What a person would say of an error in writing, into `folder` if one is given."""
-    # PyTorch's CheckpointException holds the errors of all ranks, with their tracebacks.
-    error = next((one for one, _ in getattr(error, "failures", {}).values()), error)
-    # Libraries report a full disk in many ways, and some not at all.
-    text, free = repr(error), math.inf
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(folder).free if folder else math.inf
-    if getattr(error, "errno", 0) == errno.ENOSPC or "No space left" in text or free < 1 << 16:
+def in_words(error):
+    """What a person would say of an error in writing."""
+    if getattr(error, "errno", 0) == errno.ENOSPC or "No space left" in repr(error):
         return "the disk is full"
     if not isinstance(error, OSError) or not error.strerror:
-        return text[-300:]
+        return repr(error)[-300:]
     what = "it is a link" if error.errno == errno.ELOOP else error.strerror
     return f"{error.filename}: {what}" if error.filename else what
 

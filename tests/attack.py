@@ -825,9 +825,9 @@ FIXED = {"task": "arithmetic", "difficulty": 2, "train_prompts": 30, "max_prompt
          "reward": f"{WORK}/copy/letters.py:score", "reward_model": JUDGE}
 LOG_LINES = [b"", b"\0" * 100, b"x{", b"\xff\xfe", b"[1]", b"5", b"null", b'{"reward": 1}', b'{"step": "1"}',
              b'{"step": null}', DEEP, b'{"step": ' + b"9" * 5000 + b"}"]
+MOMENTS = "trainer/optimizer-00000.safetensors"
 CHECKPOINT = ["config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json",
-              TEMPLATE, "trainer/.metadata", "trainer/__0_0.distcp", "trainer/state.json",
-              "trainer/checksums.json"]
+              TEMPLATE, MOMENTS, "trainer/state.json", "trainer/checksums.json"]
 CHECKSUMS = {
     r"checkpoint-3.*(checksums\.json|config\.json|listed)": [
         b"[]", b"5", b"null", b"{}", b'"x"', b"x", b"\xff", DEEP, b'{"config.json": ' + b"9" * 5000 + b"}"],
@@ -851,13 +851,7 @@ FORGED = {
             {"world_size": None},
             {"skipped_updates": []}, {"skipped_updates": {"actor": "x"}}, {"skipped_updates": None}],
         either("checkpoint-3"): [{"world_size": 0}, {"step": True}]},
-    ("grpo", "trainer/.metadata"): {
-        "checkpoint-3": [
-            *EVIL, pickled_call("torch.distributed.checkpoint.filesystem", "os.mkdir", str(OWNED)),
-            pickled_call("torch", "Size.__class__", "x"), pickled_call("torch", "load", "x"), b"x", b"", CUT,
-            b"].", b"N.", b"\x80\x04" + b"]" * 100_000 + b"."],
-        either("checkpoint-3"): [REMOVED]},
-    ("grpo", "trainer/__0_0.distcp"): {"checkpoint-3": [CUT, b"", b"x" * 5000]},
+    ("grpo", MOMENTS): {"checkpoint-3": [*EVIL, CUT, REMOVED, b"", b"x" * 5000]},
     ("grpo", WEIGHTS): {"checkpoint-3": [CUT, b"", b"x" * 5000, SHORT_NORM]},
     ("grpo", "config.json"): {"checkpoint-3": [{"hidden_size": 64}]},
     ("dapo", "trainer/state.json"): {"checkpoint-3 holds alike": [{"alike": [0] * 32}]}}

@@ -209,7 +209,7 @@ def flip_a_bit(path):
 @pytest.mark.parametrize("name, harm, problem", [
     ("model.safetensors", cut_short, "model.safetensors is not what was written"),
     ("model.safetensors", flip_a_bit, "model.safetensors is not what was written"),
-    ("trainer/__0_0.distcp", os.remove, "trainer/__0_0.distcp is missing"),
+    ("trainer/optimizer-00000.safetensors", os.remove, "trainer/optimizer-00000.safetensors is missing"),
     ("trainer/state.json", flip_a_bit, "state.json is not what was written"),
     ("trainer/checksums.json", cut_short, "JSONDecodeError")])
 def test_damage_is_found(whole, tmp_path, name, harm, problem):

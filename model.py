@@ -3,6 +3,7 @@ Policy and critic: how they are loaded and sharded by FSDP2, and what they compu
 
     open_folders     reads what a run needs from its models' folders before it loads weights
     load_policy      a Policy under FSDP2, whose forward returns logprobs and entropies
+    load_reference   the frozen Policy that a KL compares it with
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
@@ -189,6 +190,16 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     policy = Policy(load_rows(what, model_class(config), path, config, mesh, kept), float32_head)
     return shard(policy.requires_grad_(trained), what, mesh, dtype, gradient_checkpointing, sequence_group,
                  adapter)
+
+
+def load_reference(path, policy, mesh, dtype):
+    """The frozen model that a KL compares a policy with, from a folder or hub id, with weights in dtype.
+
+    If `path` is the base of the policy's adapters, this is the policy without them, which takes no memory.
+    """
+    if hasattr(policy, "adapters") and policy.hf.name_or_path == path:
+        return policy.adapters.base
+    return load_policy(path, mesh, dtype, False, policy.head_form[0], policy.sequence_group, trained=False)
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None):

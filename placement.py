@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from runtime import distributed
 import rollout
@@ -51,12 +50,9 @@ class Sampled:
         return vars(self) | {"rollouts": [rollout.as_json(r) for r in self.rollouts]}
 
     @classmethod
-    def from_json(cls, entry, vocabulary):
-        """Returns the Sampled of a dict that as_json made. vocabulary: how many tokens the model has."""
-        figures = entry["figures"]
-        return cls([rollout.from_json(one, vocabulary) for one in entry["rollouts"]],
-                   rollout.numbers(entry, "position", int, 0, shape=()).item(),
-                   {name: rollout.numbers(figures, name, shape=()).item() for name in figures})
+    def from_json(cls, entry):
+        """Returns the Sampled of a dict that as_json made."""
+        return cls(**entry | {"rollouts": [*map(rollout.from_json, entry["rollouts"])]})
 
 
 class Bridge:
@@ -197,7 +193,6 @@ class Bridge:
         """Returns how the trainers say that the run begins. From now on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signal)
-        distributed.watchdog.can_save = True
         opening = self._next("rank 0 (trainer) to begin")
         # sys.exit does not call sys.excepthook.
         atexit.register(self._tell_failure, f"{self.me} stops, and its message says why")
@@ -321,18 +316,10 @@ def unpacked(fill):
     return pickle.loads(data.numpy())
 
 
-def kept_ahead(state, settings, folder):
-    """Returns {step: Sampled}: what a checkpoint's state holds for the next steps, if the settings fit it.
-
-    folder: the checkpoint, or the model if there is none. Raises ValueError if the state is damaged.
-    """
-    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
-    try:
-        kept = {int(step): Sampled.from_json(entry, size) for step, entry in state["ahead"]}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{folder}/trainer/state.json: ahead is not what engines sample: {error}") from error
+def kept_ahead(state, settings):
+    """Returns {step: Sampled}: what a run's state holds for the next steps, if these settings allow it."""
     fits = all(state["settings"].get(key) == getattr(settings, key) for key in SAMPLED_WITH)
-    return kept if fits else {}
+    return {step: Sampled.from_json(entry) for step, entry in state["ahead"]} if fits else {}
 
 
 def staleness(rollouts, step):

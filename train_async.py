@@ -36,7 +36,8 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player, Table
-from model import kl_to_reference, load_policy, micro_batches, offload, open_folders, token_logprobs
+from model import (kl_to_reference, load_policy, load_reference, micro_batches, offload, open_folders,
+                   token_logprobs)
 from placement import Bridge, Sampled, kept_ahead, staleness
 from runtime.check_settings import check_run
 from runtime.run_lifecycle import Run
@@ -191,17 +192,12 @@ with input_errors():
     run.check_data(models.policy, train_set, eval_set)
     # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
     start = run.resumed if run.resumed and not lora_rank else models.policy
-    ahead = kept_ahead(run.state, settings, start)              # {step: Sampled}, by the run before
+    ahead = kept_ahead(run.state, settings)                     # {step: Sampled}, by the run before
     bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
                  max([run.state["position"], *(one.position for one in ahead.values())])})
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
-    reference = None
-    if kl_coef > 0 and lora_rank and not reference_model:
-        reference = policy.adapters.base                        # the policy without its adapters
-    elif kl_coef > 0:
-        reference = load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
-                                trained=False)
+    reference = load_reference(models.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:

@@ -34,7 +34,8 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import kl_to_reference, load_policy, micro_batches, offload, open_folders, token_logprobs
+from model import (kl_to_reference, load_policy, load_reference, micro_batches, offload, open_folders,
+                   token_logprobs)
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -116,12 +117,7 @@ with input_errors():                                            # a ValueError b
     start = run.resumed if run.resumed and not lora_rank else models.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
-    reference = None
-    if kl_coef > 0 and lora_rank and not reference_model:
-        reference = policy.adapters.base                        # the policy without its adapters
-    elif kl_coef > 0:
-        reference = load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
-                                trained=False)
+    reference = load_reference(models.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),

@@ -31,8 +31,8 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import (load_critic, load_policy, micro_batches, offload, open_folders, token_logprobs,
-                   token_values)
+from model import (load_critic, load_policy, load_reference, micro_batches, offload, open_folders,
+                   token_logprobs, token_values)
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -107,12 +107,7 @@ with input_errors():                                            # a ValueError b
                          run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else models.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
-    reference = None
-    if kl_coef > 0 and lora_rank and not reference_model:
-        reference = policy.adapters.base                        # the policy without its adapters
-    elif kl_coef > 0:
-        reference = load_policy(models.reference, mesh, compute_dtype, False, float32_head, sequence_group,
-                                trained=False)
+    reference = load_reference(models.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}

@@ -390,11 +390,6 @@ def open_split(tokenizer, s, split, wanted, read, tools):
     return prompts, fitting, note
 
 
-def prompt_text(prompt):
-    """Returns what people want to see of a prompt: the string, or the last message's content."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
-
-
 def whole_text(prompt):
     # All of the prompt: the string, or the contents of all messages.
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

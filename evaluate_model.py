@@ -90,7 +90,7 @@ scorer(rollouts)
 groups = [rollouts[first:first + samples] for first in range(0, len(rollouts), samples)]        # by prompt
 for group in groups[:show]:
     row, texts = group[0].row, [rewards.conversation(r.completion) for r in group]
-    print(printable(f"--- {data.prompt_text(row['prompt'])}   (truth: {row.get('answer')})"))
+    print(printable(f"--- {rewards.content(row['prompt'])}   (truth: {row.get('answer')})"))
     # Samples that are the same are shown once, with their count.
     for text in dict.fromkeys(texts):
         score = group[texts.index(text)].score

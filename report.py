@@ -135,10 +135,7 @@ def write(folders):
     path = os.path.join(folders[0], "report.html")
     # A sample may hold half a surrogate pair, at which a browser may fail. It becomes a question mark.
     text = page([os.path.normpath(folder) for folder in folders]).encode(errors="replace")
-    # A link that somebody has put in its place is removed, not followed.
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    with open(path, "xb") as file:
+    with open(path, "wb") as file:
         file.write(text)
     return path
 

@@ -22,8 +22,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import (HERE, Failed, TimeUp, accepted, at_once, listed, load_from, logging_into,
-                               name_of, outcome, shown, source_file, specs)
+from runtime.user_code import (HERE, Failed, TimeUp, UserProcess, accepted, at_once, listed, load_from,
+                               logging_into, name_of, outcome, shown, source_file, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -330,7 +330,6 @@ class Scorer:
         s, named = self.settings, (spec, self.settings.task, self.settings.reward_workers)
         file, place = spec.rpartition(":")[0], s.environment.rpartition(":")[0]
         if spec and s.reward_timeout and not (place and source_file(file) == source_file(place)):
-            from runtime.user_process import UserProcess
             process = UserProcess(HERE, judge_there, *named)
             if not process.takes_environments:
                 self.rewards.append(process)

@@ -1,8 +1,10 @@
 """What a run needs and no algorithm changes. Import it before PyTorch, which reads GOMP_SPINCOUNT early."""
 import atexit
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 
@@ -12,9 +14,44 @@ import time
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "4000"
 
+# If torchrun is killed, Linux sends its workers SIGTERM: a run saves and stops.
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)                  # PR_SET_PDEATHSIG
+
 # Calls functions as the process ends, unless it is killed: closing.callback(function).
 closing = contextlib.ExitStack()
 atexit.register(closing.close)
+
+
+class Lenient:
+    """Wraps stdout or stderr. What a closed or full one cannot take is dropped without an error."""
+
+    def __init__(self, stream):
+        # Python gives None if the descriptor was closed before it started.
+        self.stream = stream or open(os.devnull, "w")
+
+    def write(self, text):
+        # ValueError: it is closed. RuntimeError: a signal handler writes in the middle of another write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def make_lenient():
+    """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # It is None where it was closed before Python started, and a user's code may have replaced it.
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, Lenient(stream))
 
 
 def tell_launcher(message, later=0):

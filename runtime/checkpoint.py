@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import sys
 import time
 import zlib
@@ -29,11 +28,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from runtime.load_sharded import range_of_rows
-from runtime.safe_files import in_words, opened, remove, sync
 from weights import full_weights
 
 # The most bytes in a file of weights, unless one tensor has more. Rank 0 holds as many in memory in a save.
@@ -51,14 +48,9 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     could not be written (because the disk is full, say); then no older one is removed. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
-    master = dist.get_rank() == 0
-    problem = None
-    try:
-        if master:
-            remove(part)
-            os.makedirs(part)
-    except OSError as error:
-        problem = in_words(error)
+    master, problem = dist.get_rank() == 0, None
+    if master:
+        shutil.rmtree(part, ignore_errors=True)         # a run that was killed may have left it
     for place, (model, optimizer) in networks.items():
         if problem := first_problem(problem):
             break
@@ -73,7 +65,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
                     write_model(model.hf, tensors, os.path.join(part, place))
         # On a full disk libraries raise all kinds of errors.
         except Exception as error:
-            problem = in_words(error)
+            problem = f"{error!r:.300}"
         # Gathering a tensor is a collective, so every rank goes through all of them, whatever has gone wrong.
         for _ in tensors:
             pass
@@ -82,11 +74,11 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
         try:
             tokenizer.save_pretrained(part)
             write_state(part, state)
-            remove(folder)                              # a run that was killed may have left it
+            shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
             sync(os.path.dirname(folder))
         except Exception as error:
-            problem = in_words(error)
+            problem = f"{error!r:.300}"
     if master and problem:
         shutil.rmtree(part, ignore_errors=True)
     elif master:
@@ -128,7 +120,7 @@ def write_model(hf, tensors, folder):
     if len(files) > 1:
         total = {"total_parameters": hf.num_parameters(), "total_size": sum(sum(x.values()) for x in files)}
         places = {key: name for name, sizes in zip(names, files) for key in sizes}
-        with opened(f"{folder}/model.safetensors.index.json", "w") as file:
+        with open(f"{folder}/model.safetensors.index.json", "w") as file:
             json.dump({"metadata": total, "weight_map": places}, file, indent=2)
 
 
@@ -142,20 +134,27 @@ def first_problem(problem):
 def write_state(folder, state):
     # Writes state.json, then checksums.json with the CRC-32 of every file, and waits until the disk has all.
     os.makedirs(f"{folder}/trainer", exist_ok=True)
-    with opened(f"{folder}/trainer/state.json", "w") as file:
+    with open(f"{folder}/trainer/state.json", "w") as file:
         # One entry per line is easy to read, and long arrays are written fast.
         file.write("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(state[key])}" for key in state) + "}\n")
     checksums = {name: checksum(path) for name, path in contents(folder).items()}
-    with opened(f"{folder}/trainer/checksums.json", "w") as file:
+    with open(f"{folder}/trainer/checksums.json", "w") as file:
         json.dump(checksums, file, indent=1)
     for path in (*Path(folder).rglob("*"), folder):
         sync(path)
 
 
 def contents(folder):
-    # Returns {name relative to the folder: path} of all in it except folders. A link is not followed.
+    # Returns {name relative to the folder: path} of all regular files in it. A link is none.
     return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*")
-            if path.is_symlink() or not path.is_dir()}
+            if path.is_file() and not path.is_symlink()}
+
+
+def sync(path):
+    # Waits until a file, or the names in a folder, are on disk and not only in its cache.
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def checksum(path):
@@ -187,28 +186,17 @@ def step_of(folder):
 
 
 def damage(folder):
-    """What is wrong with a checkpoint: its first file that is missing, foreign or altered; or None.
-
-    Only regular files are allowed, and each has to be listed, except rollouts.jsonl, which older runs wrote.
-    """
+    """What is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
     found, place = contents(folder), "trainer/checksums.json"
     try:
-        for name, path in found.items():
-            if not stat.S_ISREG(path.lstat().st_mode):
-                return f"{name} is not a regular file"
-        listed = json.loads(Path(folder, place).read_bytes())
-        if not isinstance(listed, dict):
-            return f"{place} is not a list of files"
-        for name in sorted(found.keys() - listed.keys() - {place, "rollouts.jsonl"}):
-            return f"{name} is not listed in {place}"
+        listed = json.loads(found[place].read_bytes())
+        for name in sorted(found.keys() ^ {*listed, place}):
+            return f"{name} is missing" if name in listed else f"{name} is not listed in {place}"
         for name, value in listed.items():
-            if name not in found:
-                return f"{name} is missing"
             if checksum(found[name]) != value:
                 return f"{name} is not what was written"
-    except OSError as error:
-        return in_words(error)
-    except (ValueError, RecursionError) as error:
+    # It may hold anything.
+    except Exception as error:
         return f"{place}: {type(error).__name__}: {error}"
 
 
@@ -237,32 +225,14 @@ def load_optimizer(folder, model, optimizer):
             if f"{name}.step" not in files[0].keys():
                 continue
             state[i] = {"step": files[0].get_tensor(f"{name}.step")}
-            first, end = range_of_rows(len(parameter), parameter.device_mesh)
-            count = -(-len(parameter) // len(files))            # rows in each file, in the last ones fewer
             for key in ("exp_avg", "exp_avg_sq"):
-                rows = [file.get_slice(f"{name}.{key}")[max(0, first - n * count):max(0, end - n * count)]
-                        for n, file in enumerate(files)]
-                state[i][key] = torch.zeros_like(parameter)
-                state[i][key].to_local().copy_(torch.cat(rows))
+                whole = torch.cat([file.get_tensor(f"{name}.{key}") for file in files])
+                # Each rank cuts out its own rows and copies them, or they would keep the whole in memory.
+                state[i][key] = torch.zeros_like(parameter).copy_(distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
     except Exception as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
-def load_state(folder):
-    """The `state` that a run gave to save_checkpoint. Raises ValueError for one that no run can give."""
-    path = Path(folder, "trainer", "state.json")
-    try:
-        state = json.loads(path.read_bytes())
-        counts = [state[key] for key in ("step", "position", "num_tokens", "world_size")]
-        counts += state["skipped_updates"].values()
-        if any(type(count) is not int or count < 0 for count in counts):
-            raise ValueError(f"counts of {counts!r:.200}")
-        if not isinstance(state["settings"], dict) or not isinstance(state["checksums"], dict):
-            raise ValueError("no settings or no checksums")
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not what a run writes: {error!r:.300}") from error
-    return state
 
 
 # ---------------------------------------------------------------- the folder of a run
@@ -284,10 +254,10 @@ def claim(out_dir, patience=600):
         # TensorBoard wants UTF-8.
         out_dir.encode()
         os.makedirs(out_dir, exist_ok=True)
-        LOCKS.append(opened(os.path.join(out_dir, ".lock"), "ab"))
+        LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
     # The name may have a NUL in it, or thousands of parts.
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"out_dir={out_dir!r} cannot be written: {in_words(error)}") from None
+        raise ValueError(f"out_dir={out_dir!r} cannot be written: {error}") from None
     for second in range(patience + 1):
         try:
             return fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,18 +10,15 @@ import faulthandler
 import functools
 import gc
 import os
-import pickle
 import platform
-import socket
 import sys
 import threading
 import time
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime import closing, refuse, tell_launcher
+from runtime import closing, make_lenient, refuse, tell_launcher
 
 
 def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
@@ -35,7 +32,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     group of the ranks that share rows with this one, or None. Stops the script if a node has fewer GPUs than
     processes.
     """
-    escape_the_unknown()
+    make_lenient()
     sys.excepthook = failed
     watchdog.start()
     gc.freeze()                                                 # what was imported will never be garbage
@@ -43,14 +40,6 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     if not cuda and platform.libc_ver()[0] == "glibc":
         keep_freed_memory()
     group = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The store is in torchrun's own process. If that was killed while its workers were importing, joining
-        # would try to connect again and again, until the limit below.
-        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        try:
-            socket.create_connection(store, timeout=60).close()
-        except OSError as error:
-            sys.exit(f"torchrun is gone: its store at {store[0]}:{store[1]} does not answer ({error})")
     if role:
         group = role()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -99,14 +88,6 @@ def keep_freed_memory():
     if not mallopt(M_MMAP_THRESHOLD, 2 ** 31 - 1):
         mallopt(M_MMAP_THRESHOLD, 2 ** 25)                      # the most that glibc before 2.35 accepts
     mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
-
-
-def escape_the_unknown():
-    """Let stdout and stderr escape the characters that their encoding does not have."""
-    for stream in (sys.stdout, sys.stderr):
-        # It is None where it was closed before Python started.
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def failed(kind, error, trace):
@@ -165,25 +146,10 @@ def gathered(items):
     """The lists of all ranks joined into one, in the order of the ranks."""
     # On one rank the list is not sent, because to send a large one gloo's thread would start OpenMP threads
     # of its own, and on two cores everything after that would take one and a half times as long.
-    return list(items) if dist.get_world_size() == 1 else received(items)
-
-
-def received(items):
-    # NumPy's arrays are sent as they are and the rest is pickled: with long rows this takes two thirds of the
-    # time of pickling everything. The arrays that arrive are views of the bytes that their rank has sent.
-    pieces, sizes = [], [None] * dist.get_world_size()
-    rest = pickle.dumps(items, 5, buffer_callback=lambda array: pieces.append(array.raw()))
-    pieces.append(rest)                                         # last, so that the arrays stay aligned
-    dist.all_gather_object(sizes, [*map(len, pieces)])
-    longest = max(map(sum, sizes))
-    sent = bytearray().join([*pieces, bytes(longest - sum(map(len, pieces)))])
-    flats = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(flats, torch.frombuffer(sent, dtype=torch.uint8))
-    joined = []
-    for flat, cuts in zip(flats, sizes):
-        *arrays, rest, _ = np.split(flat.numpy(), np.cumsum(cuts))
-        joined += pickle.loads(rest, buffers=arrays)
-    return joined
+    lists = [items] * dist.get_world_size()
+    if len(lists) > 1:
+        dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
 
 
 def from_master(value):
@@ -194,18 +160,16 @@ def from_master(value):
 
 
 class Watchdog:
-    """Ends this process if it would wait for ever, for a lost rank or for a torchrun that is gone.
+    """Ends this process if it stands still, because it would wait for a lost rank for ever.
 
     It is a thread of its own, because a collective that waits for a lost rank never returns to Python.
     """
 
     def __init__(self):
-        self.where, self.idle, self.timeout, self.can_save = "the start", 0, 0.0, False
-        # orphaned: torchrun has died and left this process running, as after kill -9.
-        self.parent, self.orphaned = os.getppid(), False
+        self.where, self.idle, self.timeout = "the start", 0, 0.0
 
     def start(self):
-        """From now on, end the process if torchrun dies, unless the script can_save and then end itself."""
+        """Begin to watch."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def limit(self, timeout):
@@ -217,20 +181,13 @@ class Watchdog:
         self.where, self.idle = where or self.where, 0
 
     def _watch(self):
-        while True:
+        while not 0 < self.timeout <= self.idle:
             # The seconds are counted here, because a clock runs on while a job is suspended.
             time.sleep(1)
             self.idle += 1
-            self.orphaned = "RANK" in os.environ and os.getppid() != self.parent
-            if not self.can_save and self.orphaned:
-                self._end("torchrun is gone")
-            if self.timeout and self.idle >= self.timeout:
-                self._end(f"rank {os.environ.get('RANK', 0)} has stood still for timeout={self.timeout:g} "
-                          f"seconds, in {self.where}: it waits for another rank, for its engine or for a "
-                          "reward. The run stops; resume it from its newest checkpoint")
-
-    @staticmethod
-    def _end(message):
+        message = (f"rank {os.environ.get('RANK', 0)} has stood still for timeout={self.timeout:g} seconds, "
+                   f"in {self.where}: it waits for another rank, for its engine or for a reward. The run "
+                   "stops; resume it from its newest checkpoint")
         tell_launcher(message)
 
         def say():

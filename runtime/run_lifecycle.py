@@ -19,7 +19,7 @@ import torch.distributed as dist
 from configurator import check, input_errors, printable
 from runtime import checkpoint, distributed, forecast
 from runtime.check_settings import check_run, check_suits
-from runtime.run_log import RunLog, make_lenient
+from runtime.run_log import RunLog
 from runtime.user_code import HERE, source_file, specs
 
 # A resumed run must have the same values for these; all other settings may change.
@@ -40,7 +40,6 @@ class Run:
     """
 
     def __init__(self, settings, script, critic=False, **state):
-        make_lenient()
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         check_run(settings, self.world_size)
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
@@ -66,16 +65,14 @@ class Run:
             has_critic = os.path.isdir(f"{self.resumed}/critic")
             check(has_critic == critic,
                   f"{self.resumed} has {'a' if has_critic else 'no'} critic, unlike runs of {kind}")
-            with input_errors():
-                loaded = checkpoint.load_state(self.resumed)
+            with open(f"{self.resumed}/trainer/state.json", "rb") as file:
+                loaded = json.load(file)
             strange = sorted(loaded.keys() - self.state.keys())
             check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(script)} "
                                "would lose: resume it with the script, in the version, that wrote it")
             self.state |= loaded
-        # An older checkpoint does not name these.
-        before = {"shuffle": True, "lora_rank": 0, "lora_alpha": 32.0} | self.state["settings"]
         for key in SAME:
-            now, then = getattr(settings, key, ""), before.get(key, "")
+            now, then = getattr(settings, key, ""), self.state["settings"].get(key, "")
             check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings.max_steps
         check(self.first_step <= self.max_steps,
@@ -144,7 +141,6 @@ class Run:
             for key in self.changed:
                 self.log.say(f"{key}: its file has changed since {self.resumed} was written")
         self.state |= {"settings": vars(s), "world_size": self.world_size}
-        distributed.watchdog.can_save = True
         self.signals = []
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
@@ -175,7 +171,7 @@ class Run:
 
         signalled: whether this rank knows of a signal elsewhere.
         """
-        mine = bool(self.signals) or signalled or distributed.watchdog.orphaned
+        mine = bool(self.signals) or signalled
         self.stopped = any(distributed.gathered([mine]))
         return self.stopped
 
@@ -227,7 +223,6 @@ class Run:
         # A run that is resumed in a new folder has no checkpoint there yet.
         before = os.path.dirname(os.path.abspath(self.resumed)) if self.resumed else self.out_dir
         if step > self.first_step or (last and not os.path.samefile(before, self.out_dir)):
-            self.log.flush()
             with self.log.timed("save"):
                 problem = checkpoint.save_checkpoint(
                     os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
@@ -243,7 +238,7 @@ class Run:
 
     def end(self):
         """Close the log, write the report if the run was short, close the engine, leave the process group."""
-        self.log.close()
+        self.log.bar.close()
         if self.log.master:
             import report
             self.log.say(report.at_end(self.out_dir))

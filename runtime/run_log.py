@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,39 +16,12 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from runtime import distributed, health
-from runtime.safe_files import in_words, opened, rewind
 
 # What the console shows of a step, in 80 columns: a word, the metric that it stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
            ("var", "critic/vf_explained_var", ".2f"),
            ("grad", "grad_norm", ".2f"), ("gap", "sampling/sampling_logp_difference/max", ".0e"))
-
-
-class Lenient:
-    """Wraps stdout or stderr. What a closed or full one cannot take is dropped without an error."""
-
-    def __init__(self, stream):
-        # Python gives None if the descriptor was closed before it started.
-        self.stream = stream or open(os.devnull, "w")
-
-    def write(self, text):
-        # ValueError: it is closed. RuntimeError: a signal handler writes in the middle of another write.
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-
-def make_lenient():
-    """Let print, and whatever else writes to stdout and stderr, continue if these are closed or full."""
-    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
 
 
 class RunLog:
@@ -73,19 +47,15 @@ class RunLog:
                 for line in self.health.new:
                     self._note_score(line)
                 rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
-                self.files = {name: opened(os.path.join(out_dir, name), "ab", buffering=0)
+                self.files = {name: open(os.path.join(out_dir, name), "ab", buffering=0)
                               for name in self.waiting}
-                with (open(script, "rb") as source,
-                      opened(os.path.join(out_dir, os.path.basename(script)), "wb") as copy):
-                    copy.write(source.read())
-                with opened(os.path.join(out_dir, "config.json"), "w") as file:
+                Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
+                with open(os.path.join(out_dir, "config.json"), "w") as file:
                     json.dump(settings | {"out_dir": out_dir}, file, indent=1)
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
             except OSError as error:
-                raise ValueError(f"out_dir={out_dir} cannot be written: {in_words(error)}") from None
-        # Once more, because an environment may have put something in their place; a reward may do so later.
-        make_lenient()
-        self.console = sys.stdout
+                raise ValueError(f"out_dir={out_dir} cannot be written: {error}") from None
+        self.console = sys.stdout or sys.__stdout__             # a user's code may replace it
         self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
         # Otherwise the bar writes once more as the interpreter ends, below the error that ends the run.
         atexit.register(setattr, self.bar, "disable", True)
@@ -181,18 +151,9 @@ class RunLog:
         if self.master:
             tqdm.write(text, file=self.console)
 
-    def close(self):
-        self.flush()
-        self.bar.close()
-
     def _note_score(self, line):
         self.eval_scores |= {line["step"]: value for name, value in line.items()
                              if name.startswith("eval/mean@") and isinstance(value, float)}
-
-    def flush(self):
-        """Write the lines that a full disk refused earlier."""
-        for name in self.files:
-            self._append(name, [])
 
     def _append(self, name, rows):
         # Lines that a full disk does not take wait for the next try, so none is lost and none is cut in two.
@@ -207,7 +168,26 @@ class RunLog:
             self.waiting[name].clear()
         except OSError as error:
             file.truncate(size)
-            self.say(f"{name} could not be written, its lines will be written later: {in_words(error)}")
+            self.say(f"{name} could not be written, its lines will be written later: {error}")
+
+
+def rewind(path, step):
+    """Drop the lines of a .jsonl log for `step` or later; returns the objects of the lines that stay.
+
+    A line that no run has written, or that a kill has cut off, is dropped as well.
+    """
+    if not os.path.lexists(path):
+        return []
+    kept = []
+    with open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                if (entry := json.loads(line))["step"] < step:
+                    kept.append(entry)
+    with open(path + ".part", "w") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in kept)
+    os.replace(path + ".part", path)
+    return kept
 
 
 def plain_text(text):

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 import rewards
-from runtime.user_process import UserProcess
+from runtime.user_code import UserProcess
 from tasks import check_answer
 
 

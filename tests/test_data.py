@@ -394,10 +394,6 @@ def test_rows_are_encoded_at_once_as_they_are_alone(tokenizer):
     assert data.encode_rows(adding, []) == []
 
 
-def test_prompt_text():
-    assert data.prompt_text(USER) == data.prompt_text("1+1?") == "1+1?"
-
-
 def test_encode_rows_errors(tokenizer):
     with pytest.raises(ValueError, match="^rows:2: system_prompt needs prompts that are lists of messages"):
         data.encode_rows(tokenizer, named(USER, "1+1?"), system_prompt="Be brief.")

@@ -19,7 +19,7 @@ from episodes import Player
 from rewards import Scorer
 from runtime import check_model, user_code
 from runtime.checkpoint import checksum
-from runtime.user_process import UserProcess
+from runtime.user_code import UserProcess
 from runs import ROOT, begin, finish, launch, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for
 from test_survive import count_lines, wait_for

@@ -237,9 +237,10 @@ def long_rollouts(rank):
 
 def gather_long_rollouts(idle=()):
     """What a rank gets, where those in `idle` have sampled nothing, and how many bytes it is sent."""
-    received, all_gather = [], dist.all_gather
-    dist.all_gather = lambda tensors, tensor: [received.extend(t.nbytes for t in tensors),
-                                               all_gather(tensors, tensor)]
+    received, sent_by = [], dist.distributed_c10d
+    all_gather = sent_by.all_gather
+    sent_by.all_gather = lambda tensors, tensor, **group: [received.extend(t.nbytes for t in tensors),
+                                                           all_gather(tensors, tensor, **group)]
     found = distributed.gathered([] if dist.get_rank() in idle else long_rollouts(dist.get_rank()))
     for r in found:
         # PyTorch warns of arrays that cannot be written to, and reads those that are not aligned slowly.

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import data
 import rewards
 from runtime import reward_model
-from runtime.user_process import UserProcess
+from runtime.user_code import UserProcess
 from test_data import MESSAGES, VERL, write
 from tiny import pretrain
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime import checkpoint, distributed, tell_launcher
-from runtime.run_log import Lenient, RunLog
+from runtime import Lenient, checkpoint, distributed, tell_launcher
+from runtime.run_log import RunLog
 from runs import ROOT, TORCHRUN, begin, change_state, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -317,39 +317,12 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
                                       **settings | {"max_steps": 4, "eval_prompts": 6})
 
 
-def test_a_checkpoint_of_an_older_version_was_shuffled(whole, folder, reward_file, tmp_path):
+def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):
     path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
     (tmp_path / "run" / ".lock").touch()
-    change_state(path, lambda state: state["settings"].pop("shuffle") and state)
-    arguments = command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto", max_steps=13)
-    refused([*arguments[1:], "--shuffle=false"], "shuffle=False, but", tmp_path)
-    forked(tmp_path / "log", *arguments)
-
-
-GONE, NO_STATE = "gone", "trainer/state.json is not what a run writes: "
-
-
-@pytest.mark.parametrize("change, message", [
-    ({"step": "12"}, f'{NO_STATE}ValueError("counts of [\'12\', '),
-    ({"step": -1}, f"{NO_STATE}ValueError('counts of [-1, "),
-    ({"step": None}, f"{NO_STATE}ValueError('counts of [None, "),
-    ({"step": True}, f"{NO_STATE}ValueError('counts of [True, "),
-    ({"position": 4.0}, f"{NO_STATE}ValueError('counts of [12, 4.0, "),
-    ({"position": GONE}, f"{NO_STATE}KeyError('position')"),
-    ({"world_size": "1"}, f'{NO_STATE}ValueError("counts of [12, '),
-    ({"num_tokens": [1]}, f"{NO_STATE}ValueError('counts of [12, "),
-    ({"skipped_updates": {"actor": "x"}}, f'{NO_STATE}ValueError("counts of [12, '),
-    ({"skipped_updates": []}, f"{NO_STATE}AttributeError("),
-    ({"settings": []}, f"{NO_STATE}ValueError('no settings or no checksums')"),
-    ({"checksums": 5}, f"{NO_STATE}ValueError('no settings or no checksums')"),
-    ({"extra": 1}, "holds extra, which train_grpo.py would lose"), ([], f"{NO_STATE}TypeError(")])
-def test_a_state_that_no_run_writes(whole, folder, reward_file, tmp_path, change, message):
-    path = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-12")
-    (tmp_path / "run" / ".lock").touch()
-    change_state(path, lambda state: change and {
-        key: value for key, value in (state | change).items() if value != GONE})
-    refused(command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto")[1:], message,
-            tmp_path)
+    change_state(path, lambda state: state | {"extra": 1})
+    refused(command("train_grpo.py", folder, tmp_path / "run", reward_file, resume="auto")[1:],
+            "holds extra, which train_grpo.py would lose", tmp_path)
 
 
 # ---------------------------------------------------------------- a full disk, gradients that are not finite
@@ -455,10 +428,9 @@ def test_log_lines_wait_for_space(mesh, tmp_path, monkeypatch):
     write({"step": 1, "reward": 0.6, "eval/mean@4": 0.5})
     resource.setrlimit(resource.RLIMIT_FSIZE, full)
     assert [line["step"] for line in lines(tmp_path / "run")] == [0]
-    log.flush()
     write({"step": 2, "reward": 0.7})
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
-    log.close()
+    log.bar.close()
     # Its writer has met the full disk, in a thread that is to end within this test.
     for writer in writers:
         writer.join(5)

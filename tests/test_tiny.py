@@ -93,7 +93,7 @@ def test_the_base_of_compose_knows_the_steps_and_no_plan():
     assert 0.06 < sum(scores) / len(scores) < 0.13
     steps = right = 0
     for i, text in enumerate(texts):
-        state = data.prompt_text(rows[i // 4]["prompt"])[:4]
+        state = rows[i // 4]["prompt"][-1]["content"][:4]
         for line in text.split("\n")[:-1]:
             steps += 1
             right += generate_problems.OPERATIONS.get(line[:1], str)(state) == line[1:]

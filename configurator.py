@@ -26,7 +26,7 @@ MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", boo
 
 
 def fail(message):
-    refuse(one_line(message))
+    refuse(printable(message).replace("\n", r"\n"))             # on one line
 
 
 def check(ok, message):
@@ -173,11 +173,6 @@ def configure(namespace, argv=None):
                 fail(f"{place}{dashes}{key} must be {literal}{MUST_BE[kind]}, not `{text:.200}`")
     namespace.update(settings)
     return SimpleNamespace(**settings)
-
-
-def one_line(text):
-    """Text as one line, with its line ends and other control characters escaped."""
-    return printable(text).replace("\n", r"\n")
 
 
 def printable(text):

@@ -42,7 +42,6 @@ from rollout import Answer, Request, Rollout
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 CLOSING = 10.0          # seconds that environments have to close at the end of a run
-MEDIA = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 
 
 class Functions:
@@ -264,7 +263,7 @@ class Player:
                     said["content"] = text                      # including a call, which is not made
                 elif calls:
                     said["tool_calls"] = [call for call, _ in calls]
-                    heard, done = (yield from self._results(environment, calls, counts, row)), False
+                    heard, done = (yield from self._results(environment, calls, counts)), False
                 ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
                 if not ended:
                     reply = [message | {"content": self._cut(read)} for message, read in heard]
@@ -381,7 +380,7 @@ class Player:
             calls.append((tool_call(number, str(name), arguments), problem))
         return said, calls
 
-    def _results(self, environment, calls, counts, row):
+    def _results(self, environment, calls, counts):
         # Part of an episode: makes these calls. Returns for each a message, and what the policy reads of it.
         # A list or an object is in the message as it is, for rewards.
         heard = []
@@ -402,12 +401,8 @@ class Player:
                 result = {"error": problem}
             message = {"role": "tool", "name": name, "tool_call_id": call["id"]}
             blocks = result if isinstance(result, list) else []
-            kinds = [one.get("type") if isinstance(one, dict) else None for one in blocks]
-            if media := [kind for kind in MEDIA if kind in kinds]:
-                raise self._broken(f"the tool {name} returned a block of the type {media[0]}, but the policy "
-                                   "reads text", row)
             try:
-                plain = kinds and all(kind == "text" for kind in kinds)
+                plain = blocks and all(isinstance(one, dict) and one.get("type") == "text" for one in blocks)
                 text = "".join(one["text"] for one in blocks) if plain else str(result)
             # It may be of any kind.
             except Exception as error:

@@ -17,7 +17,7 @@ import rollout
 from configurator import configure, input_errors, printable
 from episodes import Player
 from runtime.check_settings import check_suits, check_values
-from runtime.check_model import check_model, end_tokens, load_tokenizer
+from runtime.check_model import check_model, end_tokens, load_tokenizer, reading
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
@@ -50,10 +50,8 @@ with input_errors():
     if output:
         output = os.path.abspath(output)                        # an environment may go to another folder
         # A file that cannot be written is refused before hours of sampling, not after.
-        try:
-            os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"output={output}: {error}") from error
+        with reading(f"output={output}"):
+            open(output, "a").close()
     named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
              data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file,
                              data.reader(settings)))

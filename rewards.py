@@ -288,11 +288,11 @@ class Scorer:
     """Scores rollouts by the rewards and the reward model that a run's settings name.
 
     scorer(rollouts) sets score, parts, rewards, extra and problem of each rollout. The score is the sum of
-    what the environment gave, of the rewards and of the reward model's score, each part times its weight in
-    reward_weights. The task's own reward is left out where the environment gives rewards. In this sum a
-    reward that returned None counts as 0, but a completion that the model cannot score has no score, unless
-    the model's weight is 0. In `rewards`, the last token gets what belongs to no turn or step. weights:
-    {name: weight} of reward_weights.
+    what the environment gave, what the rewards returned, and the reward model's score. Each part is first
+    multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
+    used. A reward that returned None counts as 0. If the reward model cannot score a completion, the
+    completion has no score, unless the model's weight is 0. What belongs to no turn or step is given to the
+    last token in `rewards`. weights: {name: weight} of reward_weights.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     player: the episodes.Player that plays what is scored; at the end of each episode it calls the rewards
@@ -302,7 +302,7 @@ class Scorer:
 
     def __init__(self, settings, device, dtype, player, tokenizer=None):
         self.settings, self.environment, self.tokenizer = settings, player.rewards_as, tokenizer
-        self.plays, self.weights = player.make, part_weights(settings.reward_weights)
+        self.player, self.weights = player, part_weights(settings.reward_weights)
         self.unscored = settings.reward_errors == "unscored"
         self.rewards, self.judging, self.model = [], [], None   # judging: rewards that take environments
         if settings.reward != "none" and (settings.reward or not self.environment):
@@ -314,7 +314,7 @@ class Scorer:
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"reward={settings.reward}: two of them are called {twice[0]}")
         if self.judging:
-            if not self.plays:
+            if not player.make:
                 raise ValueError(f"reward {name_of(self.judging[0])} takes environments, but none is given")
             player.judge = self._judge
         if settings.reward_model:
@@ -343,17 +343,20 @@ class Scorer:
         rollout.judged = [score(reward, [rollout.row], [rollout.completion], unscored=self.unscored,
                                 environments=[environment])[0] for reward in self.judging]
 
-    def check_with(self, rows):
-        """Scores two made-up completions, so that a broken reward shows before a model is trained.
+    def check_with(self, prompts):
+        """Plays and scores two made-up completions, so that what is broken shows before a model is trained.
 
-        Raises ValueError if a reward or the reward model cannot score them.
+        prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
+        the reward model cannot be used.
         """
+        self.player.check_with(prompts)
+
         def made_up(row, text):
             message = [{"role": "assistant", "content": text}]
             return SimpleNamespace(row=row, completion=text if isinstance(row["prompt"], str) else message,
                                    finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[], extra={})
 
-        trial = [*map(made_up, (rows * 2)[:2], ("Answer: 0", ""))]
+        trial = [*map(made_up, [prompt.row for prompt in prompts * 2], ("Answer: 0", ""))]
         try:
             self._score(trial)
         except RuntimeError as error:
@@ -370,7 +373,7 @@ class Scorer:
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        if self.rewards == [accuracy] and not (self.model or self.weights or self.plays):
+        if self.rewards == [accuracy] and not (self.model or self.weights or self.player.make):
             # The answers are numbers, and no code of the user's runs that might hang or raise.
             scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
             for r, right in zip(rollouts, scores):
@@ -396,7 +399,7 @@ class Scorer:
                                       if not math.isnan(sum(given.values()))})
             parts, rollout.problem = {}, ""
             for named, steps, logged, problem in results:
-                if steps and self.plays:
+                if steps and self.player.make:
                     raise RuntimeError(f"reward {min(named)} scores characters of a completion, but an "
                                        "episode has several messages")
                 if len(results) > 1 and (clash := {*parts, "score"} & named.keys()):

@@ -174,9 +174,8 @@ if not bridge.trains:
     opening = bridge.begin()
     with input_errors():
         scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-        trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]    # shows a broken environment or reward now
-        player.check_with(trial)
-        scorer.check_with([prompt.row for prompt in trial])
+        # A broken environment or reward shows now.
+        scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.engine_class(engine)(
             opening["model"], compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
             vllm_tensor_parallel_size, float32_head, apart=True)

@@ -97,9 +97,8 @@ with input_errors():                                            # a ValueError b
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(models.policy, train_set, eval_set)          # are they those of the resumed run?
-    trial = train_set.draw(0, 1, seed)[0] + eval_set[:1]        # shows a broken environment or reward now
-    player.check_with(trial)
-    scorer.check_with([prompt.row for prompt in trial])
+    # A broken environment or reward shows now.
+    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
 
     # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
     start = run.resumed if run.resumed and not lora_rank else models.policy

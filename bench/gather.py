@@ -38,9 +38,9 @@ for i in range(count):
     r.row, r.score = row, float(i % 2)
     r.completion = rng.integers(97, 123, 4 * completion_length, np.uint8).tobytes().decode()
     own.append(r)
-received, all_gather = [], dist.all_gather
-dist.all_gather = lambda tensors, tensor: [received.append(tensor.nbytes * world_size),
-                                           all_gather(tensors, tensor)]
+received, all_gather = [], dist.distributed_c10d.all_gather     # what dist.all_gather_object calls
+dist.distributed_c10d.all_gather = lambda tensors, tensor, **group: [
+    received.append(tensor.nbytes * world_size), all_gather(tensors, tensor, **group)]
 seconds = []
 for _ in range(repeats):
     dist.barrier()

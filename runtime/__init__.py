@@ -2,6 +2,7 @@
 import atexit
 import contextlib
 import ctypes
+import io
 import json
 import os
 import signal
@@ -23,35 +24,23 @@ closing = contextlib.ExitStack()
 atexit.register(closing.close)
 
 
-class Lenient:
-    """Wraps stdout or stderr. What a closed or full one cannot take is dropped without an error."""
-
-    def __init__(self, stream):
-        # Python gives None if the descriptor was closed before it started.
-        self.stream = stream or open(os.devnull, "w")
-
-    def write(self, text):
-        # ValueError: it is closed. RuntimeError: a signal handler writes in the middle of another write.
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self.stream.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
+class Console(io.FileIO):
+    """stdout or stderr that drops what it cannot take because it is closed or full."""
+    def write(self, data):
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
 
 
 def make_lenient():
     """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have."""
-    for name in ("stdout", "stderr"):
+    for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        # It is None where it was closed before Python started, and a user's code may have replaced it.
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
-        setattr(sys, name, Lenient(stream))
+        if stream is None:                                      # it was closed before Python started
+            setattr(sys, name, open(os.devnull, "w", errors="ignore"))
+        elif type(stream) is io.TextIOWrapper:                  # a notebook has streams of its own
+            setattr(sys, name, io.TextIOWrapper(Console(number, "w", closefd=False), stream.encoding,
+                                                "backslashreplace", line_buffering=True))
 
 
 def tell_launcher(message, later=0):

@@ -21,8 +21,8 @@ from transformers.utils import logging
 # missing weights, is an error here.
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-# If vLLM 0.32 has no implementation of a model, it compiles transformers' own class. The trainer's model is
-# of the same class and then asks for this attribute. To be removed once vLLM mends that.
+# If vLLM 0.32 does not know a model, it takes transformers' class and wraps it for compilation. The trainer's
+# model is of the same class, and the wrapper asks it for this attribute. To be removed once vLLM mends that.
 transformers.PreTrainedModel.do_not_compile = True
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -41,9 +41,6 @@ def check_values(settings):
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
         check(key not in CHOICES or value in CHOICES[key],
               f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
-        # A byte of the command line that is not UTF-8 becomes half a surrogate pair.
-        check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
-              f"{key}={value}: not UTF-8")
         check(key != "reward_workers" or not value or ":" in settings.reward,
               f"reward_workers={value} needs a reward of your own, file.py:function")
         check(key not in ("train_file", "eval_file") or not value or settings.task == "file",

@@ -33,7 +33,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from weights import full_weights
 
-# The most bytes in a file of weights, unless one tensor has more. Rank 0 holds as many in memory in a save.
+# A file of weights has at most so many bytes, unless a single tensor has more. In a save rank 0 holds one
+# file in memory.
 FILE_BYTES = 5 * 10 ** 9
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
@@ -86,7 +87,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
         count = found.index(folder) + 1
         scored = [one for one in found[:count] if step_of(one) in eval_scores]
         best = max(scored, key=lambda one: eval_scores[step_of(one)], default=None)
-        # Newer ones were damaged when the run was resumed, or it would not have gone back to an older one.
+        # If there are newer ones, the run was resumed from an older checkpoint because they were damaged.
         for other in set(found) - {*found[:count][-keep:], best}:
             shutil.rmtree(other, ignore_errors=True)
     return first_problem(problem)

@@ -58,8 +58,8 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     except (ValueError, RuntimeError) as error:
         refuse(f"the processes cannot join in the way that their environment says: {error}")
     world_size = dist.get_world_size()
-    # Sizes that do not divide the ranks are left out here: check_run refuses them next, and ranks that are
-    # only engines need none.
+    # If a size does not divide the ranks, it is ignored here. For ranks that train, check_run refuses it
+    # next; ranks that are only engines do not need it.
     size = shard_ranks if shard_ranks and world_size % shard_ranks == 0 else world_size
     shape = (world_size // size, size) if size < world_size else (size,)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
@@ -189,16 +189,10 @@ class Watchdog:
                    f"in {self.where}: it waits for another rank, for its engine or for a reward. The run "
                    "stops; resume it from its newest checkpoint")
         tell_launcher(message)
-
-        def say():
-            print(message, file=sys.stderr, flush=True)
-            # This prints the line at which each thread is.
-            faulthandler.dump_traceback()
-
         # If nobody reads stderr any more, printing waits for ever.
-        speaker = threading.Thread(target=say, daemon=True)
-        speaker.start()
-        speaker.join(10)
+        threading.Timer(10, os._exit, [1]).start()
+        print(message, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback()                           # the line at which each thread is
         os._exit(1)
 
 

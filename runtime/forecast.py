@@ -30,6 +30,10 @@ from runtime.check_settings import check_run
 from runtime.logprobs import LOGITS
 
 PHASES = ("sampling", "update", "sync")
+ADVICE = ("It does not fit. An update takes less memory with gradient_checkpointing, offload_optimizer, a "
+          "lower token_budget or a higher sequence_parallel_size. Sampling takes less with a lower "
+          "vllm_gpu_memory_utilization or a higher vllm_tensor_parallel_size. Both take less with more ranks "
+          "or with lora_rank.")
 
 
 @functools.cache
@@ -84,8 +88,9 @@ def update_peaks(m, s, b, shards, cuda):
     # well, and the gradient of the head: in float32, and in bfloat16 twice.
     chunk = 4 * min(LOGITS["cuda" if cuda else "cpu"], m.V * T)
     back = (1 + (s.entropy_coef > 0) + (b < 4) * (0.5 if cuda else 1.5)) * chunk + 16 / b * m.head * full
-    # In a layer's backward pass this layer and the next are gathered, and the gradients of the one before are
-    # on their way to their ranks in float32. The MLP has six tensors instead of the four that it kept.
+    # While a layer's backward pass runs, the weights of two layers are gathered: its own and those that come
+    # next. The gradients of the layer that is done are being sent to their ranks in float32. The MLP has six
+    # tensors instead of the four that it kept.
     one = (2 * b * m.layer + 4 * (m.layer if full else s.lora_rank * m.ends / m.depth) + b * m.own_head * full
            + T * (again * layer + 2 * b * m.I + 8 * m.H))
     # The root's gradients exist as they are computed, twice for a tied weight, and as they are added up.
@@ -142,45 +147,15 @@ def forecast(s, ranks, memory, cuda):
                     "whole tensors": [0, 0, 2 * b * m.head]}
 
 
-def advice(s, ranks, memory, cuda):
-    """Settings with which a run fits, or comes nearest to it, and the bytes that it then takes.
-
-    They are a dict {key: value}, in which the setting that helps most comes first.
-    """
-    peak = lambda s: max(map(sum, zip(*forecast(s, ranks, memory, cuda).values())))
-    found, now = {}, peak(s)
-    while now > memory:
-        choices = {"gradient_checkpointing": True, "offload_optimizer": True,
-                   "token_budget": max(s.max_prompt_length + s.max_completion_length, s.token_budget // 2),
-                   "vllm_gpu_memory_utilization": s.vllm_gpu_memory_utilization / 2}
-        doubled = {f"{key}_parallel_size": 2 * getattr(s, f"{key}_parallel_size")
-                   for key in ("sequence", "vllm_tensor")}
-        choices |= {key: size for key, size in doubled.items() if ranks % size == 0}
-        peaks = {key: peak(SimpleNamespace(**vars(s) | {key: choices[key]})) for key in choices}
-        best = min(peaks, key=peaks.get)
-        if peaks[best] > 0.99 * now:
-            break
-        now, found[best] = peaks[best], choices[best]
-        s = SimpleNamespace(**vars(s) | found)
-    parts = {"engine": [0], "KV cache": [0]} | forecast(s, ranks, memory, cuda)
-    least = (parts["engine"][0] + parts["KV cache"][0]) / memory        # with less vLLM would not start
-    if cuda and s.engine != "hf" and least > s.vllm_gpu_memory_utilization + 1e-6:
-        found["vllm_gpu_memory_utilization"] = round(least + 0.005, 2)
-    return found, now
-
-
 def says(s, ranks, memory, cuda, table=True):
-    """The forecast as text: a table of roles, a line of phases, and advice where the run does not fit."""
+    """The forecast as text: a table of roles, a line of phases, and advice if it does not fit."""
     parts, gb = forecast(s, ranks, memory, cuda), lambda size: f"{size / 1e9:.2f}" if size else "-"
     cells = {f"GB on each of {ranks} ranks": PHASES} | {role: map(gb, parts[role]) for role in parts}
     phases = ", ".join(f"{phase} {gb(sum(sizes))}" for phase, sizes in zip(PHASES, zip(*parts.values())))
     lines = [f"{role:24}{a:>10}{b:>10}{c:>10}" for role, (a, b, c) in cells.items()] * table
     lines.append(f"forecast of memory per rank: {phases} of {gb(memory)} GB")
-    found, now = advice(s, ranks, memory, cuda)
-    if found or now > memory:
-        settings = " ".join(f"--{key}={value}" for key, value in found.items()) or "these settings"
-        lines.append(f"it does not fit; with {settings} it takes {gb(now)} GB" + (
-            ": take more ranks" if now > memory else ", and the first of these helps most"))
+    if max(map(sum, zip(*parts.values()))) > memory:
+        lines.append(ADVICE)
     return "\n".join(lines)
 
 

@@ -109,7 +109,6 @@ class Run:
         networks: {subfolder of a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
         updates: the updates of a step, in words.
         """
-        self._check_state()
         with input_errors():
             for place, (network, optimizer) in networks.items() if self.resumed else ():
                 checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
@@ -214,13 +213,13 @@ class Run:
     def save(self, networks, tokenizer):
         """Write a checkpoint of this step. A collective.
 
-        Before its first step a run writes none, unless it stops there and was resumed in a new folder. If a
-        save fails, older checkpoints are kept, and the script stops only if no other save will follow.
+        A run that has made no step yet writes none. The exception is a run that was resumed in a new folder
+        and stops at once, because the new folder has no checkpoint yet. If a save fails, older checkpoints
+        are kept, and the script stops only if no other save will follow.
         """
         self._check_state()
         step, problem = self.state["step"], None
         last = step == self.max_steps or self.stopped
-        # A run that is resumed in a new folder has no checkpoint there yet.
         before = os.path.dirname(os.path.abspath(self.resumed)) if self.resumed else self.out_dir
         if step > self.first_step or (last and not os.path.samefile(before, self.out_dir)):
             with self.log.timed("save"):

@@ -176,10 +176,9 @@ def rewind(path, step):
 
     A line that no run has written, or that a kill has cut off, is dropped as well.
     """
-    if not os.path.lexists(path):
-        return []
     kept = []
-    with open(path, "rb") as file:
+    with open(path, "a+b") as file:                             # a new run has none yet
+        file.seek(0)
         for line in file:
             with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                 if (entry := json.loads(line))["step"] < step:

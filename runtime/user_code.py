@@ -1,14 +1,13 @@
 """
 Functions and classes of the user's are loaded here from "file.py:name", and called in limited time.
 
-Threads calls them in this process, and cannot end one that does not come back. UserProcess calls one in a
-process of its own, with which it is ended, whatever language it is written in. There, what it does to signals,
-the current folder or the interpreter stays.
+Threads calls them in this process and cannot end a call that does not come back. UserProcess calls one in a
+process of its own, and ends that process with the call. What the function does to signals, the current folder
+or the interpreter stays there.
 """
 import asyncio
 import contextlib
 import ctypes
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -72,9 +71,8 @@ def load_from(spec, key, kind, others=""):
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {escaped(shown(error))}") from error
     if not callable(found):
-        names = [other for other, value in vars(module).items() if callable(value)]
-        near = ", ".join(difflib.get_close_matches(name, names) or names)
-        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {near or 'none'}")
+        names = ", ".join(other for other, value in vars(module).items() if callable(value))
+        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {names or 'none'}")
     return found
 
 
@@ -168,20 +166,16 @@ def event_loop():
 
 async def listed(awaitable):
     """Returns what the awaitable gives, in a list."""
-    return [await awaitable]
+    try:
+        return [await awaitable]
+    except SystemExit as error:                                 # it would end the loop for all others
+        raise RuntimeError(repr(error)) from error
 
 
 def awaited(awaitable, seconds):
-    async def guarded():
-        try:
-            return await awaitable
-        # Either would end the loop, and the run would wait for ever.
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise RuntimeError(repr(error)) from error
-
-    future = asyncio.run_coroutine_threadsafe(guarded(), event_loop())
+    future = asyncio.run_coroutine_threadsafe(listed(awaitable), event_loop())
     try:
-        return future.result(seconds or None)
+        return future.result(seconds or None)[0]
     except TimeoutError:
         # The function may have raised this error itself.
         if not future.cancel():

@@ -13,8 +13,8 @@ from fractions import Fraction
 # ------------------------------------------------------------------------------------------------------------
 # extraction
 
-# A mark announces an answer. A line that only says `Final Answer` is one, and so is GSM8K's ####, unless it
-# begins a heading with text below it.
+# Where an answer begins. It may follow a line that only says `Final Answer`, or GSM8K's ####, unless the ####
+# is a heading with text below it.
 MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<token>[^\s{}$]+)|\\.|[{}]|(?P<end></answer>)|"
                    r"(?P<mark>answer\**\s*[:：]|<answer>|"
                    r"^[#* \t]{0,9}(?:final[ \t]{1,9})?answer[* \t\r]{0,9}$|"

@@ -218,7 +218,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
 
 # A third network, which learns the score from the prompt and what has been said.
 THIRD = [
-    ("from model import kl_to_reference,", "from model import load_critic, kl_to_reference,"),
+    ("from model import (kl_to_reference,", "from model import (load_critic, kl_to_reference,"),
     ('networks = {"": (policy, optimizer)} ', '''
 baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else models.policy, mesh, compute_dtype)
 baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)

@@ -496,13 +496,6 @@ def test_a_call_in_a_turn_that_is_cut_off_stays_what_was_said(write):
     assert r.completion == [{"role": "assistant", "content": "I look." + call("count") + "..."}]
 
 
-def test_a_picture_is_refused(write):
-    plays = player(f"{write(DESK)}:Desk")
-    with pytest.raises(RuntimeError, match="environment Desk: the tool picture returned a block of the type "
-                                           "image, but the policy reads text; the row is {"):
-        played(plays, [[call("picture") + "<|end|>", "b<|end|>"]])
-
-
 # ---------------------------------------------------------------- functions as tools
 
 def test_functions_are_tools_without_a_class(write):

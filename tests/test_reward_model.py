@@ -156,14 +156,14 @@ def scorer_of(path):
                 "reward_workers": 0, "reward_errors": "stop", "environment": "",
                 "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
     return rewards.Scorer(SimpleNamespace(**settings), torch.device("cpu"), torch.float32,
-                          SimpleNamespace(rewards_as="", make=None))
+                          SimpleNamespace(rewards_as="", make=None, check_with=lambda prompts: None))
 
 
 def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     scorer, rows = scorer_of(judge), ROWS[:3]
     rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, extra={}, rewards={},
                                 logprobs=[-1.0], finish_reason="stop") for row in rows]
-    scorer.check_with(ROWS)
+    scorer.check_with([SimpleNamespace(row=row) for row in ROWS])
     scorer(rollouts)
     expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)
     for rollout, value in zip(rollouts, expected, strict=True):
@@ -261,7 +261,7 @@ def broken(judge, tmp_path_factory):
     ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
 def test_a_broken_reward_model(broken, name, message):
     with pytest.raises(ValueError, match=f"reward_model={broken / name}.*{message}"):
-        scorer_of(broken / name).check_with(ROWS)
+        scorer_of(broken / name).check_with([SimpleNamespace(row=row) for row in ROWS])
 
 
 @pytest.mark.parametrize("script", ["train_ppo.py", "train_grpo.py"])

@@ -121,7 +121,7 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     ("my_reward:reward", "reward must be file.py:function"),
     ("my_reward.py:", "reward must be file.py:function"), ("accuracy", "reward must be file.py:function"),
     ("missing.py:reward", "no such file: .*missing.py"),
-    ("my_reward.py:rewards", "has no function rewards; at its top level it has reward$"),
+    ("my_reward.py:rewards", "has no function rewards; at its top level it has helper, reward$"),
     ("my_reward.py:qqq", "has no function qqq; at its top level it has helper, reward$"),
     ("my_reward.py:CONSTANT", "has no function CONSTANT; at its top level it has"),
     ("broken.py:reward", "broken.py raised ZeroDivisionError: division by zero"),
@@ -339,6 +339,10 @@ def rollout(row, completion, score=NAN, **parts):
                            sampled_ids=[], problem="")
 
 
+def prompts_of(rows):
+    return [SimpleNamespace(row=row) for row in rows]
+
+
 @pytest.fixture
 def scorer(tmp_path, monkeypatch):
     """Makes a Scorer with the reward of a source and a stand-in for a reward model: it counts digits."""
@@ -357,7 +361,7 @@ def scorer(tmp_path, monkeypatch):
         (tmp_path / "my_reward.py").write_text(source)
         spec = {"reward": f"{tmp_path}/my_reward.py:reward"} if source else {}
         return rewards.Scorer(SimpleNamespace(**SETTINGS | spec | settings), torch.device("cpu"),
-                              torch.float32, SimpleNamespace(rewards_as="", make=None))
+                              torch.float32, SimpleNamespace(rewards_as="", make=None, check_with=lambda prompts: None))
     monkeypatch.setattr(reward_model, "RewardModel", Digits)
     return scorer
 
@@ -416,7 +420,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     two(rollouts)
     assert rollouts[4].rewards == {1: 1.0, 2: 3.0, 0: 2.0} and rollouts[4].score == 6
     with pytest.raises(RuntimeError, match="scores characters of a completion, but an episode has several"):
-        scores.plays = True
+        scores.player.make = True
         scores(rollouts)
 
 
@@ -487,10 +491,10 @@ def test_check_with_finds_what_is_broken_beforehand(scorer):
             ("def reward(completions):\n while True: pass",
              "the reward took too long for a made-up completion: reward=.*, reward_timeout=0.2")]:
         with pytest.raises(ValueError, match=message):
-            scorer(source, reward_timeout=0.2).check_with(ROWS)
-    scorer().check_with(ROWS[:1])
+            scorer(source, reward_timeout=0.2).check_with(prompts_of(ROWS))
+    scorer().check_with(prompts_of(ROWS[:1]))
     with pytest.raises(ValueError, match="no score at all"):
-        scorer(reward_model="broken").check_with(ROWS)
+        scorer(reward_model="broken").check_with(prompts_of(ROWS))
 
 
 def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
@@ -500,7 +504,7 @@ def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
                                 (ROWS[:1], ["What is 0?"] * 2, list),
                                 ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
         tried = scorer(source, reward_model="some/model")
-        tried.check_with(rows)
+        tried.check_with(prompts_of(rows))
         assert tried.rewards[0].__globals__["seen"] == [(prompts, form(["Answer: 0", ""]))]
         assert tried.model.seen == [(prompts, form(["Answer: 0", ""]))]
 
@@ -798,7 +802,7 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["good", "broken", "bad", "good"])]
     for more in ({}, {"reward_model": "some/model"}):
         scores = scorer(**settings, **more)
-        scores.check_with(ROWS)
+        scores.check_with(prompts_of(ROWS))
         scores(rollouts)
         # Where the call failed, the model's score alone would be compared with sums.
         assert [r.score for r in rollouts] == [3.0, pytest.approx(NAN, nan_ok=True), 0.0, 3.0]
@@ -808,13 +812,13 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
         [SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
     # One of the two made-up completions may fail.
     (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
-    scorer(**settings).check_with(ROWS)
+    scorer(**settings).check_with(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text(LATER)
     with pytest.raises(ValueError, match="reward_weights: no part rigth; the parts are most, right, trl"):
-        scorer(**settings | {"reward_weights": "rigth:2"}).check_with(ROWS)
+        scorer(**settings | {"reward_weights": "rigth:2"}).check_with(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text("async def trl(completions): raise OSError('down')")
     with pytest.raises(ValueError, match="the reward raised OSError: down for a made-up completion: reward="):
-        scorer(**settings | {"reward_weights": ""}).check_with(ROWS)
+        scorer(**settings | {"reward_weights": ""}).check_with(prompts_of(ROWS))
 
 
 @pytest.mark.parametrize("text", ["right", "right:", "right:x", ":1", "right:nan", "right:1e10", "a:1,b"])

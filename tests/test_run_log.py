@@ -238,8 +238,8 @@ def test_a_log_is_rewound_to_the_step_that_is_resumed(tmp_path):
     path.write_text('{"step": 0}\n{"step": 1, "a": 2}\n{"step": 2}\n{"step": 1, "cut o')
     rewind(str(path), 2)
     assert path.read_text() == '{"step": 0}\n{"step": 1, "a": 2}\n'
-    rewind(str(tmp_path / "nothing.jsonl"), 2)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert rewind(str(tmp_path / "nothing.jsonl"), 2) == []
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "nothing.jsonl"}
 
 
 def test_the_scores_of_a_resumed_run_are_known(mesh, tmp_path):

@@ -5,6 +5,7 @@ Policy and critic: how they are loaded and sharded by FSDP2, and what they compu
     load_policy      a Policy under FSDP2, whose forward returns logprobs and entropies
     load_reference   the frozen Policy that a KL compares it with
     load_critic      a Critic under FSDP2, from any model, whose forward returns values
+    deal_to_ranks    which rollouts this rank computes
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
 When a model is loaded, its logprobs of short sequences are compared with those of transformers, and a model
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig
 
 from attention import Pick, cut_over, join, packed_attention
-from packing import deal, idle, pack
+from packing import deal, idle, pack, shared_tokens
 from runtime import distributed
 from runtime.logprobs import LogprobsFromHidden
 from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer, model_class
@@ -119,6 +120,15 @@ def micro_batches(network, rollouts, chosen, token_budget):
         yield batch.to(device)
 
 
+def deal_to_ranks(rollouts, updates):
+    """What this rank computes of each update, as lists of s, and what shared prefixes save, for the log.
+
+    updates: lists of s, the same on every rank. packing.deal gives each rank about the same number of tokens.
+    """
+    dealt = [deal(rollouts, chosen, dist.get_world_size()) for chosen in updates]
+    return [by_rank[dist.get_rank()] for by_rank in dealt], shared_tokens(rollouts, dealt)
+
+
 def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
     """A policy's logprobs of the sampled tokens of rollouts[s] for s in chosen: {s: [len]}. A collective."""
     return per_token(policy, lambda batch: policy(batch, temperature)[0], rollouts, chosen, token_budget)
@@ -129,7 +139,7 @@ def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None)
 
     logp is the engine's, from when it sampled, or that of `policy` if one is given.
     """
-    share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
+    (share,), _ = deal_to_ranks(rollouts, [range(len(rollouts))])
     theirs = token_logprobs(reference, rollouts, share, token_budget, temperature)
     ours = (token_logprobs(policy, rollouts, share, token_budget, temperature) if policy else
             {s: torch.from_numpy(rollouts[s].logprobs) for s in share})

@@ -26,18 +26,17 @@ import random
 import time
 import zlib
 
-from runtime import distributed         # first: runtime sets what PyTorch reads when it is loaded
+from runtime import distributed         # before torch: it sets environment variables that torch reads
 import torch
 
 import data
 import losses
-import packing
 import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player, Table
-from model import (kl_to_reference, load_policy, load_reference, micro_batches, offload, open_folders,
-                   token_logprobs)
+from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, micro_batches, offload,
+                   open_folders, token_logprobs)
 from placement import Bridge, Sampled, kept_ahead, staleness
 from runtime.check_settings import check_run
 from runtime.run_lifecycle import Run
@@ -57,10 +56,10 @@ max_completion_length = 64      # in tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
 max_steps = 60                  # each samples completions and makes updates_per_step updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
+seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # further settings, such as dtype, lora_rank and eval_interval: see --help
+from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
 # placement: docs/placement.md
 rollout_ranks = 1               # the last ranks, which are engines; the others are trainers
 max_staleness = 1               # steps that the trained policy is ahead of the one that sampled
@@ -72,24 +71,26 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_in = "loss"                  # where the KL is: in the loss, or taken off the score of each completion
-                                # (reward) or the advantage of each token (advantage: on-policy distillation)
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwise k1
+kl_in = "loss"                  # loss adds the KL to the loss, reward subtracts it from the score of each
+                                # completion, advantage from each token's advantage (on-policy distillation)
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is (losses.kl_penalty); it has to be k1 unless kl_in=loss
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
+dual_clip = 0.0                 # where the advantage is negative, clip lets the ratio grow; this is an upper
+                                # bound there, for example 3; 0 sets none
 skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
                                 # long as the loss has neither a KL nor an entropy bonus
-loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
+                                # sequence_sum (RLOO); see losses.sequence_weights
 engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
                                 # max_staleness=0 or old_logprobs=engine, otherwise token_truncate
-correction_low = 0.5            # a mask gives weight 0 where the ratio of trainer to engine is lower
-correction_high = 2.0           # a mask gives weight 0 where it is higher; truncation caps the weight here
+correction_low = 0.5            # a mask gives weight 0 to a ratio below this
+correction_high = 2.0           # a mask gives weight 0 to a ratio above this; truncate lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
@@ -113,8 +114,8 @@ eval_steps = {*range(0, max_steps, eval_interval or max_steps), max_steps}   # w
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
-    models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
-    tokenizer, eos_ids = models.tokenizer, models.eos_ids
+    folders = open_folders(settings, longest)                   # of the models; no weights are read yet
+    tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
     part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
     # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
@@ -174,7 +175,7 @@ if not bridge.trains:
     opening = bridge.begin()
     with input_errors():
         scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-        # A broken environment or reward shows now.
+        # With a training prompt and a held-out one, a broken environment or reward shows now.
         scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.engine_class(engine)(
             opening["model"], compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
@@ -188,27 +189,28 @@ player.close()                                                  # only the engin
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
 run = Run(settings, __file__, ahead=[])
 with input_errors():
-    run.check_data(models.policy, train_set, eval_set)
-    # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
-    start = run.resumed if run.resumed and not lora_rank else models.policy
+    run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
+    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has rank,
+    # alpha and checkpoint of the adapters that come on top.
+    start = run.resumed if run.resumed and not lora_rank else folders.policy
     ahead = kept_ahead(run.state, settings)                     # {step: Sampled}, by the run before
     bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
                  max([run.state["position"], *(one.position for one in ahead.values())])})
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
-    reference = load_reference(models.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
+    reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
     offload(optimizer, device)                                  # to host memory, except while it steps
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
-log = run.begin(networks, bridge, data_note, f"{updates_per_step} optimizer step(s)")
+log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
         + ", and in flight: the run does not repeat bit for bit" * in_flight)
 run.state["ahead"] = []
 bridge.take("ready", 0)                                         # engines that are being made take no weights
 if lora_rank and run.resumed:
-    bridge.publish(run.first_step, full_weights(policy, compute_dtype, bridge.weight_names))
+    bridge.publish(run.first_step, full_weights(policy, compute_dtype, bridge.weight_naming))
 
 
 def take(step):
@@ -229,7 +231,7 @@ def evaluate(step):
     rollouts = bridge.take("eval", step).rollouts
     player.check_errors(rollouts[rank::world_size])
     # Stops the run if the engines do not have the policy's weights.
-    few = packing.deal(rollouts, range(min(32 * world_size, len(rollouts))), world_size)[rank]
+    (few,), _ = deal_to_ranks(rollouts, [range(min(32 * world_size, len(rollouts)))])
     logps = token_logprobs(policy, rollouts, few, token_budget, temperature)
     compare_logprobs(rollouts, logps, gap_bound, tokenizer)
     return rewards.evaluation(rollouts, eval_samples)
@@ -237,7 +239,7 @@ def evaluate(step):
 
 # ---------------------------------------------------------------- the loop
 # Shapes and names are those of train_grpo.py: N rollouts in a step, C sampled tokens in a micro-batch.
-for step in range(run.first_step, max_steps + 1):
+for step in range(run.first_step, max_steps + 1):               # the last round only evaluates and saves
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
@@ -248,7 +250,7 @@ for step in range(run.first_step, max_steps + 1):
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
         with log.timed("wait_for_rollouts"):
             keep_ahead(step)
-        run.save(networks, tokenizer)                           # nothing at step 0
+        run.save(networks, tokenizer)                           # writes nothing before the first step
     if step == max_steps or stopping:
         break
 
@@ -272,9 +274,11 @@ for step in range(run.first_step, max_steps + 1):
                               policy if max_staleness else None)                        # {s: [len]}
         total_kl = torch.stack([kls[s].sum() for s in range(N)])                        # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
-        scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
+        if kl_in == "reward":
+            scores = scores - kl_coef * total_kl
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score.
+    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score. Of these
+    # arguments grpo takes only scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=part_weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -284,15 +288,14 @@ for step in range(run.first_step, max_steps + 1):
     # The rollouts, in random order, are split into updates, and those of each update are dealt to the ranks.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout that is skipped has no gradient, but counts in the weights of section 5.
+    # A rollout whose advantage is 0 may be left out, but it counts in the denominator of the loss.
     computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
-    dealt = [packing.deal(rollouts, chosen, world_size) for chosen in computed]
-    log.metrics |= packing.shared_tokens(rollouts, dealt)
-    shares = [by_rank[rank] for by_rank in dealt]               # what this rank computes of each update
+    shares, saved = deal_to_ranks(rollouts, computed)           # what this rank computes of each update
+    log.metrics |= saved                                        # how many tokens shared prefixes save
     all_shares = sum(shares, [])
     engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
-        # Left empty for a single update: it starts from the policy that sampled, so section 5 takes logp.
+        # Empty where the trainer's are wanted and there is one update: then section 5 takes its own logp.
         old_logps = (engine_logps if old_logprobs == "engine" else
                      token_logprobs(policy, rollouts, all_shares, token_budget, temperature)
                      if updates_per_step > 1 else {})                                   # {s: [len]}
@@ -312,14 +315,14 @@ for step in range(run.first_step, max_steps + 1):
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # Every rank runs the same number of micro-batches, at least one, because forward and backward are
-            # collectives. C = 0 in one that only fills up the number, or whose row another rank is credited.
+            # Forward and backward are collectives: every rank runs the same number of micro-batches, one or
+            # more. C = 0 in one that makes up the number or, if ranks share rows, belongs to another rank.
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = batch.flat(old_logps) if old_logps else logp.detach()        # [C]
-                token_loss, low, high = losses.LOSSES[loss_type](                       # [C] each
+                token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
                     epsilon_high=epsilon_high, dual_clip=dual_clip)
                 correction = losses.correction_weights(
@@ -328,16 +331,16 @@ for step in range(run.first_step, max_steps + 1):
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator,
                                         engine_logp if max_staleness else old_logp)
                       if kl_in_loss else torch.zeros_like(logp))                        # [C]
-                token_loss = correction * token_loss + kl_coef * kl     # like TRL, does not correct the KL
+                token_loss = correction * token_loss + kl_coef * kl     # as in TRL, no correction of the KL
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # Means over the sampled tokens of computed rollouts. A kl of section 3 replaces this one.
+                # Means are over the tokens of these rollouts. If section 3 has logged a kl, that one is kept.
                 log.add(sums={"loss": loss / updates_per_step},
                         means={"entropy": entropy, "kl": kl, "sampling/correction_mean": correction,
-                               "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
-                               "clip_ratio/region_mean": low | high})
+                               "clip_ratio/low_mean": clipped_low, "clip_ratio/high_mean": clipped_high,
+                               "clip_ratio/region_mean": clipped_low | clipped_high})
             if u == 0:
                 # sampling/... compare the policy with the one that sampled. Their difference is limited only
                 # where both are the same. In flight nobody knows which weights read the prompts.
@@ -346,13 +349,13 @@ for step in range(run.first_step, max_steps + 1):
                 trainer_logps = new_logps if old_logprobs == "engine" else old_logps or new_logps
                 log.metrics |= compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):              # False if the norm is infinite or NaN
+            if run.may_step("actor", norm.item()):              # logs it; False if it is infinite or NaN
                 optimizer.step()
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):
-        bridge.publish(step + 1, full_weights(policy, compute_dtype, bridge.weight_names))
+        bridge.publish(step + 1, full_weights(policy, compute_dtype, bridge.weight_naming))
 
     # ------------------------------------------------------------ 7 log
     log.metrics["perf/trainers_busy"] = bridge.busy()

@@ -14,8 +14,8 @@ weights. Without arguments this trains the small model in tiny/ on algebra probl
 Two defaults differ from the paper; config/grpo.py sets both as in the paper:
 1. Every token of an update has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper
    every completion has the same weight, so a token of a long completion counts for less.
-2. There is no KL to a reference model, so none is loaded; recent recipes with verifiable rewards have none.
-   With --kl_coef=0.04, the paper's value, the reference is the initial model and is never updated.
+2. There is no KL to a reference model, so no such model is loaded. Recent recipes with verifiable rewards use
+   no KL either. With --kl_coef=0.04, the paper's value, the reference is the initial model, never updated.
 By default a step makes one update, as in the paper's runs. It is on-policy: the ratio is exactly 1, and
 nothing is clipped. With --updates_per_step=4 each update takes a quarter of the step's completions, and from
 the second update on the policy differs from the one that sampled them.
@@ -24,18 +24,17 @@ import math
 import random
 import zlib
 
-from runtime import distributed         # first: runtime sets what PyTorch reads when it is loaded
+from runtime import distributed         # before torch: it sets environment variables that torch reads
 import torch
 
 import data
 import losses
-import packing
 import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import (kl_to_reference, load_policy, load_reference, micro_batches, offload, open_folders,
-                   token_logprobs)
+from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, micro_batches, offload,
+                   open_folders, token_logprobs)
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -53,32 +52,36 @@ max_completion_length = 64      # in tokens; longer completions are cut off
 learning_rate = 1e-4            # the peak; a model of 1 B parameters wants about 1e-6
 max_steps = 60                  # each samples completions and makes updates_per_step updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
+seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # further settings, such as dtype, lora_rank and eval_interval: see --help
+from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_in = "loss"                  # where the KL is: in the loss, or taken off the score of each completion
-                                # (reward) or the advantage of each token (advantage: on-policy distillation)
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is with kl_in=loss, otherwise k1
+kl_in = "loss"                  # loss adds the KL to the loss, reward subtracts it from the score of each
+                                # completion, advantage from each token's advantage (on-policy distillation)
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is (losses.kl_penalty); it has to be k1 unless kl_in=loss
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
+dual_clip = 0.0                 # where the advantage is negative, clip lets the ratio grow; this is an upper
+                                # bound there, for example 3; 0 sets none
 skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
                                 # long as the loss has neither a KL nor an entropy bonus
-loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
-engine_correction = "none"      # importance weights for the gap between trainer and engine: token_truncate
-                                # (TIS), token_mask, sequence_truncate, sequence_mask, geometric_mask; or none
-correction_low = 0.5            # a mask gives weight 0 where the ratio of trainer to engine is lower
-correction_high = 2.0           # a mask gives weight 0 where it is higher; truncation caps the weight here
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
+                                # sequence_sum (RLOO); see losses.sequence_weights
+engine_correction = "none"      # the trainer's probabilities differ a little from the engine's; this weights
+                                # tokens by the ratio of the two, capped or masked: token_truncate (TIS),
+                                # token_mask, sequence_truncate, sequence_mask, geometric_mask; or none; see
+                                # losses.correction_weights
+correction_low = 0.5            # a mask gives weight 0 to a ratio below this
+correction_high = 2.0           # a mask gives weight 0 to a ratio above this; truncate lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
@@ -88,51 +91,53 @@ grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip 
 settings = configure(globals())         # overrides the names above by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device. FSDP2 shards over the mesh; the ranks of sequence_group each hold part of a row.
+# One process per device. FSDP2 shards over the mesh. sequence_group: with sequence_parallel_size above 1, the
+# ranks that share each row of tokens.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings. run.resumed is a checkpoint or None; run.state is saved with each checkpoint.
+# Run checks the settings. run.resumed is a checkpoint or None. run.state is saved with each checkpoint; its
+# "position" is the place in the endless sequence of prompts.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
-longest = max_prompt_length + max_completion_length             # tokens in a row; an evaluation may need more
+longest = max_prompt_length + max_completion_length             # in tokens; the engine refuses longer rows
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-# Whether the loss can take rollouts sampled with earlier weights. This script has none.
-may_be_stale = old_logprobs == "engine" or engine_correction != "none"
 with input_errors():                                            # a ValueError becomes a one-line message
-    models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
-    tokenizer, eos_ids = models.tokenizer, models.eos_ids
+    folders = open_folders(settings, longest)                   # of the models; no weights are read yet
+    tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
     engine_class = rollout.engine_class(engine)
     player = Player(settings, tokenizer, eos_ids)               # for episodes with an environment or tools
     # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    run.check_data(models.policy, train_set, eval_set)          # are they those of the resumed run?
-    # A broken environment or reward shows now.
+    run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
+    # With a training prompt and a held-out one, a broken environment or reward shows now.
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
 
-    # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
-    start = run.resumed if run.resumed and not lora_rank else models.policy
+    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has rank,
+    # alpha and checkpoint of the adapters that come on top.
+    start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
-    reference = load_reference(models.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
+    reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
                               weight_decay=weight_decay, fused=True)
 if offload_optimizer:
     offload(optimizer, device)                                  # to host memory, except while it steps
-networks = {"": (policy, optimizer)}                            # by a checkpoint's subfolder; "": its root
+networks = {"": (policy, optimizer)}        # what is saved, by the checkpoint's subfolder; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
-log = run.begin(networks, rollout_engine, data_note, f"{updates_per_step} optimizer step(s)")
+log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
 if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    rollout_engine.load_weights(full_weights(policy, None, rollout_engine.weight_names), run.first_step)
+    tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
+    rollout_engine.load_weights(tensors, run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """Return n rollouts per prompt, next to each other. Their seeds are h, h + 1, ..., where h is a hash of
-    the prompt's name, so they are the same on any rank."""
+    """Return n rollouts per prompt, next to each other. names: a text for each prompt, such as "step place".
+    Its rollouts have the seeds h, h + 1, ..., where h is a hash of the text, the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if player.make:                                             # there is an environment, or tools
         return player.play(rollout_engine, prompts, n, seeds, length, temperature)
@@ -141,12 +146,12 @@ def sample(prompts, n, names, temperature=temperature, length=max_completion_len
 
 def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
              length=max_completion_length):
-    """Return mean@k, pass@k and maj@k on prompts, which are sampled with the same seeds every time, under
-    metrics that begin with `name`."""
+    """Sample completions of these prompts, with the same seeds every time, and return {name/mean@k: ...} with
+    pass@k and maj@k. The keywords are for further evaluations (docs/data_and_rewards.md)."""
     own = range(rank, len(prompts), world_size)
     rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
     if temperature > 0:
-        # This stops the run if engine and policy differ. A few rollouts are enough to see it.
+        # This stops the run if engine and policy differ; a few rollouts show it. step: that of the loop.
         logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
         compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
     scorer(rollouts)
@@ -155,16 +160,16 @@ def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature
 
 # ---------------------------------------------------------------- the loop
 # N rollouts per step, on all ranks; s is an index into them. A rollout r has r.ids (prompt and completion),
-# r.logprobs (the engine's, of the sampled tokens), r.row (of the data set), r.score, its r.parts by name, and
-# r.rewards by token.
+# r.logprobs (the engine's, of the sampled tokens), r.row (of the data set) and r.score. r.parts has the named
+# parts of the score, and r.rewards how it is divided over the sampled tokens.
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
 # (packing.py). C of its tokens were sampled. For two rollouts, 0 and 1, with two sampled tokens each:
 #     batch.flat({0: [a, b], 1: [c, d]})   -> [a, b, c, d]              {s: [len]} to [C]
 #     batch.split([a, b, c, d])            -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
-#     batch.spread([x, y])                 -> [x, x, y, y]              [N] to [C]: its rollout's entry
+#     batch.spread([x, y])                 -> [x, x, y, y]              [N] to [C]; takes {s: [len]} as well
 #     batch.mean([1, 3, 5, 9])             -> [2, 2, 7, 7]              [C] to [C]: the mean over its rollout
-for step in range(run.first_step, max_steps + 1):
+for step in range(run.first_step, max_steps + 1):               # the last round only evaluates and saves
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
@@ -173,7 +178,7 @@ for step in range(run.first_step, max_steps + 1):
         with log.timed("eval"):
             log.evaluation(evaluate(eval_set))
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
-        run.save(networks, tokenizer)                           # nothing at step 0
+        run.save(networks, tokenizer)                           # writes nothing before the first step
     if step == max_steps or stopping:
         break
 
@@ -196,13 +201,15 @@ for step in range(run.first_step, max_steps + 1):
     log.metrics |= {"reward_std": stds.mean().item(),
                     "frac_reward_zero_std": (stds == 0).double().mean().item()}
     if kl_coef > 0 and kl_in != "loss":
-        # log(policy / reference) of each token, with the engine's logprobs as the policy's: {s: [len]}.
+        # Of each token the engine's logprob minus the reference model's, {s: [len]}.
         kls = kl_to_reference(reference, rollouts, token_budget, temperature)
         total_kl = torch.stack([kls[s].sum() for s in range(N)])                        # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
-        scores = scores - kl_coef * total_kl if kl_in == "reward" else scores
+        if kl_in == "reward":
+            scores = scores - kl_coef * total_kl
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score.
+    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score. Of these
+    # arguments grpo takes only scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -212,15 +219,14 @@ for step in range(run.first_step, max_steps + 1):
     # The rollouts, in random order, are split into updates, and those of each update are dealt to the ranks.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout that is skipped has no gradient, but counts in the weights of section 5.
+    # A rollout whose advantage is 0 may be left out, but it counts in the denominator of the loss.
     computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
-    dealt = [packing.deal(rollouts, chosen, world_size) for chosen in computed]
-    log.metrics |= packing.shared_tokens(rollouts, dealt)
-    shares = [by_rank[rank] for by_rank in dealt]               # what this rank computes of each update
+    shares, saved = deal_to_ranks(rollouts, computed)           # what this rank computes of each update
+    log.metrics |= saved                                        # how many tokens shared prefixes save
     all_shares = sum(shares, [])
     engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
     with log.timed("old_log_prob"):
-        # Left empty for a single update: it starts from the policy that sampled, so section 5 takes logp.
+        # Empty where the trainer's are wanted and there is one update: then section 5 takes its own logp.
         old_logps = (engine_logps if old_logprobs == "engine" else
                      token_logprobs(policy, rollouts, all_shares, token_budget, temperature)
                      if updates_per_step > 1 else {})                                   # {s: [len]}
@@ -240,14 +246,14 @@ for step in range(run.first_step, max_steps + 1):
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # Forward and backward are collectives, so every rank runs the same number of micro-batches, at
-            # least one. C = 0 in one that only fills up this number, or whose logprobs another rank gets.
+            # Forward and backward are collectives: every rank runs the same number of micro-batches, one or
+            # more. C = 0 in one that makes up the number or, if ranks share rows, belongs to another rank.
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = batch.flat(old_logps) if old_logps else logp.detach()        # [C]
-                token_loss, low, high = losses.LOSSES[loss_type](                       # [C] each
+                token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
                     logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
                     epsilon_high=epsilon_high, dual_clip=dual_clip)
                 correction = losses.correction_weights(
@@ -255,34 +261,35 @@ for step in range(run.first_step, max_steps + 1):
                     low=correction_low, high=correction_high)                           # [C]
                 kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
                       else torch.zeros_like(logp))                                      # [C]
-                token_loss = correction * token_loss + kl_coef * kl     # like TRL, does not correct the KL
+                token_loss = correction * token_loss + kl_coef * kl     # as in TRL, no correction of the KL
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # Means over the sampled tokens of computed rollouts. A kl of section 3 replaces this one.
+                # Means are over the tokens of these rollouts. If section 3 has logged a kl, that one is kept.
                 log.add(sums={"loss": loss / updates_per_step},
                         means={"entropy": entropy, "kl": kl, "sampling/correction_mean": correction,
-                               "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
-                               "clip_ratio/region_mean": low | high})
+                               "clip_ratio/low_mean": clipped_low, "clip_ratio/high_mean": clipped_high,
+                               "clip_ratio/region_mean": clipped_low | clipped_high})
             if u == 0:
                 # Before the first update engine and trainer have the same weights: this stops the run if they
-                # differ. The trainer's logprobs are old_logps if it computed them, otherwise new_logps.
-                trainer_logps = new_logps if old_logprobs == "engine" else old_logps or new_logps
-                log.metrics |= compare_logprobs(rollouts, trainer_logps, gap_bound, tokenizer, step,
-                                                may_be_stale)
+                # differ. may_be_stale: whether the loss can take rollouts of earlier weights (here are none).
+                trainer_logps = old_logps if old_logps and old_logprobs == "trainer" else new_logps
+                log.metrics |= compare_logprobs(
+                    rollouts, trainer_logps, gap_bound, tokenizer, step,
+                    may_be_stale=old_logprobs == "engine" or engine_correction != "none")
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):              # False if the norm is infinite or NaN
+            if run.may_step("actor", norm.item()):              # logs it; False if it is infinite or NaN
                 optimizer.step()
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # one whole tensor at a time
-        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_names)
+        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
         rollout_engine.load_weights(tensors, version=step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, world_size),
+    run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),
                  rewards.sample_lines(rollouts, G, tokenizer))
 
 # ---------------------------------------------------------------- teardown

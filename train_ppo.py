@@ -21,18 +21,17 @@ import math
 import random
 import zlib
 
-from runtime import distributed         # first: runtime sets what PyTorch reads when it is loaded
+from runtime import distributed         # before torch: it sets environment variables that torch reads
 import torch
 
 import data
 import losses
-import packing
 import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import (load_critic, load_policy, load_reference, micro_batches, offload, open_folders,
-                   token_logprobs, token_values)
+from model import (deal_to_ranks, load_critic, load_policy, load_reference, micro_batches, offload,
+                   open_folders, token_logprobs, token_values)
 from runtime.run_lifecycle import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
@@ -51,10 +50,10 @@ learning_rate = 1e-4            # the peak; a model of 1 B parameters wants abou
 critic_learning_rate = 2e-3     # the critic's peak; a model of 1 B parameters wants about 1e-5
 max_steps = 50                  # rollouts, each with its updates
 token_budget = 8192             # tokens per micro-batch: memory grows with it, results do not depend on it
-seed = 0                        # for problems, the order of prompts, sampling, and the split into updates
+seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # further settings, such as dtype, lora_rank and eval_interval: see --help
+from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 critic_model = ""               # a folder or hub id that the critic starts from; if empty, the model
@@ -67,9 +66,11 @@ num_epochs = 1                  # passes over a step's rollouts
 updates_per_epoch = 2           # optimizer steps per pass, each on an equal part of the rollouts
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # upper bound of the ratio where the advantage is negative, such as 3; 0: none
+dual_clip = 0.0                 # where the advantage is negative, clip lets the ratio grow; this is an upper
+                                # bound there, for example 3; 0 sets none
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
-loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length, sequence_sum
+loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
+                                # sequence_sum (RLOO); see losses.sequence_weights
 entropy_coef = 0.0              # weight of the entropy bonus
 # optimizer
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
@@ -79,34 +80,37 @@ grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip 
 settings = configure(globals())         # overrides the names above by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device. FSDP2 shards over the mesh; the ranks of sequence_group each hold part of a row.
+# One process per device. FSDP2 shards over the mesh. sequence_group: with sequence_parallel_size above 1, the
+# ranks that share each row of tokens.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings. run.resumed is a checkpoint or None; run.state is saved with each checkpoint.
+# Run checks the settings. run.resumed is a checkpoint or None. run.state is saved with each checkpoint; its
+# "position" is the place in the endless sequence of prompts.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
-longest = max_prompt_length + max_completion_length             # tokens in a row; an evaluation may need more
+longest = max_prompt_length + max_completion_length             # in tokens; the engine refuses longer rows
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
-    models = open_folders(settings, longest)                    # what the models' folders say; no weights yet
-    tokenizer, eos_ids = models.tokenizer, models.eos_ids
+    folders = open_folders(settings, longest)                   # of the models; no weights are read yet
+    tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
     engine_class = rollout.engine_class(engine)
     player = Player(settings, tokenizer, eos_ids)               # for episodes with an environment or tools
     # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    run.check_data(models.policy, train_set, eval_set)          # are they those of the resumed run?
-    # A broken environment or reward shows now.
+    run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
+    # With a training prompt and a held-out one, a broken environment or reward shows now.
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
 
-    # Adapters come on top of the initial model, in a resumed run as well; run.adapter says which.
-    start = run.resumed if run.resumed and not lora_rank else models.policy
+    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has rank,
+    # alpha and checkpoint of the adapters that come on top.
+    start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
-    critic_start = f"{run.resumed}/critic" if run.resumed else models.critic
+    critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
-    reference = load_reference(models.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
+    reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                   vllm_tensor_parallel_size, float32_head)
 adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
@@ -118,12 +122,13 @@ if offload_optimizer:
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    rollout_engine.load_weights(full_weights(policy, None, rollout_engine.weight_names), run.first_step)
+    tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
+    rollout_engine.load_weights(tensors, run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """Return n rollouts per prompt, next to each other. Their seeds are h, h + 1, ..., where h is a hash of
-    the prompt's name, so they are the same on any rank."""
+    """Return n rollouts per prompt, next to each other. names: a text for each prompt, such as "step place".
+    Its rollouts have the seeds h, h + 1, ..., where h is a hash of the text, the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if player.make:                                             # there is an environment, or tools
         return player.play(rollout_engine, prompts, n, seeds, length, temperature)
@@ -132,12 +137,12 @@ def sample(prompts, n, names, temperature=temperature, length=max_completion_len
 
 def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
              length=max_completion_length):
-    """Return mean@k, pass@k and maj@k on prompts, which are sampled with the same seeds every time, under
-    metrics that begin with `name`."""
+    """Sample completions of these prompts, with the same seeds every time, and return {name/mean@k: ...} with
+    pass@k and maj@k. The keywords are for further evaluations (docs/data_and_rewards.md)."""
     own = range(rank, len(prompts), world_size)
     rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
     if temperature > 0:
-        # This stops the run if engine and policy differ. A few rollouts are enough to see it.
+        # This stops the run if engine and policy differ; a few rollouts show it. step: that of the loop.
         logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
         compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
     scorer(rollouts)
@@ -159,7 +164,7 @@ def critic_metrics(value, ret, raw_adv, adv):
 # ---------------------------------------------------------------- the loop
 # Shapes as in train_grpo.py: N rollouts in a step, on all ranks; C sampled tokens, of a micro-batch or of all
 # that this rank computes; {s: [len]} has a tensor for the sampled tokens of each rollout s.
-for step in range(run.first_step, max_steps + 1):
+for step in range(run.first_step, max_steps + 1):               # the last round only evaluates and saves
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
@@ -168,7 +173,7 @@ for step in range(run.first_step, max_steps + 1):
         with log.timed("eval"):
             log.evaluation(evaluate(eval_set))
     if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
-        run.save(networks, tokenizer)                           # nothing at step 0
+        run.save(networks, tokenizer)                           # writes nothing before the first step
     if step == max_steps or stopping:
         break
 
@@ -190,9 +195,8 @@ for step in range(run.first_step, max_steps + 1):
     # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]
-    dealt = [packing.deal(rollouts, update, world_size) for update in updates]
-    log.metrics |= packing.shared_tokens(rollouts, dealt)
-    shares = [by_rank[rank] for by_rank in dealt]               # what this rank computes of each update
+    shares, saved = deal_to_ranks(rollouts, updates)            # what this rank computes of each update
+    log.metrics |= saved                                        # how many tokens shared prefixes save
     all_shares = sum(shares, [])
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}
@@ -250,7 +254,7 @@ for step in range(run.first_step, max_steps + 1):
                 continue
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
-                token_loss, low, high = losses.LOSSES["clip"](
+                token_loss, clipped_low, clipped_high = losses.LOSSES["clip"](
                     logp, batch.flat(old_logps), batch.flat(advs), epsilon=epsilon, epsilon_high=epsilon_high,
                     dual_clip=dual_clip)                                                # [C] each
                 if entropy_coef > 0:
@@ -259,8 +263,9 @@ for step in range(run.first_step, max_steps + 1):
                 (loss * world_size).backward()
                 log.add(sums={"loss": loss / (num_epochs * updates_per_epoch)},
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
-                               "entropy": entropy, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
-                               "clip_ratio/region_mean": low | high})
+                               "entropy": entropy, "clip_ratio/low_mean": clipped_low,
+                               "clip_ratio/high_mean": clipped_high,
+                               "clip_ratio/region_mean": clipped_low | clipped_high})
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):
                 optimizer.step()
@@ -268,11 +273,11 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # one whole tensor at a time
-        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_names)
+        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
         rollout_engine.load_weights(tensors, version=step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, world_size),
+    run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),
                  rewards.sample_lines(rollouts, G, tokenizer))
 
 # ---------------------------------------------------------------- teardown

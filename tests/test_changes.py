@@ -218,9 +218,9 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
 
 # A third network, which learns the score from the prompt and what has been said.
 THIRD = [
-    ("from model import (kl_to_reference,", "from model import (load_critic, kl_to_reference,"),
+    ("from model import (deal_to_ranks,", "from model import (load_critic, deal_to_ranks,"),
     ('networks = {"": (policy, optimizer)} ', '''
-baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else models.policy, mesh, compute_dtype)
+baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else folders.policy, mesh, compute_dtype)
 baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)
 networks = {"": (policy, optimizer), "baseline": (baseline, baseline_optimizer)} '''),
     ("    # ------------------------------------------------------------ 6 weight sync\n", '''

@@ -171,7 +171,7 @@ def test_two_ranks_have_the_gradient_of_one(train, games, tmp_path, script):
         (line, *_), _ = train(f"{games}:Letters", str(ranks), script, ranks, max_steps=1, grad_clip=0,
                               max_prompt_length=60, token_budget=token_budget)
         metrics.append(line)
-        found.append([gradient(tmp_path / str(ranks) / "checkpoint-1" / place, tmp_path)
+        found.append([gradient(tmp_path / str(ranks) / "checkpoint-1" / place)
                       for place in ["."] + ["critic"] * ("ppo" in script)])
     for expected, other in zip(*found):
         assert (other - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0
@@ -289,7 +289,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
     (["--environment_timeout=-1"], "environment_timeout=-1.0: must not be negative"),
     (["--environment=GAMES:Letters", "--timeout=5", "--reward_step_timeout=1", "--environment_timeout=5"],
      "timeout=5.0: not above environment_timeout=5.0"),
-    (["--environment=GAMES:Letter"], "games.py has no Class Letter; at its top level it has Letters"),
+    (["--environment=GAMES:Letter"], "games.py has no Class Letter; at its top level it has "),
     (["--environment=GAMES:paid"], "paid() raised TypeError"),
     (["--environment=GAMES:Letters", "--chat=false"], "needs chat=True and a tokenizer with a chat template")])
 def test_bad_input(talker, games, tmp_path, settings, message):

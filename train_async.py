@@ -71,9 +71,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_in = "loss"                  # loss adds the KL to the loss, reward subtracts it from the score of each
-                                # completion, advantage from each token's advantage (on-policy distillation)
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is (losses.kl_penalty); it has to be k1 unless kl_in=loss
+kl_in = "loss"                  # "loss" adds the KL to the loss, "reward" subtracts it from each score, and
+                                # "advantage" from each token's advantage (on-policy distillation)
+kl_estimator = "k3"             # with kl_in=loss k2, k3, k3+ or k3_is, otherwise k1; see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -277,8 +277,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
         if kl_in == "reward":
             scores = scores - kl_coef * total_kl
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score. Of these
-    # arguments grpo takes only scores and G.
+    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs only scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=part_weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -315,8 +314,8 @@ for step in range(run.first_step, max_steps + 1):               # the last round
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # Forward and backward are collectives: every rank runs the same number of micro-batches, one or
-            # more. C = 0 in one that makes up the number or, if ranks share rows, belongs to another rank.
+            # Forward and backward are collectives, so a rank with fewer micro-batches than another gets empty
+            # ones, C = 0. Ranks of a sequence_group compute each other's; only the owner has C > 0 there.
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
@@ -336,7 +335,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # Means are over the tokens of these rollouts. If section 3 has logged a kl, that one is kept.
+                # Means are over all tokens that the step computes. If section 3 has logged a kl, it is kept.
                 log.add(sums={"loss": loss / updates_per_step},
                         means={"entropy": entropy, "kl": kl, "sampling/correction_mean": correction,
                                "clip_ratio/low_mean": clipped_low, "clip_ratio/high_mean": clipped_high,
@@ -345,8 +344,8 @@ for step in range(run.first_step, max_steps + 1):               # the last round
                 # sampling/... compare the policy with the one that sampled. Their difference is limited only
                 # where both are the same. In flight nobody knows which weights read the prompts.
                 bound = math.inf if in_flight or log.metrics["async/staleness/max"] else gap_bound
-                # The trainer's logprobs are old_logps if it has computed any, else those of this forward.
-                trainer_logps = new_logps if old_logprobs == "engine" else old_logps or new_logps
+                # Section 4 has computed the trainer's logprobs, or else the forward above has.
+                trainer_logps = old_logps if old_logps and old_logprobs == "trainer" else new_logps
                 log.metrics |= compare_logprobs(rollouts, trainer_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # logs it; False if it is infinite or NaN

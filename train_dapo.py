@@ -63,9 +63,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_in = "loss"                  # loss adds the KL to the loss, reward subtracts it from the score of each
-                                # completion, advantage from each token's advantage (on-policy distillation)
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is (losses.kl_penalty); it has to be k1 unless kl_in=loss
+kl_in = "loss"                  # "loss" adds the KL to the loss, "reward" subtracts it from each score, and
+                                # "advantage" from each token's advantage (on-policy distillation)
+kl_estimator = "k3"             # with kl_in=loss k2, k3, k3+ or k3_is, otherwise k1; see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -79,7 +79,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO); see losses.sequence_weights
 engine_correction = "none"      # the trainer's probabilities differ a little from the engine's; this weights
-                                # tokens by the ratio of the two, capped or masked: token_truncate (TIS),
+                                # tokens by their ratio or leaves tokens out: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; or none; see
                                 # losses.correction_weights
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
@@ -94,14 +94,14 @@ settings = configure(globals())         # overrides the names above by config fi
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # One process per device. FSDP2 shards over the mesh. sequence_group: with sequence_parallel_size above 1, the
-# ranks that share each row of tokens.
+# ranks that compute each micro-batch together.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings. run.resumed is a checkpoint or None. run.state is saved with each checkpoint; its
 # "position" is the place in the endless sequence of prompts.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
-longest = max_prompt_length + max_completion_length             # in tokens; the engine refuses longer rows
+longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
@@ -138,7 +138,7 @@ if lora_rank and run.resumed:                                   # the engine was
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """Return n rollouts per prompt, next to each other. names: a text for each prompt, such as "step place".
+    """Return n rollouts per prompt, next to each other. names: a text of its own for each prompt.
     Its rollouts have the seeds h, h + 1, ..., where h is a hash of the text, the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if player.make:                                             # there is an environment, or tools
@@ -216,7 +216,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
     log.metrics |= {"reward_std": stds.mean().item(),
                     "frac_reward_zero_std": (stds == 0).double().mean().item()}
     if kl_coef > 0 and kl_in != "loss":
-        # Of each token the engine's logprob minus the reference model's, {s: [len]}.
+        # For each token the engine's logprob minus the reference model's, {s: [len]}.
         kls = kl_to_reference(reference, rollouts, token_budget, temperature)
         total_kl = torch.stack([kls[s].sum() for s in range(N)])                        # [N]
         log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
@@ -224,8 +224,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
             scores = scores - kl_coef * total_kl
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # One advantage per rollout, [N], or one per token, {s: [len]}; 0 for a rollout without a score. Of these
-    # arguments grpo takes only scores and G.
+    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs only scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -265,8 +264,8 @@ for step in range(run.first_step, max_steps + 1):               # the last round
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # Forward and backward are collectives: every rank runs the same number of micro-batches, one or
-            # more. C = 0 in one that makes up the number or, if ranks share rows, belongs to another rank.
+            # Forward and backward are collectives, so a rank with fewer micro-batches than another gets empty
+            # ones, C = 0. Ranks of a sequence_group compute each other's; only the owner has C > 0 there.
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
@@ -285,14 +284,15 @@ for step in range(run.first_step, max_steps + 1):               # the last round
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # Means are over the tokens of these rollouts. If section 3 has logged a kl, that one is kept.
+                # Means are over all tokens that the step computes. If section 3 has logged a kl, it is kept.
                 log.add(sums={"loss": loss / updates_per_step},
                         means={"entropy": entropy, "kl": kl, "sampling/correction_mean": correction,
                                "clip_ratio/low_mean": clipped_low, "clip_ratio/high_mean": clipped_high,
                                "clip_ratio/region_mean": clipped_low | clipped_high})
             if u == 0:
                 # Before the first update engine and trainer have the same weights: this stops the run if they
-                # differ. may_be_stale: whether the loss can take rollouts of earlier weights (here are none).
+                # differ. Section 4 has computed the trainer's logprobs, or else the forward above has.
+                # may_be_stale matters only if you change the loop to train on rollouts of earlier steps.
                 trainer_logps = old_logps if old_logps and old_logprobs == "trainer" else new_logps
                 log.metrics |= compare_logprobs(
                     rollouts, trainer_logps, gap_bound, tokenizer, step,

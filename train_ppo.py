@@ -81,14 +81,14 @@ settings = configure(globals())         # overrides the names above by config fi
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # One process per device. FSDP2 shards over the mesh. sequence_group: with sequence_parallel_size above 1, the
-# ranks that share each row of tokens.
+# ranks that compute each micro-batch together.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings. run.resumed is a checkpoint or None. run.state is saved with each checkpoint; its
 # "position" is the place in the endless sequence of prompts.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
-longest = max_prompt_length + max_completion_length             # in tokens; the engine refuses longer rows
+longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
@@ -127,7 +127,7 @@ if lora_rank and run.resumed:                                   # the engine was
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """Return n rollouts per prompt, next to each other. names: a text for each prompt, such as "step place".
+    """Return n rollouts per prompt, next to each other. names: a text of its own for each prompt.
     Its rollouts have the seeds h, h + 1, ..., where h is a hash of the text, the same on any rank."""
     seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
     if player.make:                                             # there is an environment, or tools

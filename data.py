@@ -286,13 +286,6 @@ class Prompts:
     def __init__(self, tokenizer, named, s, tools=None):
         self.tokenizer, self.named, self.s, self.tools = tokenizer, named, s, tools
 
-    def __len__(self):
-        return len(self.named)
-
-    @property
-    def rows(self):
-        return [row for _, row in self.named]
-
     def encoded(self, numbers):
         """Returns a Prompt for each of the rows with these numbers."""
         return encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
@@ -357,7 +350,7 @@ def open_split(tokenizer, s, split, wanted, read, tools):
     named = named_rows(s.task, split, count if s.task in GENERATORS else 0, seed, s.difficulty, s.train_file,
                        s.eval_file, read)
     prompts = Prompts(tokenizer, named[:count or None], s, tools)
-    total = len(prompts)
+    total = len(prompts.named)
     # A template may refuse a role, or an order of roles. One prompt of each kind shows that now, not after
     # hours.
     kinds, key = {}, "environment" if s.environment else "tools"

@@ -14,10 +14,10 @@ from runtime import distributed         # first, because runtime sets what PyTor
 import data
 import rewards
 import rollout
-from configurator import configure, input_errors, printable
+from configurator import check, configure, input_errors, printable
 from episodes import Player
 from runtime.check_settings import check_suits, check_values
-from runtime.check_model import check_model, end_tokens, load_tokenizer, reading
+from runtime.check_model import check_model, end_tokens, load_tokenizer
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
@@ -50,8 +50,8 @@ with input_errors():
     if output:
         output = os.path.abspath(output)                        # an environment may go to another folder
         # A file that cannot be written is refused before hours of sampling, not after.
-        with reading(f"output={output}"):
-            open(output, "a").close()
+        check(os.access(os.path.dirname(output), os.W_OK) and not os.path.isdir(output),
+              f"output={output} cannot be written")
     named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
              data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file,
                              data.reader(settings)))

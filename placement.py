@@ -61,7 +61,7 @@ class Bridge:
     settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
     are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
     weights that has arrived. For runtime.run_lifecycle the bridge is the trainers' engine: it has the
-    attributes name, weight_naming and allocated, and close.
+    attributes name, naming and allocated, and close.
     """
     allocated = 0
 
@@ -73,7 +73,7 @@ class Bridge:
         kind = rollout.engine_class(settings.engine)
         if kind is rollout.HFEngine and self.ranks_per_engine > 1:
             raise ValueError(f"vllm_tensor_parallel_size={self.ranks_per_engine}: engine=hf has one rank")
-        self.name, self.weight_naming = f"{kind.name}, {self.engines} apart", kind.weight_naming
+        self.name, self.naming = f"{kind.name}, {self.engines} apart", kind.naming
 
     def join(self):
         """Take the role of this rank; return the group that set_up joins. A collective of all ranks."""

@@ -344,7 +344,7 @@ class Scorer:
                                 environments=[environment])[0] for reward in self.judging]
 
     def check_with(self, prompts):
-        """Plays and scores two made-up completions, so that what is broken shows before a model is trained.
+        """Tries a first turn and two made-up completions, so that what is broken shows before training.
 
         prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
         the reward model cannot be used.

@@ -1,6 +1,6 @@
 """
 Rollout: prompts in, sampled tokens and their logprobs out. Both engines have these methods, and the
-attributes name, weight_naming (see weights.full_weights) and allocated (bytes):
+attributes name, naming (see weights.full_weights) and allocated (bytes):
 
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
@@ -178,7 +178,7 @@ class VLLMEngine(Engine):
     On a GPU it sleeps while the trainer works, which frees its memory, unless it is `apart`: on a device that
     no trainer uses.
     """
-    name, weight_naming = "vllm", "checkpoint"
+    name, naming = "vllm", "checkpoint"
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  float32_head=True, apart=False):
@@ -333,7 +333,7 @@ class HFEngine(Engine):
 
     A step answers all queued requests completely, or the first max_seqs of them if there are more.
     """
-    name, weight_naming, allocated = "hf", "module", 0
+    name, naming, allocated = "hf", "module", 0
     max_seqs = 256           # how many requests a step answers at most
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,

@@ -210,19 +210,15 @@ log.say(f"Engines sample with weights that are at most {max_staleness} steps old
 run.state["ahead"] = []
 bridge.take("ready", 0)                                         # engines that are being made take no weights
 if lora_rank and run.resumed:
-    bridge.publish(run.first_step, full_weights(policy, compute_dtype, bridge.weight_naming))
-
-
-def take(step):
-    """Returns the rollouts of this step, from all engines, as a Sampled."""
-    return ahead.pop(step, None) or bridge.take("step", step)
+    bridge.publish(run.first_step, full_weights(policy, compute_dtype, bridge.naming))
 
 
 def keep_ahead(step):
     """Put what was sampled for this step and later ones into the run's state, so that a resume has it."""
     # Where the run begins nothing is new, and in flight nobody knows how far the engines are.
     count = max_staleness if step > run.first_step and not in_flight else 0
-    ahead.update({one: take(one) for one in range(step, min(step + count, max_steps))})
+    ahead.update({one: ahead.get(one) or bridge.take("step", one)
+                  for one in range(step, min(step + count, max_steps))})
     run.state["ahead"] = [[one, sampled.as_json()] for one, sampled in ahead.items()] if rank == 0 else []
 
 
@@ -256,7 +252,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
     with log.timed("wait_for_rollouts"):
-        sampled = take(step)
+        sampled = ahead.pop(step, None) or bridge.take("step", step)        # from all engines
     rollouts, run.state["position"] = sampled.rollouts, sampled.position                # on every rank
     N = len(rollouts)
     player.check_errors(rollouts[rank::world_size])
@@ -277,7 +273,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
         if kl_in == "reward":
             scores = scores - kl_coef * total_kl
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs only scores and G.
+    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=part_weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -354,7 +350,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):
-        bridge.publish(step + 1, full_weights(policy, compute_dtype, bridge.weight_naming))
+        bridge.publish(step + 1, full_weights(policy, compute_dtype, bridge.naming))
 
     # ------------------------------------------------------------ 7 log
     log.metrics["perf/trainers_busy"] = bridge.busy()

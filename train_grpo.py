@@ -131,8 +131,7 @@ networks = {"": (policy, optimizer)}        # what is saved, by the checkpoint's
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
 if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
-    rollout_engine.load_weights(tensors, run.first_step)
+    rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
@@ -208,7 +207,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
         if kl_in == "reward":
             scores = scores - kl_coef * total_kl
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
-    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs only scores and G.
+    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
     if kl_coef > 0 and kl_in == "advantage":
@@ -285,8 +284,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # one whole tensor at a time
-        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
-        rollout_engine.load_weights(tensors, version=step + 1)
+        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),

@@ -122,8 +122,7 @@ if offload_optimizer:
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
-    rollout_engine.load_weights(tensors, run.first_step)
+    rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
@@ -273,8 +272,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # one whole tensor at a time
-        tensors = full_weights(policy, compute_dtype, rollout_engine.weight_naming)
-        rollout_engine.load_weights(tensors, version=step + 1)
+        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),

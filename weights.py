@@ -6,12 +6,12 @@ import torch.distributed as dist
 from transformers.core_model_loading import revert_weight_conversion
 
 
-def full_weights(policy, dtype=None, names=None):
+def full_weights(policy, dtype=None, naming=None):
     """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
 
     Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. In
     addition to the shards it takes about two copies of the largest parameter: the gathered pieces and the
-    whole. names: how the tensors are called. If it is given, frozen parameters are left out, and of a policy
+    whole. naming: how the tensors are called. If it is given, frozen parameters are left out, and of a policy
     with adapters the merged weights are yielded.
     None        each parameter once, under its name in the module
     module      the same, but a head that shares the embedding's weight comes under its own name as well
@@ -22,15 +22,15 @@ def full_weights(policy, dtype=None, names=None):
     # After a forward without backward FSDP2 leaves the root's parameters gathered.
     policy.reshard()
     adapters = getattr(policy, "adapters", None)
-    tensors = adapters.merged() if adapters and names else (
+    tensors = adapters.merged() if adapters and naming else (
         # The cast comes before the gather, so that there is less to send.
         (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
-        for name, parameter in policy.hf.named_parameters(remove_duplicate=names is None)
+        for name, parameter in policy.hf.named_parameters(remove_duplicate=naming is None)
         # Frozen parameters, which read images, never change, and the engine may not have them.
-        if parameter.requires_grad or not (names or adapters))
+        if parameter.requires_grad or not (naming or adapters))
     for name, tensor in tensors:
         one = {name: tensor}
-        yield from (revert_weight_conversion(policy.hf, one) if names == "checkpoint" else one).items()
+        yield from (revert_weight_conversion(policy.hf, one) if naming == "checkpoint" else one).items()
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_stale=False):

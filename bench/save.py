@@ -39,6 +39,7 @@ with tempfile.TemporaryDirectory() as folder:
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
+        log.flush()
         problem = checkpoint.save_checkpoint(f"{out_dir}/checkpoint-{steps}", {}, tokenizer,
                                              {"step": steps}, 2, log.eval_scores)
         seconds.append(time.perf_counter() - started)

@@ -29,19 +29,22 @@ class Suppressing(contextlib.suppress, contextlib.ContextDecorator):
 
 
 class Console(io.FileIO):
-    """stdout or stderr that drops what it cannot take because it is closed or full."""
-    write = Suppressing(OSError)(io.FileIO.write)
+    """stdout or stderr that drops what it cannot take because it is closed or full, and stays open."""
+    write, close = Suppressing(OSError)(io.FileIO.write), io.FileIO.flush
 
 
 def make_lenient():
     """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name)
-        if stream is None:                                      # it was closed before Python started
-            setattr(sys, name, open(os.devnull, "w", errors="ignore"))
-        elif type(stream) is io.TextIOWrapper:                  # a notebook has streams of its own
-            setattr(sys, name, io.TextIOWrapper(Console(number, "w", closefd=False), stream.encoding,
-                                                "backslashreplace", line_buffering=True))
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        if stream and type(stream) is not io.TextIOWrapper:     # a notebook has streams of its own
+            continue
+        try:
+            stream.flush()
+            console = Console(stream.fileno(), "w", closefd=False)
+        except (AttributeError, OSError, ValueError):           # it is closed
+            console = Console(os.devnull, "w")
+        setattr(sys, name, io.TextIOWrapper(console, getattr(stream, "encoding", None), "backslashreplace",
+                                            line_buffering=True))
 
 
 def tell_launcher(message, later=0):

@@ -162,13 +162,10 @@ def end_tokens(model, tokenizer):
     of the model, or if the generation config is damaged.
     """
     ids, config = None, AutoConfig.from_pretrained(model)
-    if not os.path.isdir(model) or os.path.lexists(f"{model}/generation_config.json"):
-        try:
+    path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
+    if not in_folder or os.path.lexists(path):
+        with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
             ids = GenerationConfig.from_pretrained(model).eos_token_id
-        except Exception as error:
-            # A model on the hub may have no generation config.
-            if os.path.isdir(model):
-                raise ValueError(f"{model}/generation_config.json cannot be read: {error!r:.300}") from error
     for other in (getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
         ids = other if ids is None else ids
     if ids is None:

@@ -41,14 +41,13 @@ def check_values(settings):
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
         check(key not in CHOICES or value in CHOICES[key],
               f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
+        # A byte of the command line that is not UTF-8 becomes half a surrogate pair.
+        check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
+              f"{key}={value}: not UTF-8")
         check(key != "reward_workers" or not value or ":" in settings.reward,
               f"reward_workers={value} needs a reward of your own, file.py:function")
         check(key not in ("train_file", "eval_file") or not value or settings.task == "file",
               f"{key}={value}: it is read only with --task=file")
-
-
-def positive(s, key):
-    return getattr(s, key) > 0, f"{key}={getattr(s, key)}: must be above 0"
 
 
 def divides(s, key, number, what):
@@ -66,8 +65,9 @@ def below_timeout(s, key):
 RULES = (
     lambda s: (s.trainers > 0, f"rollout_ranks={s.samplers} leaves no trainer: there are "
                f"{s.trainers + s.samplers} ranks (torchrun --nproc_per_node=2 train_async.py has two)"),
-    lambda s: positive(s, "temperature"),                       # only evaluate_model.py takes 0
-    lambda s: positive(s, "max_prompt_length"),                 # as well
+    # Only evaluate_model.py takes 0 for these two.
+    lambda s: (s.temperature > 0, f"temperature={s.temperature}: must be above 0"),
+    lambda s: (s.max_prompt_length > 0, f"max_prompt_length={s.max_prompt_length}: must be above 0"),
     lambda s: (s.max_prompt_length + s.max_completion_length <= s.token_budget,
                f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length"),
     lambda s: below_timeout(s, "reward_step_timeout"),

@@ -6,8 +6,8 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index
-    checkpoint-60/trainer/    optimizer-00000.safetensors with rank 0's rows of Adam's moments, and so on;
-                              state.json; checksums.json
+    checkpoint-60/trainer/    optimizer-00000.safetensors with the first rank's rows of Adam's moments, and so
+                              on for each rank of a copy of the weights; state.json; checksums.json
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
@@ -22,18 +22,21 @@ import shutil
 import sys
 import time
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from runtime.distributed import gathered
+from runtime.load_sharded import range_of_rows
 from weights import full_weights
 
-# A file of weights has at most so many bytes, unless a single tensor has more. In a save rank 0 holds one
+# A file of weights has at most this many bytes, unless a single tensor has more. In a save rank 0 holds one
 # file in memory.
 FILE_BYTES = 5 * 10 ** 9
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
@@ -66,7 +69,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
                     write_model(model.hf, tensors, os.path.join(part, place))
         # On a full disk libraries raise all kinds of errors.
         except Exception as error:
-            problem = f"{error!r:.300}"
+            problem = f"{type(error).__name__}: {error}"[:300]
         # Gathering a tensor is a collective, so every rank goes through all of them, whatever has gone wrong.
         for _ in tensors:
             pass
@@ -79,7 +82,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
             os.rename(part, folder)
             sync(os.path.dirname(folder))
         except Exception as error:
-            problem = f"{error!r:.300}"
+            problem = f"{type(error).__name__}: {error}"[:300]
     if master and problem:
         shutil.rmtree(part, ignore_errors=True)
     elif master:
@@ -127,9 +130,7 @@ def write_model(hf, tensors, folder):
 
 def first_problem(problem):
     # Returns the problem of the first rank that has one, so that all ranks do the same next.
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), None)
+    return next(filter(None, gathered([problem])), None)
 
 
 def write_state(folder, state):
@@ -146,9 +147,9 @@ def write_state(folder, state):
 
 
 def contents(folder):
-    # Returns {name relative to the folder: path} of all regular files in it. A link is none.
+    # Returns {name relative to the folder: path} of all in it except folders. A link is not followed.
     return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*")
-            if path.is_file() and not path.is_symlink()}
+            if path.is_symlink() or not path.is_dir()}
 
 
 def sync(path):
@@ -189,20 +190,21 @@ def step_of(folder):
 def damage(folder):
     """What is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
     found, place = contents(folder), "trainer/checksums.json"
+    plain = {name: path for name, path in found.items() if path.is_file() and not path.is_symlink()}
     try:
-        listed = json.loads(found[place].read_bytes())
+        listed = json.loads(plain[place].read_bytes())
         for name in sorted(found.keys() ^ {*listed, place}):
             return f"{name} is missing" if name in listed else f"{name} is not listed in {place}"
         for name, value in listed.items():
-            if checksum(found[name]) != value:
+            if name not in plain or checksum(plain[name]) != value:
                 return f"{name} is not what was written"
-    # It may hold anything.
+    # The list of checksums may hold anything.
     except Exception as error:
         return f"{place}: {type(error).__name__}: {error}"
 
 
 def save_optimizer(folder, model, optimizer):
-    # Writes this rank's rows of Adam's moments. Of ranks that hold the same rows the first writes them.
+    # Writes this rank's rows of an optimizer's state. Of ranks that hold the same rows the first writes them.
     model.reshard()                     # after a forward without backward FSDP2 leaves the root gathered
     *copies, shard = next(model.parameters()).device_mesh.get_coordinate()
     if not any(copies):
@@ -213,24 +215,27 @@ def save_optimizer(folder, model, optimizer):
 
 
 def load_optimizer(folder, model, optimizer):
-    """Put Adam's moments from a checkpoint into `optimizer`, cut for the ranks of this run.
+    """Put an optimizer's state from a checkpoint into `optimizer`, cut for the ranks of this run.
 
     The optimizer keeps the learning rate, betas and weight decay that it was made with, because settings may
     change. Raises ValueError if the files cannot be read or do not fit the model.
     """
-    state = {}
+    parameters, state = dict(model.named_parameters()), defaultdict(dict)
+    places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     try:
         files = [safe_open(path, "pt") for path in sorted(Path(folder, "trainer").glob("optimizer-*"))]
-        for i, (name, parameter) in enumerate(model.named_parameters()):
-            # A parameter that no text reaches has no gradient, and so no moments.
-            if f"{name}.step" not in files[0].keys():
-                continue
-            state[i] = {"step": files[0].get_tensor(f"{name}.step")}
-            for key in ("exp_avg", "exp_avg_sq"):
-                whole = torch.cat([file.get_tensor(f"{name}.{key}") for file in files])
-                # Each rank cuts out its own rows and copies them, or they would keep the whole in memory.
-                state[i][key] = torch.zeros_like(parameter).copy_(distribute_tensor(
-                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        for entry in files[0].keys():
+            name, _, key = entry.rpartition(".")
+            parameter, parts = parameters[name], [file.get_slice(entry) for file in files]
+            if parts[0].get_shape():
+                first, end = range_of_rows(len(parameter), parameter.device_mesh)
+                size = -(-len(parameter) // len(files))         # rows in a file; the last ones may have fewer
+                rows = [part[max(0, first - n * size):max(0, end - n * size)] for n, part in enumerate(parts)]
+                value = torch.zeros_like(parameter)
+                value.to_local().copy_(torch.cat(rows))
+            else:
+                value = files[0].get_tensor(entry)              # how many steps were made
+            state[places[parameter]][key] = value
     except Exception as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

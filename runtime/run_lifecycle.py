@@ -83,7 +83,7 @@ class Run:
         no device can hold or that the default settings do not suit. base: its folder. Raises ValueError."""
         s, before = self.settings, self.state["settings"]
         check_suits(s, base)
-        checksums = {"train_prompts": checkpoint.checksum_of_rows(train_set.rows),
+        checksums = {"train_prompts": checkpoint.checksum_of_rows(row for _, row in train_set.named),
                      "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
         for key in CODE:
             paths = {source_file(spec.rpartition(":")[0]) for spec in specs(getattr(s, key)) if ":" in spec}
@@ -222,6 +222,7 @@ class Run:
         last = step == self.max_steps or self.stopped
         before = os.path.dirname(os.path.abspath(self.resumed)) if self.resumed else self.out_dir
         if step > self.first_step or (last and not os.path.samefile(before, self.out_dir)):
+            self.log.flush()
             with self.log.timed("save"):
                 problem = checkpoint.save_checkpoint(
                     os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,

@@ -55,8 +55,9 @@ class RunLog:
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
             except OSError as error:
                 raise ValueError(f"out_dir={out_dir} cannot be written: {error}") from None
-        self.console = sys.stdout or sys.__stdout__             # a user's code may replace it
-        self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, unit="step")
+        # A user's code may set these to None, or replace them later.
+        self.console, bar = sys.stdout or sys.__stdout__, sys.stderr or sys.__stderr__
+        self.bar = tqdm(total=max_steps, initial=first_step, disable=not self.master, file=bar, unit="step")
         # Otherwise the bar writes once more as the interpreter ends, below the error that ends the run.
         atexit.register(setattr, self.bar, "disable", True)
 
@@ -150,6 +151,11 @@ class RunLog:
         """Print a line, or several, above the progress bar."""
         if self.master:
             tqdm.write(text, file=self.console)
+
+    def flush(self):
+        """Write the lines that a full disk has refused."""
+        for name in self.files:
+            self._append(name, [])
 
     def _note_score(self, line):
         self.eval_scores |= {line["step"]: value for name, value in line.items()

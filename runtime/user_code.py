@@ -168,7 +168,7 @@ async def listed(awaitable):
     """Returns what the awaitable gives, in a list."""
     try:
         return [await awaitable]
-    except SystemExit as error:                                 # it would end the loop for all others
+    except (SystemExit, KeyboardInterrupt) as error:            # either would end the loop for all others
         raise RuntimeError(repr(error)) from error
 
 

@@ -907,7 +907,7 @@ SAMPLES = {
     "max_position_embeddings|max_completion_length": ["max_completion_length=300"], "reward": ["reward=x"],
     "eval_file": ["task=file", "eval_file=x.jsonl"], "train_file": ["train_file=x.jsonl"],
     "unknown setting": ["prompts_per_step=5", "resume=auto"], "model=/no": ["model=/no"],
-    "output": ["output=/no/x.jsonl", "output=/", "output=/proc/x", "output={dir}"],
+    "output": ["output=/no/x.jsonl", "output=/", "output={dir}"],
     "prompt": ["prompt=a\udcff"],
     "system_prompt": ["system_prompt=\udcff"], "eval_prompts": ["eval_prompts=5000"],
     either("prompt|max_position"): ["prompt=" + "x" * 5000],

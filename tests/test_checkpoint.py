@@ -46,6 +46,33 @@ def test_our_own_optimizer_is_read(saved, model):
     assert fresh.param_groups[0]["lr"] == 0.5 and fresh.param_groups[0]["weight_decay"] == 0.25
 
 
+@pytest.mark.parametrize("make", [
+    lambda w, b: torch.optim.AdamW([{"params": [b], "weight_decay": 0.0}, {"params": [w]}], 0.1),
+    lambda w, b: torch.optim.AdamW([w, b], 0.1, amsgrad=True),
+    lambda w, b: torch.optim.SGD([b, w], 0.1, momentum=0.9)])
+def test_any_optimizer_goes_on_where_it_stopped(model, tmp_path, make):
+    """Whatever it keeps, and however it groups its parameters."""
+    os.makedirs(tmp_path / "trainer")
+    again, finals = make(*model.parameters()), []
+    start = [p.full_tensor().clone() for p in model.parameters()]
+    for optimizer in (make(*model.parameters()), again):
+        if optimizer is again:
+            checkpoint.load_optimizer(str(tmp_path), model, again)
+        for step in range(optimizer is again, 2):
+            model(torch.arange(4.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step, optimizer is again) == (0, False):
+                checkpoint.save_optimizer(str(tmp_path / "trainer"), model, optimizer)
+                after_one = [p.full_tensor().clone() for p in model.parameters()]
+        finals.append([p.full_tensor().clone() for p in model.parameters()])
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), after_one):
+                p.to_local().copy_(value)
+    for ours, theirs, before in zip(*finals, start):
+        assert torch.equal(ours, theirs) and not torch.equal(ours, before)
+
+
 def test_one_that_has_made_no_step_is_read(model, tmp_path):
     os.makedirs(tmp_path / "trainer")
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -55,9 +82,10 @@ def test_one_that_has_made_no_step_is_read(model, tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    lambda moments: moments.pop("weight.exp_avg_sq"), lambda moments: moments.update({"weight.exp_avg": torch.ones(4, 3)})])
+    lambda moments: moments.update({"weights.exp_avg": torch.ones(4, 4)}),
+    lambda moments: moments.update({"weight.exp_avg": torch.ones(4, 3)})])
 def test_moments_of_another_model_are_refused(saved, model, change):
-    """One is missing, or has another shape."""
+    """One belongs to no parameter of this model, or has another shape."""
     folder, optimizer = saved
     moments = load_file(f"{folder}/trainer/optimizer-00000.safetensors")
     change(moments)
@@ -86,7 +114,8 @@ def replaced(path, make):
 @pytest.mark.parametrize("harm, problem", [
     (lambda f: os.remove(f / "config.json"), "config.json is missing"),
     (lambda f: (f / "modeling.py").write_text("import os"), "modeling.py is not listed"),
-    (lambda f: replaced(f / "config.json", os.mkfifo), "config.json is missing"),
+    (lambda f: replaced(f / "config.json", os.mkfifo), "config.json is not what was written"),
+    (lambda f: os.symlink("/etc/hostname", f / "extra"), "extra is not listed"),
     (lambda f: replaced(f / "trainer/checksums.json", os.mkfifo), "checksums.json: KeyError"),
     (lambda f: replaced(f / "trainer/checksums.json", lambda path: os.symlink("/dev/zero", path)),
      "checksums.json: KeyError"),

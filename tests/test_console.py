@@ -17,8 +17,8 @@ def score(prompts, completions, **_):
 
 
 @pytest.mark.parametrize("redirection, coding", [
-    (">&- 2>&-", "utf-8"), (">/dev/full 2>/dev/full", "utf-8"), ("2>&1 | true", "utf-8"),
-    (">OUT 2>&1", "ascii")])
+    (">&- 2>&-", "utf-8"), ("<&- >&- 2>&-", "utf-8"), (">/dev/full 2>/dev/full", "utf-8"),
+    ("2>&1 | true", "utf-8"), (">OUT 2>&1", "ascii")])
 def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
     (tmp_path / "rewards.py").write_text(REWARD)
     arguments = {"model": folder, "out_dir": tmp_path / "run", "reward": f"{tmp_path}/rewards.py:score",

@@ -472,16 +472,16 @@ def load_prompts():
 def epoch_of(train_set, seed):
     """Returns the prompts of the first epoch, one by one."""
     position, prompts = 0, []
-    while position < len(train_set):
+    while position < len(train_set.named):
         (prompt,), position = train_set.draw(position, 1, seed)
-        prompts += [prompt] * (position <= len(train_set))
+        prompts += [prompt] * (position <= len(train_set.named))
     return prompts
 
 
 def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
     train_set, eval_set, note, _ = load_prompts(seed=3)
     drawn = epoch_of(train_set, 3)
-    drawn.sort(key=lambda prompt: train_set.rows.index(prompt.row))
+    drawn.sort(key=lambda prompt: [row for _, row in train_set.named].index(prompt.row))
     for prompts, split, count, seed in (drawn, "train", 300, 3), (eval_set, "eval", 40, 0):
         rows = data.load_rows("algebra", split, count, seed)
         ids = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
@@ -524,9 +524,9 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
     # On each side one more is tried with the template.
     assert counting.count == 512 + 40 + 2 and len(eval_set) < 40
-    first = [data.epoch_order(len(train_set), 0, 0)[i] for i in range(512)]
-    long = sum(len(train_set.rows[i]["prompt"]) > 24 for i in first)
-    rows, fitting = f"{len(train_set):,}", f"{len(train_set) - long:,}"
+    first = [data.epoch_order(len(train_set.named), 0, 0)[i] for i in range(512)]
+    long = sum(len(train_set.named[i][1]["prompt"]) > 24 for i in first)
+    rows, fitting = f"{len(train_set.named):,}", f"{len(train_set.named) - long:,}"
     assert (f"trains on at most {fitting} prompts (the first {rows} of {rows} rows of {path}; "
             f"{long:,} of 512 have more than max_prompt_length=24 tokens and are left out) and") in note
     counting.count = 0
@@ -592,7 +592,7 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, train_prompts=100, eval_prompts=0)
     short = [text for text in train[:100] if len(text) <= 24]
-    assert [row["prompt"] for row in train_set.rows] == train[:100]
+    assert [row["prompt"] for _, row in train_set.named] == train[:100]
     assert sorted(prompt.row["prompt"] for prompt in epoch_of(train_set, 0)) == sorted(short)
     assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
     assert (f"trains on {len(short)} prompts (the first 100 of {len(train)} rows of {path}; "
@@ -602,7 +602,7 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
             f"{count - len(eval_set)} of {count} have more") in note
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
-    assert (len(train_set), len(eval_set)) == (200, 20)
+    assert (len(train_set.named), len(eval_set)) == (200, 20)
     assert f"on 100 prompts (the first 200 of 200 rows of {path}; 100 of 200 have" in note
     assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}; 20 of 40 have" in note
 
@@ -631,7 +631,7 @@ def test_load_prompts_wants_enough_for_a_step_and_one_for_each_rank():
         few = {"max_prompt_length": 99, "train_prompts": 10, "eval_prompts": 2}
         return data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS | few | settings), world_size)
 
-    assert len(load(2, prompts_per_step=10)[0]) == 10
+    assert len(load(2, prompts_per_step=10)[0].named) == 10
     with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training prompts"):
         load(2, prompts_per_step=11)
     with pytest.raises(ValueError, match="prompts_per_step=4 times max_num_gen_batches=3 is more than"):

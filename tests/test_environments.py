@@ -313,12 +313,13 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
         "environment": f"{source}:Judged", "train_prompts": 0, "eval_prompts": 0, "seed": 0, "shuffle": True,
         "prompts_per_step": 2, "model": "tiny"})
     train, held_out, _ = data.load_prompts(TOKENIZER, settings)
-    assert len(train) + len(held_out) == 41 and len(held_out) > 0
+    assert len(train.named) + len(held_out) == 41 and len(held_out) > 0
     # By the text of the whole row: rows of one length are on both sides.
     sides = [{len(row["opening"]) for row in rows if row["opening"]} for rows in (
-        train.rows, [prompt.row for prompt in held_out])]
+        [row for _, row in train.named], [prompt.row for prompt in held_out])]
     assert sides[0] & sides[1]
-    named = {repr(row): prompt for row, prompt in zip(train.rows, train.encoded(range(len(train))))}
+    encoded = train.encoded(range(len(train.named)))
+    named = {repr(row): prompt for (_, row), prompt in zip(train.named, encoded)}
     (first, lacks) = (next(p for p in [*named.values(), *held_out] if p.row.get("number") is number
                            and (number or p.row["opening"])) for number in (None, 3))
     plays = player(f"{source}:Judged")
@@ -397,10 +398,6 @@ class Desk:
     def blocks(self) -> list:
         """Gives text in blocks."""
         return [{"type": "text", "text": "a "}, {"type": "text", "text": "cat"}]
-
-    def picture(self) -> list:
-        """Gives a picture."""
-        return [{"type": "text", "text": "a cat"}, {"type": "image", "image": "cat.png"}]
 
 
 def add(a: int, b: int = 0) -> int:

@@ -158,7 +158,7 @@ def test_the_engine_computes_what_the_trainer_does(name, dtype, bound, mesh):
     for step, size in enumerate((0, 0.05)):
         for part in policy.adapters.layers.values():
             part.lora_B.data.to_local().normal_(0, 1).mul_(size)
-        sent = dict(weights.full_weights(policy, None, engine.weight_naming))
+        sent = dict(weights.full_weights(policy, None, engine.naming))
         assert all("_proj." in key and tensor.dtype == dtype for key, tensor in sent.items()), sent.keys()
         engine.load_weights(sent.items(), step)
         rollouts = engine.generate(prompts, 8, range(0, 160, 10), 32, 1.0)

@@ -428,6 +428,8 @@ def test_log_lines_wait_for_space(mesh, tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, full)
     assert [line["step"] for line in lines(tmp_path / "run")] == [0]
+    log.flush()
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1]
     write({"step": 2, "reward": 0.7})
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
     log.bar.close()

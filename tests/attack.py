@@ -643,9 +643,10 @@ LATE_IN_THREADS = {runs(): "time.sleep(1000); linger()",
                    later("environment Game: (it|step)"): "sys.exit(0); return None"}
 ENVIRONMENT_SETTINGS = {
     ITSELF: "max_turns=-1; max_turns=1.5; environment_workers=-1; environment_workers=x; "
-            "environment_timeout=-1; environment_timeout=nan; timeout=9 reward_step_timeout=1",
-    "chat is False": "chat=false", runs(): "max_turns=1; environment_workers=99; environment_timeout=0; "
-                                           "reward=none; reward="}
+            "environment_timeout=-1; environment_timeout=nan",
+    "needs chat=True": "chat=false",
+    runs(): "max_turns=1; environment_workers=99; environment_timeout=0; reward=none; reward=; "
+            "timeout=9 reward_step_timeout=1"}
 
 
 def environment_cases(add):
@@ -835,7 +836,8 @@ CHECKSUMS = {
 LATEST = {  # what stands next to checkpoint-3 in a run that is to find the newest
     "resume=auto: all 3": [{f"checkpoint-{step}/{WEIGHTS}": CUT for step in (1, 2, 3)}],
     runs("checkpoint-4.*damaged"): [{"checkpoint-4": FOLDER}],
-    runs(): [{"checkpoint-4": b"x"}, {"checkpoint-4": FIFO}, {"checkpoint-" + "9" * 200: FOLDER},
+    "could not be saved": [{"checkpoint-4": b"x"}],
+    runs(): [{"checkpoint-" + "9" * 200: FOLDER},
              {"checkpoint-٣": FOLDER, "events.out.tfevents.1.x": b"\xff", "checkpoint-x": "x"}]}
 # With whole checksums: what was written by someone who knew how.
 FORGED = {

@@ -139,7 +139,7 @@ def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None)
 
     logp is the engine's, from when it sampled, or that of `policy` if one is given.
     """
-    (share,), _ = deal_to_ranks(rollouts, [range(len(rollouts))])
+    share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
     theirs = token_logprobs(reference, rollouts, share, token_budget, temperature)
     ours = (token_logprobs(policy, rollouts, share, token_budget, temperature) if policy else
             {s: torch.from_numpy(rollouts[s].logprobs) for s in share})

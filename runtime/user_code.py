@@ -59,7 +59,7 @@ def load_from(spec, key, kind, others=""):
     else the spec may be. Raises ValueError if the file has nothing of this name, or if it raises.
     """
     given, _, name = spec.rpartition(":")
-    if not given.endswith(".py") or not name.isidentifier():
+    if not given.endswith(".py") or "\0" in given or not name.isidentifier():
         raise ValueError(f"{key} must be file.py:{kind}{others}, not {spec!r}")
     path = source_file(given)
     if not os.path.isfile(path):

@@ -308,7 +308,7 @@ def settings_cases(add):
     add("two ranks", runs(), ranks=2)
     add("two ranks, rows cut", runs(), "--sequence_parallel_size=2", ranks=2)
     add("two ranks, rows cut over 3", "sequence_parallel_size=3", "--sequence_parallel_size=3", ranks=2)
-    add("two roles in one process", "a process each", script=ASYNC)
+    add("two roles in one process", "leaves no trainer", script=ASYNC)
     add("RANK alone", "WORLD_SIZE expected", env={"RANK": "0"})
     add("a network that is not there", "address for: nonsense", env={"GLOO_SOCKET_IFNAME": "nonsense"})
 

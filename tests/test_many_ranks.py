@@ -17,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig,
                           Qwen3MoeForCausalLM)
 
 from bench.models import make
 from model import load_policy
 from packing import pack
-from runtime import distributed
+from runtime import checkpoint, distributed
 from runtime.check_model import model_class
 import runs
 from rollout import Rollout
@@ -273,6 +274,33 @@ def test_rollouts_take_at_most_16_bytes_per_token_on_their_way(tmp_path):
     here one rollout of nine has those."""
     for found, received in on_ranks(2, tmp_path, gather_long_rollouts):
         assert 12 < received / sum(len(r.ids) for r in found) <= 16
+
+
+# ---------------------------------------------------------------- an optimizer's files, cut for other ranks
+
+def load_moments(folder):
+    """What the ranks load from these files for a layer of five rows, whole."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.load_optimizer(folder, model, optimizer)
+    return {f"{name}.{key}": x.full_tensor() if key != "step" else x for name, parameter in
+            model.named_parameters() for key, x in optimizer.state[parameter].items()}
+
+
+@pytest.mark.parametrize("sizes", [[5], [3, 2], [2, 2, 1], [2, 2, 1, 0]])
+def test_an_optimizers_files_are_cut_for_other_ranks(tmp_path, sizes):
+    """Rows that neither the old ranks nor the new ones divide, split as FSDP2 does it."""
+    whole = {f"{name}.{key}": torch.rand(shape) for name, shape in (("weight", (5, 3)), ("bias", (5,)))
+             for key in ("exp_avg", "exp_avg_sq")}
+    steps = {f"{name}.step": torch.tensor(7.0) for name in ("weight", "bias")}
+    os.makedirs(tmp_path / "trainer")
+    for rank in range(len(sizes)):
+        rows = {name: x.split(sizes)[rank].contiguous() for name, x in whole.items()}
+        save_file(rows | steps, f"{tmp_path}/trainer/optimizer-{rank:05}.safetensors")
+    for found in on_ranks(3, tmp_path, load_moments, str(tmp_path)):
+        assert found.keys() == (whole | steps).keys()
+        assert all(torch.equal(found[name], x) for name, x in (whole | steps).items())
 
 
 # ---------------------------------------------------------------- two launchers, shared engines

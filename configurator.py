@@ -10,19 +10,39 @@ written stops the script, because a typo must not cost a training run.
 import ast
 import contextlib
 import difflib
+import json
 import math
 import os
 import sys
+import time
 import tokenize
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import refuse
-
 # The names of the settings that config files and the command line set, once configure has run.
 given = set()
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
+
+
+def tell_launcher(message, later=0):
+    """Tell torchrun, if there is one, why this process ends. Its summary ends with the earliest message.
+
+    later: seconds to add to the time of this message, if another process may have caused it.
+    """
+    with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
+        about = {"timestamp": str(int(time.time()) + later)}
+        json.dump({"message": {"message": message, "extraInfo": about}}, file)
+
+
+def refuse(message):
+    """End the process with a message that its user can act on, and with exit code 2."""
+    message = f"{os.path.basename(sys.argv[0])}: {message}"
+    tell_launcher(message)
+    # If stderr is closed, there is still the exit code.
+    with contextlib.suppress(Exception):
+        print(message, file=sys.stderr)
+    sys.exit(2)
 
 
 def fail(message):
@@ -131,10 +151,10 @@ def read_value(source, kind):
             return kind(value)
 
 
-def configure(namespace, argv=None):
+def configure(namespace, argv=None, choices={}):
     """Applies the command line to `namespace`, a script's globals(), and returns all settings in order.
 
-    The settings are the attributes of what it returns.
+    The settings are the attributes of what it returns. choices: {setting: what it may be}, besides its default.
     """
     argv = sys.argv[1:] if argv is None else argv
     layout = read_layout(namespace["__file__"])
@@ -171,6 +191,8 @@ def configure(namespace, argv=None):
             if settings[key] is None:
                 literal = "a literal and " if place else ""
                 fail(f"{place}{dashes}{key} must be {literal}{MUST_BE[kind]}, not `{text:.200}`")
+            check(key not in choices or settings[key] in (*choices[key], namespace[key]),
+                  f"{key}={settings[key]}: choose {', '.join(choices.get(key, ()))}")
     namespace.update(settings)
     return SimpleNamespace(**settings)
 

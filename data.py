@@ -16,9 +16,9 @@ import random
 import urllib.request
 from typing import NamedTuple
 
+from runtime import STARTED_IN
 from tasks.generate_problems import GENERATORS, held_out
 
-HERE = os.getcwd()      # where the run was started; an environment may go to another folder
 NO_PROMPT = [{"role": "user", "content": ""}]
 # Columns of a file that hold the answer; the first of them that a row has is taken.
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
@@ -154,7 +154,7 @@ def one_side(path, named, split):
 
 def read_rows(path):
     # All rows of a file as pairs (where, row); a message about the row begins with `where`.
-    whole = os.path.join(HERE, path)
+    whole = os.path.join(STARTED_IN, path)
     if not path.endswith((".jsonl", ".parquet")):
         raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
     if not os.path.isfile(whole):

@@ -27,7 +27,7 @@ from transformers import AutoConfig
 
 from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
 from runtime.load_sharded import own_rows, spread
-from runtime.logprobs import product
+from losses import product
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # The values that some keys of an adapter's config may have, and the keys that change nothing here. All other

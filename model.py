@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AutoConfig
 from attention import Pick, cut_over, join, packed_attention
 from packing import deal, idle, pack, shared_tokens
 from runtime import distributed
-from runtime.logprobs import LogprobsFromHidden
+from losses import LogprobsFromHidden
 from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer, model_class
 from runtime.load_sharded import load_rows, put_under_fsdp, spread_masters, whole_while_running
 

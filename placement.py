@@ -28,8 +28,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime import distributed
 import rollout
+from configurator import tell_launcher
+from runtime import distributed
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
@@ -278,7 +279,7 @@ class Bridge:
         distributed.end(1)
 
     def _tell_failure(self, message):
-        distributed.tell_launcher(message)
+        tell_launcher(message)
         with contextlib.suppress(RuntimeError):
             self.store.set("failure", f"{self.number} {message}")
         # This process may be the one that keeps the store, which the others still have to read.
@@ -295,7 +296,7 @@ class Bridge:
                 self._end(message)
 
     def _end(self, message):
-        distributed.tell_launcher(message, later=1)
+        tell_launcher(message, later=1)
         with contextlib.suppress(OSError, ValueError):
             print(f"{self.me} ends: {message}", file=sys.stderr)
         distributed.end(1)

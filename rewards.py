@@ -22,7 +22,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime.user_code import (HERE, Failed, TimeUp, UserProcess, accepted, at_once, listed, load_from,
+from runtime import STARTED_IN
+from runtime.user_code import (Failed, TimeUp, UserProcess, accepted, at_once, listed, load_from,
                                logging_into, name_of, outcome, shown, source_file, specs)
 
 # ------------------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ class Scorer:
         s, named = self.settings, (spec, self.settings.task, self.settings.reward_workers)
         file, place = spec.rpartition(":")[0], s.environment.rpartition(":")[0]
         if spec and s.reward_timeout and not (place and source_file(file) == source_file(place)):
-            process = UserProcess(HERE, judge_there, *named)
+            process = UserProcess(STARTED_IN, judge_there, *named)
             if not process.takes_environments:
                 self.rewards.append(process)
                 return

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, DynamicCache
 
-from runtime.logprobs import head_logits
+from losses import head_logits
 from runtime.check_model import model_class, reading
 from runtime.vllm_workarounds import (compute_logits_in_float32, has_head, leave_memory_unbound,
                                       shared_memory_of_its_own, take_kernels)

@@ -77,7 +77,7 @@ warmup_steps = 5                # the learning rate rises linearly, from learnin
 lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
-settings = configure(globals())         # overrides the names above by config files and --key=value
+settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
 # One process per device. FSDP2 shards over the mesh. sequence_group: with sequence_parallel_size above 1, the

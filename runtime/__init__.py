@@ -3,11 +3,12 @@ import atexit
 import contextlib
 import ctypes
 import io
-import json
 import os
 import signal
 import sys
-import time
+
+# The folder in which the run was started. Code of the user's may change the current folder.
+STARTED_IN = os.getcwd()
 
 # OpenMP's threads wait for one another by spinning. If another process wants a core as well, they use up the
 # time that the last of them needs, and a step takes twenty times as long. So let them soon go to sleep
@@ -45,23 +46,3 @@ def make_lenient():
             console = Console(os.devnull, "w")
         setattr(sys, name, io.TextIOWrapper(console, getattr(stream, "encoding", None), "backslashreplace",
                                             line_buffering=True))
-
-
-def tell_launcher(message, later=0):
-    """Tell torchrun, if there is one, why this process ends. Its summary ends with the earliest message.
-
-    later: seconds to add to the time of this message, if another process may have caused it.
-    """
-    with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
-        about = {"timestamp": str(int(time.time()) + later)}
-        json.dump({"message": {"message": message, "extraInfo": about}}, file)
-
-
-def refuse(message):
-    """End the process with a message that its user can act on, and with exit code 2."""
-    message = f"{os.path.basename(sys.argv[0])}: {message}"
-    tell_launcher(message)
-    # If stderr is closed, there is still the exit code.
-    with contextlib.suppress(Exception):
-        print(message, file=sys.stderr)
-    sys.exit(2)

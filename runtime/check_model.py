@@ -17,6 +17,8 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
                           AutoTokenizer, GenerationConfig)
 from transformers.utils import logging
 
+from runtime import STARTED_IN
+
 # transformers' bars for every load and save would break up the run's own progress bar, and what it warns of,
 # missing weights, is an error here.
 logging.disable_progress_bar()
@@ -26,7 +28,6 @@ logging.set_verbosity_error()
 transformers.PreTrainedModel.do_not_compile = True
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-HERE = os.getcwd()      # where the run was started; an environment may change the working directory
 # The models that come with the repository, by the names that --model takes.
 SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
            "tiny_episodes": f"{ROOT}/tiny/episodes"}
@@ -44,7 +45,7 @@ def reading(what):
 
 def located(path):
     """The folder or file that the name of a model stands for, or the name itself, which may be a hub id."""
-    here = os.path.join(HERE, SHIPPED.get(path, path))
+    here = os.path.join(STARTED_IN, SHIPPED.get(path, path))
     return here if os.path.exists(here) else path
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 from transformers import AutoConfig
 
-import losses
 from configurator import check, given
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
@@ -21,10 +20,7 @@ SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps
     decay""".split()
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
-           "reward_errors": ("stop", "unscored"),
-           "kl_in": ("loss", "reward", "advantage"), "kl_estimator": losses.KL_ESTIMATORS,
-           "advantage": losses.ADVANTAGES, "loss_type": losses.LOSSES,
-           "loss_aggregation": losses.AGGREGATIONS, "engine_correction": losses.CORRECTIONS}
+           "reward_errors": ("stop", "unscored"), "kl_in": ("loss", "reward", "advantage")}
 # Defaults of the scripts that suit the tiny model, whose config says so in `suits`, and no larger one.
 SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
               "max_completion_length": 64}

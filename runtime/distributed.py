@@ -18,7 +18,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from runtime import closing, make_lenient, refuse, tell_launcher
+from configurator import refuse, tell_launcher
+from runtime import closing, make_lenient
 
 
 def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):

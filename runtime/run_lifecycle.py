@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from configurator import check, input_errors, printable
-from runtime import checkpoint, distributed, forecast
+from runtime import STARTED_IN, checkpoint, distributed, forecast
 from runtime.check_settings import check_run, check_suits
 from runtime.run_log import RunLog
-from runtime.user_code import HERE, source_file, specs
+from runtime.user_code import source_file, specs
 
 # A resumed run must have the same values for these; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
@@ -50,7 +50,7 @@ class Run:
                 clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
                 # An environment may have changed the working directory already.
                 here = lambda path: path if path in ("", "auto") else os.path.join(
-                    HERE, os.path.expanduser(path))
+                    STARTED_IN, os.path.expanduser(path))
                 located = checkpoint.locate_run(here(settings.out_dir), here(settings.resume),
                                                 here(f"out/{kind}-{settings.task}-{clock}"))
         self.out_dir, self.resumed = distributed.from_master(located)

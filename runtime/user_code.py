@@ -22,15 +22,11 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection, Pipe
 
-from runtime import make_lenient
-
-# The folder in which the run was started. Code that it loads may change the current folder.
-HERE = os.getcwd()
-
+from runtime import STARTED_IN, make_lenient
 
 def source_file(path):
-    """Returns the path of a file of this name in HERE, or else in the project, as its config files need."""
-    here = os.path.join(HERE, path)
+    """Returns the path of a file of this name in STARTED_IN, or else in the project, as its config files need."""
+    here = os.path.join(STARTED_IN, path)
     project = os.path.dirname(os.path.dirname(__file__))
     return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def compute_logits_in_float32(head_logits, model):
-    """Let a model of vLLM 0.25 compute its logits in float32, by runtime.logprobs.head_logits.
+    """Let a model of vLLM 0.25 compute its logits in float32, by losses.head_logits.
 
     To be removed together with 0.25: later versions have the setting head_dtype.
     """

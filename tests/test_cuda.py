@@ -13,7 +13,7 @@ import weights
 from attention import packed_attention
 from model import load_policy
 from packing import Segments, idle, pack
-from runtime.logprobs import product
+from losses import product
 from test_packing import episode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -19,7 +19,8 @@ import weights
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
 from runs import ROOT, forked, on_ranks, without_times
-from runtime import load_sharded, logprobs
+import losses
+from runtime import load_sharded
 from runtime.check_model import SHIPPED, check_model
 from test_packing import episode, random_parts
 from test_rollout import ENGINES, close
@@ -80,11 +81,11 @@ def test_no_gradient_of_a_base_weight_is_made(folder, mesh):
 
 def test_a_frozen_head_costs_no_gradient(folder, mesh, monkeypatch):
     made = []
-    product = logprobs.product
+    product = losses.product
     monkeypatch.setattr(logprobs, "product", lambda a, b: made.append(1) or product(a, b))
     for frozen, per_chunk in ((False, 2), (True, 1)):
         hidden, weight = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(11, 8).bfloat16()
-        logp, _ = logprobs.LogprobsFromHidden.apply(hidden, weight.requires_grad_(not frozen), None,
+        logp, _ = losses.LogprobsFromHidden.apply(hidden, weight.requires_grad_(not frozen), None,
                                                     torch.arange(5), 1.0)
         made.clear()
         logp.sum().backward()

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 import losses
 from losses import value_loss
 from model import Policy, load_critic, load_policy, offload, token_logprobs, token_values
-from runtime import logprobs
-from runtime.logprobs import LogprobsFromHidden, head_logits, product
+import losses
+from losses import LogprobsFromHidden, head_logits, product
 from packing import idle, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places

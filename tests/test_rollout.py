@@ -20,7 +20,7 @@ import weights
 from model import load_policy
 from packing import pack
 from runtime import check_model
-from runtime.logprobs import head_logits
+from losses import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
 from test_packing import episode
 

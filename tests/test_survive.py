@@ -18,7 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime import checkpoint, distributed, tell_launcher
+from configurator import tell_launcher
+from runtime import checkpoint, distributed
 from runtime.run_log import RunLog
 from runs import ROOT, TORCHRUN, begin, change_state, finish, forked, launch, lines, refused, without_times
 

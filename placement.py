@@ -68,13 +68,14 @@ class Bridge:
         role, rank, size = (("trainer", number, self.trainers) if self.trains
                             else (f"engine {self.engine}", place, self.ranks_per_engine))
         # What each engine sent and nobody took yet: {("step" or "eval", number): (rollouts, figures)}.
-        self.me, self.boxes = f"rank {number} ({role})", [{} for _ in range(self.engines * self.speaks)]
+        self.boxes = [{} for _ in range(self.engines)] if self.speaks else []
+        self.me = f"rank {number} ({role})"
         # From here on these describe the role. vLLM reads them.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role.replace(" ", ""))
         if gpus := torch.cuda.device_count():
             os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
-        # Python's own end of a process would wait for threads of PyTorch that wait for other ranks. What ends
-        # without an error was refused.
+        # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process that
+        # comes here without an error was refused.
         sys.excepthook = self._failed
         atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:
@@ -117,7 +118,7 @@ class Bridge:
         self.tell((version, None, None))                       # these weights are complete
 
     def take(self, kind, number):
-        """Return the rollouts that all engines sent under this kind and number, and the means of their figures.
+        """Return the rollouts that all engines sent under this kind and number, and means of their figures.
 
         A collective of the trainers.
         """
@@ -135,7 +136,7 @@ class Bridge:
         try:
             begin(*arguments).wait(self.patience)
         except RuntimeError as error:
-            self._lost(what, error)
+            self._lost(what, str(error))
 
     def signalled(self):
         """Whether an engine has got a signal to stop."""
@@ -158,6 +159,8 @@ class Bridge:
 
     def send(self, kind, number, rollouts, figures):
         """Send rollouts and metrics of their sampling to the trainers, who may take them much later."""
+        if kind == "step":
+            figures["timing_s/wait_for_weights"], self.waited = self.waited, 0.0
         self.outgoing.put(packed(((kind, number), (rollouts, figures))))
 
     def weights(self, version):
@@ -175,8 +178,8 @@ class Bridge:
         began = time.monotonic()
         try:
             return self.heard.get(timeout=self.patience.total_seconds())
-        except queue.Empty as error:
-            self._lost(what, error)
+        except queue.Empty:
+            self._lost(what, f"half of timeout={self.timeout:g} seconds has passed")
         finally:
             self.waited += time.monotonic() - began
 
@@ -213,18 +216,18 @@ class Bridge:
         try:
             work()
         except RuntimeError as error:
-            self._lost("rank 0 (trainer)", error)
+            self._lost("rank 0 (trainer)", str(error))
 
-    def _lost(self, what, error):
+    def _lost(self, what, problem):
         # Another rank stands still, or has ended, which mostly has an earlier cause.
-        message = f"{self.me} waited for {what} in vain ({error or f'half of timeout={self.timeout:g} s is over'})"
+        message = f"{self.me} waited in vain for {what}: {problem}"
         tell_launcher(message, later=60)
-        print(message, file=sys.stderr)
+        print(f"\n{message}", file=sys.stderr)
         distributed.end(1)
 
     def _failed(self, *error):
         distributed.failed(*error)
-        distributed.end(1)
+        atexit.register(distributed.end, 1)                     # the last one is called first
 
 
 def packed(words):
@@ -243,7 +246,7 @@ def unpacked(fill):
 
 
 def kept_ahead(run, settings):
-    """Return {step: (rollouts, figures)}: what a resumed run has for its next steps, if the settings allow it."""
+    """Return {step: (rollouts, figures)} of a resumed run for its next steps, if its settings are the same."""
     kept, before = run.state["ahead"], run.state["settings"]
     if not kept or any(before.get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
         return {}

@@ -145,9 +145,7 @@ def sample_for_trainers(version, position, kept):
         for (kind, number), rollouts in table.step().items():
             ended, (began, prompts, places) = time.perf_counter(), begun.pop((kind, number))
             scorer(rollouts)
-            times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended,
-                     "timing_s/wait_for_weights": bridge.waited}
-            bridge.waited = 0.0
+            times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
             for r, i in zip(rollouts, places):
                 # The trainers have the rows. A prompt differs from its row's if `reset` has added to it.
                 r.row = i, {} if r.row is prompts[i].row else {"prompt": r.row["prompt"]}

@@ -394,7 +394,7 @@ def test_torchrun_says_why_a_reward_failed(folder, tmp_path):
                                                reward=f"{tmp_path}/raises.py:score"),
                     launcher=[*TORCHRUN, "--nproc_per_node=2"], code=1)
     assert "RuntimeError: reward score raised KeyError: 'colour'" in output, output
-    assert re.search(r"^rank 0 \(trainer\) waited in vain for rank 1 \(engine 0\) to send ", output, re.M)
+    assert re.search(r"^rank 0 \(trainer\) waited in vain for .*onnection", output, re.M)
     summary = output.partition("Root Cause")[2]
     assert "rank      : 1" in summary and "'colour'" in summary and "in vain" not in summary, summary
 

@@ -131,7 +131,7 @@ class Run:
         engine.version = self.first_step
         self._say_what_it_is(networks[""][0], data_note, updates)
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
-        self.signals = []
+        self.signals, self.stopped = [], False
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
         return self.log
@@ -177,6 +177,10 @@ class Run:
         if len(self.signals) == 1:
             self.log.say("This step will be finished and saved, then the run stops. Ctrl-C again ends it at once.",
                          error=True)
+
+    def due(self, interval):
+        """Whether what happens every `interval` steps is due; 0 stands for the first step alone."""
+        return self.state["step"] % (interval or self.max_steps) == 0
 
     def stopping(self, signalled=False):
         """Whether a signal has come, or torchrun has died, on any rank. A collective.
@@ -269,7 +273,7 @@ class RunLog:
 
     def __init__(self, out_dir, script, settings, state):
         self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
-        self.sample_interval, self.health = settings["sample_interval"], health.Watch(settings)
+        self.health = health.Watch(settings)
         first_step = state["step"]
         self.start(first_step)
         if self.master:
@@ -349,7 +353,7 @@ class RunLog:
         self.timing["timing_s/step"] = seconds = time.perf_counter() - self.started
         self.metrics["perf/throughput"] = tokens / seconds
         self.write(samples)
-        if self.sample_interval and self.metrics["step"] % self.sample_interval == 0:
+        if any(name.startswith("eval") for name in self.metrics):       # samples are shown as often
             self.say("\n".join(
                 f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))

@@ -36,7 +36,7 @@ from episodes import Player
 from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, micro_batches, offload,
                    open_folders, token_logprobs)
 from runtime.run_lifecycle import Run
-from weights import compare_logprobs, full_weights
+from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -115,8 +115,8 @@ with input_errors():                                            # a ValueError b
     # With a training prompt and a held-out one, a broken environment or reward shows now.
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
 
-    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has rank,
-    # alpha and checkpoint of the adapters that come on top.
+    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has the
+    # rank and the checkpoint of the adapters that come on top.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
@@ -131,7 +131,7 @@ networks = {"": (policy, optimizer)}        # what is saved, by the checkpoint's
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
 if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), run.first_step)
+    rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
@@ -284,7 +284,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # one whole tensor at a time
-        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), step + 1)
+        rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),

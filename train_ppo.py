@@ -33,7 +33,7 @@ from episodes import Player
 from model import (deal_to_ranks, load_critic, load_policy, load_reference, micro_batches, offload,
                    open_folders, token_logprobs, token_values)
 from runtime.run_lifecycle import Run
-from weights import compare_logprobs, full_weights
+from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -103,8 +103,8 @@ with input_errors():                                            # a ValueError b
     # With a training prompt and a held-out one, a broken environment or reward shows now.
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
 
-    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has rank,
-    # alpha and checkpoint of the adapters that come on top.
+    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has the
+    # rank and the checkpoint of the adapters that come on top.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
@@ -122,7 +122,7 @@ if offload_optimizer:
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
 if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), run.first_step)
+    rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), run.first_step)
 
 
 def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
@@ -272,7 +272,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # one whole tensor at a time
-        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), step + 1)
+        rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),

@@ -18,7 +18,6 @@ logprob_gap = 0.0               # nats: the run stops if the mean |trainer - eng
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights
-lora_alpha = 32.0               # what an adapter adds to a weight is multiplied by lora_alpha / lora_rank
 weight_decay = 0.0              # of AdamW
 beta1 = 0.9                     # of AdamW, for the mean of the gradient
 beta2 = 0.95                    # of AdamW, for the mean of its square

@@ -26,7 +26,7 @@ from runtime.user_code import source_file, specs
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
-        "num_generations", "seed", "shuffle", "lora_rank", "lora_alpha")
+        "num_generations", "seed", "shuffle", "lora_rank")
 CODE = ("reward", "environment", "tools")           # settings that name the user's own files
 
 
@@ -55,7 +55,7 @@ class Run:
                                                 here(f"out/{kind}-{settings.task}-{clock}"))
         self.out_dir, self.resumed = distributed.from_master(located)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
-        self.adapter = settings.lora_rank and (settings.lora_rank, settings.lora_alpha, self.resumed)
+        self.adapter = settings.lora_rank and (settings.lora_rank, self.resumed)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},

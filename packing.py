@@ -26,7 +26,7 @@ row. In models with such layers each sequence gets a row of its own: S rows, pad
 """
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -75,7 +75,7 @@ class MicroBatch:
 
     def to(self, device):
         """A copy with its tensors on the device."""
-        return type(self)(*(x.to(device) if hasattr(x, "to") else x for x in vars(self).values()))
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if hasattr(x, "to")})
 
 
 # The keys and values of shared tokens are copied for each sequence that sees them, and kept for the backward

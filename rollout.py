@@ -1,6 +1,6 @@
 """
 Rollout: prompts in, sampled tokens and their logprobs out. Both engines have these methods, and the
-attributes name, naming (see weights.full_weights) and allocated (bytes):
+attributes name, naming (see Network.full_weights) and allocated (bytes):
 
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished

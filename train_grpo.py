@@ -35,7 +35,7 @@ from episodes import Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_learning_rate, token_logprobs)
 from runtime.run import Run
-from weights import compare_logprobs, full_weights
+from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -226,7 +226,7 @@ for step in range(run.first_step, max_steps):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # one whole tensor at a time
-        rollout_engine.load_weights(full_weights(policy, compute_dtype, rollout_engine.naming), step + 1)
+        rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, engines=world_size),

@@ -18,7 +18,6 @@ logprob_gap = 0.0               # nats: the run stops if the mean |trainer - eng
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights
-lora_alpha = 32.0               # what an adapter adds to a weight is multiplied by lora_alpha / lora_rank
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
 lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient

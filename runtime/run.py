@@ -35,7 +35,7 @@ from runtime.user_code import source_file, specs
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
-        "num_generations", "seed", "shuffle", "lora_rank", "lora_alpha")
+        "num_generations", "seed", "shuffle", "lora_rank")
 CODE = ("reward", "environment", "tools")           # settings that name the user's own files
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
@@ -64,7 +64,7 @@ class Run:
                 settings.out_dir, settings.resume, f"out/{kind}-{settings.task}-{clock}")
                 if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
-        self.adapter = settings.lora_rank and (settings.lora_rank, settings.lora_alpha, self.resumed)
+        self.adapter = settings.lora_rank and (settings.lora_rank, self.resumed)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
@@ -129,7 +129,10 @@ class Run:
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
         self.log, self.engine = RunLog(self.out_dir, self.script, vars(self.settings), self.state), engine
         engine.version = self.first_step
-        self._say_what_it_is(networks[""][0], data_note, updates)
+        policy, _ = networks[""]
+        if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
+            engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
+        self._say_what_it_is(policy, data_note, updates)
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
         self.signals, self.stopped = [], False
         for name in (signal.SIGTERM, signal.SIGINT):

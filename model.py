@@ -144,20 +144,6 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
     return {s: torch.from_numpy(logp).to(device) for s, logp in everyones}
 
 
-def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None):
-    """logp - ref_logp (k1) of all sampled tokens of all rollouts, {s: [len]}, on every rank. A collective.
-
-    logp is the engine's, from when it sampled, or that of `policy` if one is given.
-    """
-    share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
-    theirs = token_logprobs(reference, rollouts, share, token_budget, temperature)
-    ours = (token_logprobs(policy, rollouts, share, token_budget, temperature) if policy else
-            {s: torch.from_numpy(rollouts[s].logprobs) for s in share})
-    device = next(reference.parameters()).device
-    gathered = distributed.gathered([(s, (ours[s].to(device) - theirs[s]).cpu().numpy()) for s in share])
-    return {s: torch.from_numpy(kl).to(device) for s, kl in gathered}
-
-
 def token_values(critic, rollouts, chosen, token_budget):
     """A critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
     return per_token(critic, critic, rollouts, chosen, token_budget)

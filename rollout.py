@@ -18,6 +18,7 @@ has its own seed, so a run repeats no matter what else is in the batch.
 import contextlib
 import gc
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -35,6 +36,8 @@ from losses import head_logits
 from runtime.check_model import model_class, reading
 from runtime.vllm_workarounds import (compute_logits_in_float32, has_head, leave_memory_unbound,
                                       shared_memory_of_its_own, take_kernels)
+
+ARRAYS = "ids", "spans", "logprobs"             # fields of a Rollout
 
 
 @dataclass
@@ -86,20 +89,23 @@ class Answer(NamedTuple):
     versions: tuple = ((0, 0),)                 # as in Rollout
 
 
-def as_json(r):
-    """Returns a Rollout as a dict for JSON, which keeps only the prompt and the answer of its row."""
-    row = r.row and {key: r.row.get(key) for key in ("prompt", "answer")}
-    return vars(r) | {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
-                      "row": row, "rewards": [*map(list, r.rewards.items())],
-                      "versions": [*map(list, r.versions)]}
+def as_arrays(rollouts):
+    """Return Rollouts as {name: array}; all that is not an array in them has to be fit for JSON."""
+    rest = [vars(r) | {key: len(getattr(r, key)) for key in ARRAYS} | {"rewards": [*r.rewards.items()]}
+            for r in rollouts]
+    arrays = {key: np.concatenate([getattr(r, key) for r in rollouts]) for key in ARRAYS if rollouts}
+    return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
 
 
-def from_json(entry):
-    """Returns the Rollout of a dict that as_json made."""
-    return Rollout(**entry | {
-        "ids": np.array(entry["ids"], np.int32), "spans": np.array(entry["spans"], np.int32),
-        "logprobs": np.array(entry["logprobs"], np.float32), "rewards": dict(entry["rewards"]),
-        "versions": tuple(map(tuple, entry["versions"]))})
+def from_arrays(arrays):
+    """Return the Rollouts of which as_arrays made these arrays, or none if there are no arrays."""
+    rest = json.loads(arrays["rest"].tobytes()) if arrays else []
+    for key in ARRAYS if rest else ():
+        ends = np.cumsum([one[key] for one in rest])
+        for one, part in zip(rest, np.split(arrays[key], ends[:-1])):
+            one[key] = part
+    return [Rollout(**one | {"rewards": dict(one["rewards"]), "versions": tuple(map(tuple, one["versions"]))})
+            for one in rest]
 
 
 def engine_class(engine):
@@ -268,8 +274,8 @@ class VLLMEngine(Engine):
                 logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
                 enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
-        if float32_head and vllm.__version__.startswith("0.25."):
-            llm.apply_model(lambda loaded: compute_logits_in_float32(head_logits, loaded))
+        if float32_head:
+            compute_logits_in_float32(llm, head_logits)
         return llm
 
     def serve(self, jobs, play):

@@ -7,7 +7,8 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index
     checkpoint-60/trainer/    optimizer-00000.safetensors with the first rank's rows of Adam's moments, and so
-                              on for each rank of a copy of the weights; state.json; checksums.json
+                              on for each rank of a copy of the weights; state.json and, if a run keeps
+                              arrays, arrays.safetensors; checksums.json
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -43,11 +45,11 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 
 # ---------------------------------------------------------------- to disk
 
-def save_checkpoint(folder, networks, tokenizer, state, keep):
+def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model, optimizer)}; the policy's is "", so that from_pretrained and vLLM can load
-    the folder. state: a dict that JSON can hold. Afterwards older checkpoints are removed, except the `keep`
+    the folder. state: a dict that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the `keep`
     newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the checkpoint
     could not be written (because the disk is full, say); then no older one is removed. A collective.
     """
@@ -77,7 +79,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep):
     if master and not problem:
         try:
             tokenizer.save_pretrained(part)
-            write_state(part, state)
+            write_state(part, state, arrays)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
             sync(os.path.dirname(folder))
@@ -133,9 +135,12 @@ def first_problem(problem):
     return next(filter(None, gathered([problem])), None)
 
 
-def write_state(folder, state):
-    # Writes state.json, then checksums.json with the CRC-32 of every file, and waits until the disk has all.
+def write_state(folder, state, arrays={}):
+    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every file,
+    # and waits until the disk has all.
     os.makedirs(f"{folder}/trainer", exist_ok=True)
+    if arrays:
+        save_arrays(arrays, f"{folder}/trainer/arrays.safetensors")
     with open(f"{folder}/trainer/state.json", "w") as file:
         # One entry per line is easy to read, and long arrays are written fast.
         file.write("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(state[key])}" for key in state) + "}\n")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load_file
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -49,8 +50,9 @@ class Run:
 
     settings: what configure returned. script: the training script's __file__. critic: whether the script trains
     a critic. state: what a script of your own wants to find again in run.state when it is resumed, with the
-    values of a new run; run.state is saved as JSON with each checkpoint. Stops the script with a message if the
-    settings do not fit each other, the folder or the checkpoint. A collective.
+    values of a new run; run.state is saved as JSON with each checkpoint, and run.arrays, {name: NumPy array}, as a
+    file of its own. Stops the script with a message if the settings do not fit each other, the folder or the
+    checkpoint. A collective.
     """
 
     def __init__(self, settings, script, critic=False, **state):
@@ -70,7 +72,7 @@ class Run:
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings),
                       "world_size": self.world_size} | state
-        self.declared = set(self.state)
+        self.declared, self.arrays = set(self.state), {}
         if self.resumed:
             self._read_state(kind, critic)
         for key in SAME:
@@ -89,6 +91,8 @@ class Run:
         check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(self.script)} "
                            "would lose: resume it with the script, in the version, that wrote it")
         self.state |= loaded
+        if os.path.exists(path := f"{self.resumed}/trainer/arrays.safetensors"):
+            self.arrays = load_file(path)
 
     def check_data(self, base, train_set, eval_set):
         """Refuse prompts that are not those of the resumed run, whose file may have changed, and a model that
@@ -244,7 +248,7 @@ class Run:
             with self.log.timed("save"):
                 problem = checkpoint.save_checkpoint(
                     os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
-                    self.settings.keep_checkpoints)
+                    self.settings.keep_checkpoints, self.arrays)
             check(not problem, f"checkpoint-{step} could not be saved, the older ones stand: {problem}")
         if step == self.max_steps:
             self.log.write()

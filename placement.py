@@ -108,7 +108,7 @@ class Bridge:
                 self._wait_for("the engines to listen", self.gloo.broadcast, tensor, 0)
 
     def publish(self, version, named_tensors):
-        """Send all engines the tensors that weights.full_weights yields. A collective of the trainers."""
+        """Send all engines the tensors that Network.full_weights yields. A collective of the trainers."""
         for bucket in buckets(named_tensors):
             self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
             if self.speaks:

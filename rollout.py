@@ -1,6 +1,6 @@
 """
 Rollout: prompts in, sampled tokens and their logprobs out. Both engines have these methods, and the
-attributes name, naming (see weights.full_weights) and allocated (bytes):
+attributes name, naming (see Network.full_weights) and allocated (bytes):
 
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import warnings
+import zlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -130,6 +131,30 @@ def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature
         text = tokenizer.decode(r.ids[r.spans[0, 0]:], skip_special_tokens=True)
         r.completion = text if isinstance(r.row["prompt"], str) else [{"role": "assistant", "content": text}]
     return rollouts
+
+
+class Sampler:
+    """Samples completions of prompts with an engine: single answers, or episodes that a Player plays.
+
+    settings: a script's. player: an episodes.Player. engine: what this file has.
+    """
+
+    def __init__(self, settings, tokenizer, player, engine):
+        self.settings, self.tokenizer, self.player, self.engine = settings, tokenizer, player, engine
+
+    def __call__(self, prompts, n, names, temperature=None, length=None):
+        """Return n adjacent Rollouts per data.Prompt.
+
+        names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where h
+        is a hash of its text, the same on any rank. temperature, length: those of the settings if not given.
+        """
+        s = self.settings
+        temperature = s.temperature if temperature is None else temperature
+        seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
+        sampling = n, seeds, length or s.max_completion_length, temperature
+        if self.player.make:                                    # there is an environment, or tools
+            return self.player.play(self.engine, prompts, *sampling)
+        return single_answers(self.engine, self.tokenizer, prompts, *sampling)
 
 
 class Engine:

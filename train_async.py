@@ -40,7 +40,7 @@ from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, 
 from placement import Bridge, kept_ahead, staleness
 from runtime.check_settings import check_run
 from runtime.run import Run
-from weights import compare_logprobs, full_weights
+from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -195,8 +195,8 @@ kl_in_loss = kl_coef > 0 and kl_in == "loss"
 run = Run(settings, __file__, ahead={})
 with input_errors():
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
-    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has rank,
-    # alpha and checkpoint of the adapters that come on top.
+    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has the
+    # rank and the checkpoint of the adapters that come on top.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     ahead = kept_ahead(run, settings)                           # {step: (rollouts, figures)}
     bridge.tell((start, run.first_step, run.state["position"], [*ahead]))
@@ -213,7 +213,7 @@ log.say(f"Engines sample with weights that are at most {max_staleness} steps old
         + (", and in flight: the run does not repeat bit for bit" if in_flight else ""))
 bridge.take("ready", 0)                                         # engines that are being made take no weights
 if lora_rank and run.resumed:
-    bridge.publish(run.first_step, full_weights(policy, compute_dtype, bridge.naming))
+    bridge.publish(run.first_step, policy.full_weights(compute_dtype, bridge.naming))
 
 
 def with_rows(rollouts, prompts):
@@ -362,7 +362,7 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):
-        bridge.publish(step + 1, full_weights(policy, compute_dtype, bridge.naming))
+        bridge.publish(step + 1, policy.full_weights(compute_dtype, bridge.naming))
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, bridge.engines),

@@ -24,7 +24,6 @@ from placement import Bridge
 from rollout import engine_class
 from runtime import distributed
 from tiny import pretrain
-from weights import full_weights
 # ------------------------------------------------------------------------------------------------------------
 layers = 24
 hidden_size = 896
@@ -87,7 +86,7 @@ def make_engine(folder, apart):
 def colocated(folder):
     *_, mesh, _ = distributed.set_up()
     policy, one = load_policy(folder, mesh, torch.float32), make_engine(folder, apart=False)
-    measured("colocated", lambda _: one.load_weights(full_weights(policy, torch.float32, one.naming), 1))
+    measured("colocated", lambda _: one.load_weights(policy.full_weights(torch.float32, one.naming), 1))
 
 
 def apart(folder):
@@ -100,7 +99,7 @@ def apart(folder):
         bridge.take("ready", 0)
 
         def publish(version):
-            bridge.publish(version, full_weights(policy, torch.float32, bridge.naming))
+            bridge.publish(version, policy.full_weights(torch.float32, bridge.naming))
 
         measured("apart, trainer: gather and send", publish)
         bridge.take("loaded", 0)

@@ -14,7 +14,7 @@ from configurator import check, given
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
     updates_per_epoch max_steps max_num_gen_batches eval_samples keep_checkpoints max_skipped_updates
     vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p rollout_ranks
-    sequence_parallel_size lora_alpha layers hidden_size intermediate_size heads steps batch_size""".split()
+    sequence_parallel_size layers hidden_size intermediate_size heads steps batch_size""".split()
 ANY_NUMBER = ("seed", "difficulty")         # no other number may be negative
 SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
     decay""".split()

@@ -36,9 +36,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime import STARTED_IN
-from runtime.distributed import gathered
-from runtime.load_sharded import range_of_rows
-from weights import full_weights
+from runtime.distributed import gathered, range_of_rows
 
 # A file of weights has at most this many bytes, unless a single tensor has more. In a save rank 0 holds one
 # file in memory.
@@ -62,7 +60,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     for place, (model, optimizer) in networks.items():
         if problem := first_problem(problem):
             break
-        tensors = full_weights(model)
+        tensors = model.full_weights()
         try:
             os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
             save_optimizer(trainer, model, optimizer)

@@ -145,9 +145,10 @@ def overlong_penalty(lengths, max_length, buffer):
 
 
 # ---------------------------------------------------------------- policy losses
-# Each function is called with (logp, old_logp, adv, mean=..., epsilon=..., epsilon_high=..., dual_clip=...)
+# Each function is called with (logp, old_logp, adv, engine_logp=..., mean=..., epsilon=..., epsilon_high=...)
 # and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient, and for the
-# logs two masks: where clipping acted at the lower bound, and where it acted at the upper one.
+# logs two masks: where clipping acted at the lower bound, and where clipping acted at the upper bound.
+#   engine_logp [C]: the logprobs of the engine that sampled, whatever old_logp is.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
 # -adv * grad(logp).
@@ -173,30 +174,25 @@ def unclipped(loss):
     return loss, nowhere, nowhere
 
 
-def clipped(ratio, adv, epsilon, epsilon_high, dual_clip):
+def clipped(ratio, adv, epsilon, epsilon_high):
     """Return what clip returns, for a given ratio."""
     loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
-    low, high = out_of_bounds(ratio, adv, epsilon, epsilon_high)
-    if dual_clip:
-        loss = torch.where(adv < 0, torch.min(loss, -dual_clip * adv), loss)
-        high = high | (ratio > dual_clip) & (adv < 0)
-    return loss, low, high
+    return loss, *out_of_bounds(ratio, adv, epsilon, epsilon_high)
 
 
-def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, dual_clip=0.0, **_):
+def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, **_):
     """loss = -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv). The gradient is 0 where adv
     pushes the ratio further past a bound. PPO, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7;
-    two different bounds come from DAPO. Where adv < 0 the loss has no upper limit; dual_clip > 0 limits it to
-    -dual_clip * adv: Ye et al. 2020, https://arxiv.org/abs/1912.09729, eq. 5."""
-    return clipped(bounded_log_ratio(logp, old_logp).exp(), adv, epsilon, epsilon_high, dual_clip)
+    two different bounds come from DAPO."""
+    return clipped(bounded_log_ratio(logp, old_logp).exp(), adv, epsilon, epsilon_high)
 
 
-def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, dual_clip=0.0, **_):
+def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     """loss = that of clip, with one ratio per sequence: exp(mean of log ratios). Use it with sequence_mean.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071; their bounds are 3e-4 and 4e-4. This is GSPO-token
     (section 4.3 there): each token has a gradient of its own, so that token weights have an effect."""
     ratio = of_sequence(bounded_log_ratio(logp, old_logp), mean).exp()
-    return clipped(ratio, adv, epsilon, epsilon_high, dual_clip)
+    return clipped(ratio, adv, epsilon, epsilon_high)
 
 
 def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):

@@ -61,7 +61,7 @@ class Bridge:
 
     settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
     are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
-    weights that has arrived. For runtime.run_lifecycle the bridge is the trainers' engine: it has the
+    weights that has arrived. For runtime.run the bridge is the trainers' engine: it has the
     attributes name, naming and allocated, and close.
     """
     allocated = 0

@@ -23,7 +23,6 @@ from runtime.health import findings, series
 HERE = os.path.dirname(os.path.abspath(__file__))
 # With at most so many points of curves and bytes of samples, a page stays under 5 MB.
 POINTS, SAMPLE_BYTES = 60_000, 3_200_000
-AT_END = 5_000_000              # bytes of a run's logs, up to which its page takes less than half a second
 
 # The panels: a title, the metrics in it as a regular expression, and a scale: "", "log", or "share" (0 to 1).
 PANELS = (
@@ -140,20 +139,10 @@ def write(folders):
     return path
 
 
-def at_end(folder):
-    """Write the page of a run that ends, if that takes less than half a second; returns a line about it."""
-    if sum(os.path.getsize(f"{folder}/{name}.jsonl") for name in ("metrics", "samples")) > AT_END:
-        return f"python report.py {folder} writes a page with curves, samples and health"
-    try:
-        return f"{write([folder])}: curves, samples and health"
-    except OSError as error:
-        return f"the report could not be written: {error}"
-
-
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__.strip())
     try:
-        print(write(sys.argv[1:]))
+        print(f"{write(sys.argv[1:])}: curves, samples and health")
     except OSError as error:
         sys.exit(f"report.py: there is no report: {error}")

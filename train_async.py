@@ -39,7 +39,7 @@ from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, 
                    open_folders, token_logprobs)
 from placement import Bridge, Sampled, kept_ahead, staleness
 from runtime.check_settings import check_run
-from runtime.run_lifecycle import Run
+from runtime.run import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first

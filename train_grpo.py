@@ -35,7 +35,7 @@ from configurator import configure, input_errors
 from episodes import Player
 from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, micro_batches, offload,
                    open_folders, token_logprobs)
-from runtime.run_lifecycle import Run
+from runtime.run import Run
 from weights import compare_logprobs, full_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first

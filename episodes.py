@@ -17,7 +17,6 @@ Each episode continues as soon as it can: its next turn joins those that the eng
 environment an answer is an episode of one turn, which train_async.py plays here as well.
 """
 import inspect
-import itertools
 import json
 import math
 import re
@@ -41,7 +40,6 @@ from rollout import Answer, Request, Rollout
 # A tool call in the form that Qwen and many other models use. It is found without its closing tag as well.
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
-CLOSING = 10.0          # seconds that environments have to close at the end of a run
 
 
 class Player:
@@ -207,18 +205,17 @@ class Environment:
                 raise ValueError(f"tools={self.settings.tools}: {self.key} has a method step, which reads no "
                                  "calls of tools")
             return
-        names = [*map(name_of, tools)]
-        if not tools or len({*names}) < len(names):
-            raise ValueError(f"{self.key} has neither a method step nor tools" if not tools
-                             else f"{self.key}: two tools have the same name: {', '.join(names)}")
-        self.tools = [self._schema(tool) for tool in tools]
-
-    def _schema(self, tool):
-        try:
-            return get_json_schema(tool)
-        except Exception as error:
-            raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring that "
-                             f"explains its arguments: {error}") from error
+        self.tools = []
+        if not tools:
+            raise ValueError(f"{self.key} has neither a method step nor tools")
+        if len(names := {*map(name_of, tools)}) < len(tools):
+            raise ValueError(f"{self.key}: two of the tools {', '.join(sorted(names))} have the same name")
+        for tool in tools:
+            try:
+                self.tools.append(get_json_schema(tool))
+            except Exception as error:
+                raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring that "
+                                 f"explains its arguments: {error}") from error
 
     def give_back(self, instance, spent=False):
         """Take an instance back from its episode. If it is spent, it is closed and plays no other."""
@@ -229,7 +226,7 @@ class Environment:
 
     def close(self):
         """Close all instances. It is called when the process ends."""
-        close([*self.opened.values()], CLOSING)
+        close([*self.opened.values()], seconds=10)
         self.opened, self.idle = {}, []
 
     def told(self, error):
@@ -467,7 +464,7 @@ class Table:
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
         self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
-        self.numbers = itertools.count()
+        self.begun = 0                          # Episodes, which is the number of the next one
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
         # Only so many episodes are played at a time as there may be environments.
@@ -510,7 +507,7 @@ class Table:
         """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
         while self.waiting and len(self.playing) < self.most:
             key, place, *job = self.waiting.popleft()
-            number = next(self.numbers)
+            number, self.begun = self.begun, self.begun + 1
             self.playing[number] = Episode(self.player, *job).play(), key, place
             self._go_on(number)
         for answer in self.engine.step() if self.asked else ():

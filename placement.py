@@ -37,7 +37,7 @@ FOREVER = datetime.timedelta(days=10_000)
 SOON = 3                        # seconds that a failed rank gets to say why, before others say it is gone
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
 SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "max_turn_length",
-                "max_reply_length", "reward_weights")
+                "reward_weights")
 
 
 @dataclass

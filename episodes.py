@@ -214,8 +214,8 @@ class Environment:
             try:
                 self.tools.append(get_json_schema(tool))
             except Exception as error:
-                raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring that "
-                                 f"explains its arguments: {error}") from error
+                raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring "
+                                 f"that explains its arguments: {error}") from error
 
     def give_back(self, instance, spent=False):
         """Take an instance back from its episode. If it is spent, it is closed and plays no other."""
@@ -280,15 +280,14 @@ class Episode:
         which it is sent what user_code.outcome returns.
         """
         try:
-            if self.player.make:
-                yield from self._guarded(self._begin())
-            # An episode that cannot begin is one answer to its prompt, without a score.
-            while not (self.ended and self.spans):
-                yield from self._guarded(self._turn())
-            # After a call that took too long, it may still be at work in a thread, which nothing can end.
-            asked = self.ended != "error" and not (self.spent and self.settings.environment_workers)
-            if asked and self.world.has_reward:
-                yield from self._guarded(self._last_reward())
+            for part in (self._begin, self._turns, self._last_reward):
+                try:
+                    yield from part()
+                except (Failed, TimeUp) as error:
+                    turn, late, told = len(self.spans), isinstance(error, TimeUp), self.world.told(error)
+                    self.ended, self.spent = "timeout" if late and turn else "error", late or not turn
+                    told = f"it {told} in turn {turn}" if turn else f"reset {told}"
+                    self.counts["problem"] = str(self.world.broken(told, self.row))
             rewards = {self.last: math.nan} if self.ended == "error" else self.rewards
             rollout = Rollout(
                 np.array(self.ids, np.int32), np.array(self.spans, np.int32),
@@ -296,23 +295,17 @@ class Episode:
                 self.text if isinstance(self.row["prompt"], str) else self.messages, counts=self.counts,
                 extra=self.extra, rewards=rewards if self.world.rewards_as else {},
                 versions=tuple(self.versions.items()))
-            if asked and self.player.judge:
+            if self.player.judge and self._at_rest():
                 self.player.judge(rollout, self.instance)
             return rollout
         finally:
             if self.instance is not None:
                 self.world.give_back(self.instance, self.spent)
 
-    def _guarded(self, part):
-        # Plays a part of the episode, which ends if a call of the environment raises or takes too long.
-        try:
-            yield from part
-        except (Failed, TimeUp) as error:
-            turn, late = len(self.spans), isinstance(error, TimeUp)
-            self.ended, self.spent = "timeout" if late and turn else "error", late or not turn
-            told = self.world.told(error)
-            told = f"it {told} in turn {turn}" if turn else f"reset {told}"
-            self.counts["problem"] = str(self.world.broken(told, self.row))
+    def _at_rest(self):
+        # Whether the environment can be asked. After a call that took too long, it may still be at work in a
+        # thread, which nothing can end.
+        return self.ended != "error" and not (self.spent and self.settings.environment_workers)
 
     def _call(self, function, /, *args, **kwargs):
         # Returns what a function of the environment returns. Raises Failed or TimeUp.
@@ -324,6 +317,8 @@ class Episode:
 
     def _begin(self):
         # Resets an instance, and adds what reset returns to the prompt.
+        if not self.player.make:
+            return
         world, (*earlier, last) = self.world, self.row["prompt"]
         instance = self.instance = world.idle.pop() if world.idle else (yield from self._call(world.make))
         world.opened[id(instance)] = instance
@@ -344,30 +339,29 @@ class Episode:
         self.ids = ids
         self.row = self.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}
 
-    def _say(self):
-        # Returns the Answer to a Request for the policy's next turn.
-        turn = len(self.spans) + 1
-        seed = self.seed if turn == 1 else zlib.crc32(f"{self.seed} {turn}".encode())
-        most = min(self.left, self.settings.max_turn_length or self.left)
-        answer = yield Request(None, self.ids, seed, most, *self.sampling)
-        self.spans.append((len(self.ids), len(self.ids) + len(answer.ids)))
-        self.versions |= {len(self.logprobs) + start: version for start, version in answer.versions}
-        self.ids, self.left = self.ids + answer.ids, self.left - len(answer.ids)
-        self.logprobs += answer.logprobs
-        self.text = self.player.tokenizer.decode(answer.ids, skip_special_tokens=True)
-        self.last = len(self.logprobs) - 1
-        self.rewards[self.last] = 0.0
-        return answer
+    def _turns(self):
+        # The turns of the policy, and what the environment replies. An episode that cannot begin is one
+        # answer to its prompt, without a score.
+        s = self.settings
+        while not (self.ended and self.spans):
+            before, turn = self.ids, len(self.spans) + 1
+            seed = self.seed if turn == 1 else zlib.crc32(f"{self.seed} {turn}".encode())
+            most = min(self.left, s.max_turn_length or self.left)
+            answer = yield Request(None, before, seed, most, *self.sampling)
+            self.spans.append((len(before), len(before) + len(answer.ids)))
+            self.versions |= {len(self.logprobs) + start: version for start, version in answer.versions}
+            self.ids, self.left = before + answer.ids, self.left - len(answer.ids)
+            self.logprobs += answer.logprobs
+            self.text = self.player.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            self.last = len(self.logprobs) - 1
+            self.rewards[self.last] = 0.0
+            said, calls = self.player.read(before, answer.ids)
+            self.messages.append(said)
+            if not self.ended:
+                yield from self._reply(turn, said, calls, answer.finish_reason == "length")
 
-    def _turn(self):
-        # A turn of the policy, and what the environment replies.
-        before = self.ids
-        answer = yield from self._say()
-        turn, cut = len(self.spans), answer.finish_reason == "length"
-        said, calls = self.player.read(before, answer.ids)
-        self.messages.append(said)
-        if self.ended:                                          # it could not begin
-            return
+    def _reply(self, turn, said, calls, cut):
+        # What the environment replies to a turn. cut: whether the turn was cut off.
         # What is heard are messages as rewards get them, and the text of each for the policy.
         heard, done = [], True
         if self.world.has_step:
@@ -414,6 +408,8 @@ class Episode:
 
     def _last_reward(self):
         # Adds what the environment gives for the whole episode.
+        if not (self.world.has_reward and self._at_rest()):
+            return
         reward = yield from self._call(self.instance.get_reward)
         if reward is not None:
             self.rewards[self.last] += self.world.number(reward, len(self.spans), self.row)

@@ -1,11 +1,11 @@
 """
-LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a frozen weight W acts as W + alpha / rank * B A.
+LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a frozen weight W acts as W + 32 / rank * B A.
 Only A [rank, in] and B [out, rank] are trained, so gradients, moments and master weights take little memory.
 
     python lora.py out/.../checkpoint-60            # writes a plain model to out/.../checkpoint-60-merged
 
     adapt              gives every linear layer of a policy's decoder an adapter and freezes everything else
-    merge              computes W + alpha / rank * B A, with which both trainer and engine compute
+    merge              computes W + scale * B A, with which both trainer and engine compute
     Adapters           yields a policy's merged weights, and saves its adapters in the form of PEFT and vLLM
     Base               the policy without its adapters: a reference model that takes no memory
 
@@ -25,10 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 
-from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
-from runtime.load_sharded import own_rows, spread
 from losses import product
+from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
+from weights import spread
 
+ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # The values that some keys of an adapter's config may have, and the keys that change nothing here. All other
 # keys have to be empty, because they stand for methods that are not implemented.
@@ -43,7 +44,7 @@ def merge(weight, A, B, scale):
     A bfloat16 is the first half of a float32's bits. If the sum were rounded to the nearest one, it would be
     the base weight until B A reaches half a step, which is 1 / 500 of the weight, and most of a small adapter
     would be lost. So a number from 0 to 65535, which is always the same for the same place of the weight
-    (load_sharded.spread), is added to the second half before that is cut off. Of the sums that are a third of
+    (weights.spread), is added to the second half before that is cut off. Of the sums that are a third of
     the way to the next bfloat16, a third then get there. If B is 0, the result is the base weight, because
     its second half is 0.
     """
@@ -78,8 +79,13 @@ class Merged(torch.autograd.Function):
 
 
 class Adapted(nn.Linear):
-    """A linear layer with lora_A, lora_B and scale; adapt() makes it out of a plain one."""
+    """A linear layer with the weights of a plain one, and with an adapter of A [rank, in] and B [out, rank]."""
     on = True                                               # a switch for all layers; Base turns it off
+
+    def __init__(self, plain, A, B):
+        super().__init__(plain.in_features, plain.out_features, device="meta")
+        self.weight, self.bias, self.scale = plain.weight, plain.bias, ALPHA / len(A)
+        self.lora_A, self.lora_B = nn.Parameter(A), nn.Parameter(B)
 
     def forward(self, x):
         adapter = self.lora_A, self.lora_B, self.scale
@@ -89,8 +95,8 @@ class Adapted(nn.Linear):
 class Adapters:
     """A policy's adapters: policy.adapters. layers: {name: Adapted}; base: the policy without adapters."""
 
-    def __init__(self, policy, layers, rank, alpha):
-        self.hf, self.base, self.layers, self.rank, self.alpha = policy.hf, Base(policy), layers, rank, alpha
+    def __init__(self, policy, layers, rank):
+        self.hf, self.base, self.layers, self.rank = policy.hf, Base(policy), layers, rank
 
     def merged(self):
         """Yield (name, whole merged tensor) of every weight with an adapter, for the engine. A collective."""
@@ -105,7 +111,7 @@ class Adapters:
         Path(folder, CONFIG).write_text(json.dumps(
             {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
              "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
-             "r": self.rank, "lora_alpha": self.alpha, "target_modules": [*self.layers]}, indent=2))
+             "r": self.rank, "lora_alpha": ALPHA, "target_modules": [*self.layers]}, indent=2))
         save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()},
                   os.path.join(folder, WEIGHTS), {"format": "pt"})
 
@@ -127,7 +133,7 @@ class Base:
             Adapted.on = True
 
 
-def adapt(policy, layers, rank, alpha, folder=None):
+def adapt(policy, layers, rank, folder=None):
     """Give each plain linear layer inside `layers` of a Policy an adapter in float32; freeze everything else.
 
     The policy is loaded but not under FSDP2 yet. folder: an adapter's, to go on training it. Without one B
@@ -144,16 +150,16 @@ def adapt(policy, layers, rank, alpha, folder=None):
         draw, bound = torch.Generator().manual_seed(zlib.crc32(name.encode())), part.in_features ** -0.5
         A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
         pair = saved.get(name, (A, torch.zeros(part.out_features, rank)))
-        part.__class__, part.scale = Adapted, alpha / rank
-        part.lora_A, part.lora_B = (
-            own_rows(nn.Parameter(one), part.weight.device_mesh, torch.float32) for one in pair)
-    policy.adapters = Adapters(policy, linear, rank, alpha)
+        policy.hf.set_submodule(name, Adapted(part, *pair))
+    policy.adapters = Adapters(policy, {name: policy.hf.get_submodule(name) for name in linear}, rank)
     if dist.get_rank() == 0:
+        print(f"lora_rank={rank}: {len(linear)} linear layers have adapters", file=sys.stderr)
         # For example experts that are stored as one tensor.
-        left = sorted({name for layer in layers for owner, part in layer.named_modules() if part not in inside
+        left = sorted({name for layer in layers for owner, part in layer.named_modules()
+                       if not isinstance(part, Adapted)
                        for name, x in part.named_parameters(owner, recurse=False) if x.dim() > 1})
-        print(f"lora_rank={rank}: {len(linear)} linear layers have adapters"
-              + f"; without one, and frozen, are {', '.join(left)}" * bool(left), file=sys.stderr)
+        if left:
+            print(f"lora_rank={rank}: without an adapter, and frozen, are {', '.join(left)}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- folders

@@ -9,9 +9,10 @@ Policy and critic: how they are loaded and sharded by FSDP2, and what they compu
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
 When a model is loaded, its logprobs of short sequences are compared with those of transformers, and a model
-whose logprobs differ is refused. runtime/load_sharded.py brings the weights to the ranks.
+whose logprobs differ is refused. weights.py reads the folders and brings the weights to the ranks.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
+import copy
 import functools
 import math
 import sys
@@ -22,19 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
 from attention import Pick, cut_over, join, packed_attention
+from losses import LogprobsFromHidden
 from packing import deal, idle, pack, shared_tokens
 from runtime import distributed
-from losses import LogprobsFromHidden
 from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer, model_class
-from runtime.load_sharded import load_rows, put_under_fsdp, spread_masters, whole_while_running
+from weights import Network, put_under_fsdp, read_model, spread_masters
 
 
 # ---------------------------------------------------------------- policy and critic
 
-class Policy(nn.Module):
+class Policy(Network):
     """A causal language model whose forward returns logprobs and entropies of sampled tokens.
 
     The head is applied here, in the forward of FSDP's root, because its weight is whole only there.
@@ -53,7 +54,7 @@ class Policy(nn.Module):
         return (logp, entropy) if batch.cut is None else (join(logp, batch.cut), join(entropy, batch.cut))
 
 
-class Critic(nn.Module):
+class Critic(Network):
     """A transformer with a scalar head whose forward returns the value of the state before each token."""
 
     def __init__(self, hf):
@@ -121,7 +122,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
 
 
 def deal_to_ranks(rollouts, updates):
-    """What this rank computes of each update, as lists of s, and what shared prefixes save, for the log.
+    """What this rank computes of each update, as lists of s, and the fraction of tokens that shared prefixes save.
 
     updates: lists of s, the same on every rank. packing.deal gives each rank about the same number of tokens.
     """
@@ -134,18 +135,13 @@ def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
     return per_token(policy, lambda batch: policy(batch, temperature)[0], rollouts, chosen, token_budget)
 
 
-def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None):
-    """logp - ref_logp (k1) of all sampled tokens of all rollouts, {s: [len]}, on every rank. A collective.
-
-    logp is the engine's, from when it sampled, or that of `policy` if one is given.
-    """
+def gathered_logprobs(policy, rollouts, token_budget, temperature):
+    """A policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank. A collective."""
     share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
-    theirs = token_logprobs(reference, rollouts, share, token_budget, temperature)
-    ours = (token_logprobs(policy, rollouts, share, token_budget, temperature) if policy else
-            {s: torch.from_numpy(rollouts[s].logprobs) for s in share})
-    device = next(reference.parameters()).device
-    gathered = distributed.gathered([(s, (ours[s].to(device) - theirs[s]).cpu().numpy()) for s in share])
-    return {s: torch.from_numpy(kl).to(device) for s, kl in gathered}
+    logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
+    device = next(policy.parameters()).device
+    everyones = distributed.gathered([(s, logps[s].cpu().numpy()) for s in share])
+    return {s: torch.from_numpy(logp).to(device) for s, logp in everyones}
 
 
 def token_values(critic, rollouts, chosen, token_budget):
@@ -191,15 +187,17 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     with this one, or None. adapter: None, or the arguments of lora.adapt after the layers; then everything
     except the adapters is frozen, in dtype. trained: False for a reference model. It needs no gradient, so
     its weights are in dtype as well, which in bfloat16 takes half the memory and gives the same logprobs.
-    A rank never holds more than its rows of the weights, all weights that belong to no layer, and those of
-    one layer. Raises ValueError for a model that cannot be loaded, or whose logprobs would not be those that
-    transformers computes. A collective.
+    Rank 0 reads the whole model into host memory, in float32. Raises ValueError for a model that cannot be
+    loaded, or whose logprobs would not be those that transformers computes. A collective.
     """
     what, config = f"model={path}", AutoConfig.from_pretrained(path)
-    kept = torch.float32 if trained and not adapter else dtype
-    policy = Policy(load_rows(what, model_class(config), path, config, mesh, kept), float32_head)
-    return shard(policy.requires_grad_(trained), what, mesh, dtype, gradient_checkpointing, sequence_group,
-                 adapter)
+    check_cut(what, config, sequence_group)
+    policy = on_all_ranks(what, lambda: Policy(
+        read_model(what, model_class(config), path, config), float32_head)).requires_grad_(trained)
+    if adapter or not trained:
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return shard(policy, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter)
 
 
 def load_reference(path, policy, mesh, dtype):
@@ -212,38 +210,74 @@ def load_reference(path, policy, mesh, dtype):
     return load_policy(path, mesh, dtype, False, policy.head_form[0], policy.sequence_group, trained=False)
 
 
+class ValueHead(PreTrainedModel):
+    """The head of a critic, to be read from a folder. If the folder has none, it is 0."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
+        self.post_init()
+
+    def _init_weights(self, module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.zeros_(parameter)
+
+
 def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None):
-    """A Critic from a folder or hub id, loaded like a policy. A head that the folder lacks starts at 0."""
-    config = AutoConfig.from_pretrained(path, num_labels=1, tie_word_embeddings=False)
-    kind = model_class(config)
+    """A Critic from a folder or hub id, loaded like a policy. A head that the folder lacks starts at 0.
 
-    # transformers has a class with a scalar head only for some families.
-    class WithScore(kind):
-        def __init__(self, config):
-            super().__init__(config)
-            head = self.get_output_embeddings()
-            delattr(self, next(name for name, part in self.named_modules() if part is head))
-            self.score = nn.Linear(head.in_features, 1)
+    transformers' class for token classification reads its checkpoints as well, if the family has one.
+    """
+    what, config = f"critic_model={path}", AutoConfig.from_pretrained(path, num_labels=1)
+    check_cut(what, config, sequence_group)
 
-    # A checkpoint's config names this class. transformers' class for token classification can read such a
-    # checkpoint, if the family has one. A class that sees images keeps its name, because by that name
-    # transformers knows how the weights in its files are called.
-    WithScore.__name__ = kind.__name__.replace("ForCausalLM", "ForTokenClassification")
-    # transformers fills in buffers only for classes of its own modules.
-    WithScore.__module__ = kind.__module__
-    what = f"critic_model={path}"
-    hf = load_rows(what, WithScore, path, config, mesh, torch.float32, ["score.weight", "score.bias"])
-    return shard(Critic(hf), what, mesh, dtype, gradient_checkpointing, sequence_group)
+    def read():
+        hf = read_model(what, model_class(config), path, config, has_head=False)
+        head = read_model(what, ValueHead, path, config, may_lack=["score.weight", "score.bias"])
+        hf.score = head.score
+        return Critic(hf)
+
+    return shard(on_all_ranks(what, read), what, mesh, dtype, gradient_checkpointing, sequence_group)
+
+
+def check_cut(what, config, sequence_group):
+    # Raises ValueError if the ranks that share a row cannot divide the heads of the model's attention.
+    P, config = sequence_group.size() if sequence_group else 1, config.get_text_config()
+    heads = config.num_attention_heads
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    if heads % P or of_keys % P:
+        raise ValueError(f"{what}: sequence_parallel_size={P} does not divide its {heads} heads of queries "
+                         f"and {of_keys} of keys")
+
+
+def on_all_ranks(what, read):
+    """The Policy or Critic that read() returns on rank 0, on every rank; compared with transformers there.
+
+    On the other ranks its parameters are on the meta device, without numbers. A ValueError of rank 0 is
+    raised on every rank. A collective.
+    """
+    network, bare, problem = None, None, ""
+    if dist.get_rank() == 0:
+        try:
+            network = read()
+            network.packed = check_same(what, network)
+            without = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in network.parameters()}
+            bare = copy.deepcopy(network, without)
+        except ValueError as error:
+            problem = str(error)
+    bare, problem = distributed.from_master((bare, problem))
+    if problem:
+        raise ValueError(problem)
+    return network or bare
 
 
 def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter=None):
-    """Put a Policy or Critic, loaded as DTensors, under FSDP2: each layer as a unit, the rest as the root.
+    """Put a Policy or Critic under FSDP2: each layer as a unit, the rest as the root.
 
-    Parameters that read images are frozen. Raises ValueError if the network does not compute what
-    transformers does.
+    network: what on_all_ranks returns. Parameters that read images are frozen. Raises ValueError if
+    sequence_group cannot share its rows.
     """
-    # In eval mode no dropout acts. The engine has none either.
-    hf, (decoder,) = network.hf.eval(), network.decoder
+    hf, (decoder,) = network.hf, network.decoder
     if hf.generation_config:
         # Without this, a generation config that names a temperature cannot be saved.
         hf.generation_config.do_sample = True
@@ -254,9 +288,7 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, ad
     layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
     images = [part for part in hf.base_model.children()
               if part is not decoder and not text & {*part.parameters()}]
-    units = [*layers, *images]
     network.sequence_group = sequence_group                     # the ranks that share each of its rows
-    check_same(what, network, units)
     if not network.packed and sequence_group:
         P = sequence_group.size()
         raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
@@ -271,11 +303,27 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, ad
     if adapter:
         from lora import adapt
         adapt(network, layers, *adapter)
-    elif dtype == torch.bfloat16:
+    elif dtype == torch.bfloat16 and dist.get_rank() == 0:
         spread_masters([one for one in network.parameters() if one.requires_grad])
     # With adapters the base is in dtype already, and the adapters compute in float32 (lora.merge).
-    put_under_fsdp(network, units, mesh, None if adapter else dtype)
+    put_under_fsdp(network, [*layers, *images], mesh, None if adapter else dtype)
     return network
+
+
+def make_optimizer(network, learning_rate, weight_decay, offload_optimizer):
+    """AdamW for the parameters of a network, whose moments wait in host memory if offload_optimizer is set."""
+    optimizer = torch.optim.AdamW(network.parameters(), learning_rate, (0.9, 0.95), weight_decay=weight_decay,
+                                  fused=True)
+    if offload_optimizer:
+        offload(optimizer, next(network.parameters()).device)
+    return optimizer
+
+
+def set_learning_rate(optimizer, learning_rate):
+    """Set and return the learning rate; a parameter group may have a factor of its own, group["lr_scale"]."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+    return learning_rate
 
 
 def offload(optimizer, device):
@@ -293,20 +341,20 @@ def offload(optimizer, device):
 
 
 @torch.no_grad()
-def check_same(what, network, units):
-    """Compare a network with transformers, and set network.packed: whether a row may hold several sequences.
+def check_same(what, network):
+    """Compare a network with transformers; return whether one of its rows may hold several sequences.
 
-    Three short sequences, of which two begin with the same tokens, are computed in float32 in one packed row
-    and, if that differs, each in a row of its own. Raises ValueError if that differs as well, if the network
-    does not run, or if it does not tell its attention the sliding window of its config. A collective.
+    network: whole, on the CPU, in float32. Three short sequences, of which two begin with the same tokens,
+    are computed in one packed row and, if that differs, each in a row of its own. Raises ValueError if that
+    differs as well, if the network does not run, or if it does not tell its attention the sliding window of
+    its config.
     """
-    hf, device = network.hf, next(network.parameters()).device
-    config = hf.config.get_text_config()
+    hf, config = network.hf, network.hf.config.get_text_config()
     ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
     # The third is shorter. No token sees what follows it, so it may be repeated up to the others' length.
-    rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three]), device=device).long()
+    rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three])).long()
     windows = set()
 
     def attention(*arguments, sliding_window=None, **named):
@@ -322,27 +370,21 @@ def check_same(what, network, units):
             found = table.gather(2, rows[:, 1:, None])[:, :, 0]
         return torch.cat([found[s, :len(one.logprobs)] for s, one in enumerate(three)])
 
-    def difference(packed):
-        network.packed, found = packed, {}                              # micro_batches reads network.packed
-        for batch in micro_batches(network, three, range(3), 64):
-            if isinstance(network, Policy):
-                found |= batch.split(network(batch, 1.0)[0])
-            else:
-                hidden = hidden_states(network, batch)
-                found |= batch.split(hidden if batch.cut is None else join(hidden, batch.cut))
-        gap = (torch.cat([found[s] for s in range(3)]) - expected).abs().max() / expected.abs().max()
-        return distributed.largest([gap])[0]                            # the same on every rank
+    def ours(packed):
+        found = {}
+        for batch in pack(three, range(3), 64, packed):
+            found |= batch.split(hidden_states(network, batch) if isinstance(network, Critic) else
+                                 network(batch, 1.0)[0])
+        return torch.cat([found[s] for s in range(3)])
 
     try:
-        with whole_while_running(network, units):
-            expected = theirs()
-            AttentionInterface.register("compared", attention)
-            hf.set_attn_implementation("compared")
-            gap = difference(packed=True)
-            if not gap < CLOSE:                                         # also if it is NaN
-                gap = difference(packed=False)
-    except torch.OutOfMemoryError:
-        raise
+        expected = theirs()
+        AttentionInterface.register("compared", attention)
+        hf.set_attn_implementation("compared")
+        for packed in (True, False):
+            gap = (ours(packed) - expected).abs().max() / expected.abs().max()
+            if gap < CLOSE:                                             # False if it is NaN
+                break
     except Exception as error:
         raise ValueError(f"{what}: this kind of model does not run here: {type(error).__name__}: "
                          f"{str(error)[:300]}") from error
@@ -352,3 +394,4 @@ def check_same(what, network, units):
     window = getattr(config, "sliding_window", None) or math.inf
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
+    return packed

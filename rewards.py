@@ -20,9 +20,13 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
+from losses import group_std
 from runtime import STARTED_IN
+from runtime.distributed import gathered
 from runtime.user_code import (Failed, TimeUp, UserProcess, accepted, at_once, listed, load_from,
                                logging_into, name_of, outcome, shown, source_file, specs)
 
@@ -499,14 +503,31 @@ def evaluation(rollouts, k, name="eval"):
                     **part_means(rollouts, f"{name}/rewards")}
 
 
-def rollout_metrics(rollouts, engines):
-    """Returns the figures of sampled and scored rollouts for a log; means ignore NaN.
+def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
+    """Sample k completions per prompt, with the same seeds every time, score them, and log what evaluation returns.
 
-    engines: how many engines sampled them. The time that environments took is given per engine.
+    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for its
+    share of the prompts. A collective.
+    """
+    own = range(dist.get_rank(), len(prompts), dist.get_world_size())
+    with log.timed("eval"):
+        rollouts = sample([prompts[i] for i in own], k, [f"{name} {i}" for i in own], **sampling)
+        scorer(rollouts)
+        log.evaluation(evaluation(gathered(rollouts), k, name))
+    return rollouts
+
+
+def rollout_metrics(rollouts, n, engines):
+    """Return the figures of sampled and scored rollouts for a log; means ignore NaN.
+
+    n: the number of adjacent rollouts per prompt. engines: how many engines sampled them. The time that
+    environments took is given per engine.
     """
     lengths = [len(r.logprobs) for r in rollouts]
     scores = np.array([r.score for r in rollouts])
+    stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]
     figures = {"reward": 0.0 if np.isnan(scores).all() else float(np.nanmean(scores)),
+               "reward_std": stds.mean().item(), "frac_reward_zero_std": (stds == 0).double().mean().item(),
                "rewards/unscored": int(np.isnan(scores).sum()), **part_means(rollouts, "rewards"),
                **part_means(rollouts, "logged", "extra"),
                "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),

@@ -37,10 +37,10 @@ from configurator import configure, input_errors
 from episodes import Player, Table
 from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, micro_batches, offload,
                    open_folders, token_logprobs)
-from placement import Bridge, Sampled, kept_ahead, staleness
+from placement import Bridge, kept_ahead, staleness
 from runtime.check_settings import check_run
 from runtime.run import Run
-from weights import compare_logprobs, full_weights
+from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -64,7 +64,6 @@ from config.shared import *     # all other settings used below, such as dtype a
 rollout_ranks = 1               # the last ranks, which are engines; the others are trainers
 max_staleness = 1               # steps that the trained policy is ahead of the one that sampled
 in_flight = False               # new weights enter in the middle of completions; such a run does not repeat
-sync_timeout = 1800.0           # seconds; the run stops if one role waits longer for the other
 vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may take, where it runs alone
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
@@ -123,36 +122,41 @@ with input_errors():                                            # a ValueError b
 
 
 # ---------------------------------------------------------------- the engines
-def sample_for_trainers(_):
-    """What an engine does until the run is over: it samples, scores, sends, and takes the next weights."""
-    version, number, position = opening["version"], opening["step"], opening["position"]
+def sample_for_trainers(version, position, kept):
+    """Do an engine's work until the run is over: sample, score, send, and take the next weights.
+
+    version: that of the weights which the engine has, and the step to begin with, whose prompts are drawn
+    from position on. kept: steps that the trainers have rollouts for.
+    """
     B = prompts_per_step // bridge.engines                      # prompts per step and engine
     own = range(bridge.engine * B, (bridge.engine + 1) * B)     # the places of this engine's prompts
     own_eval = range(bridge.engine, len(eval_set), bridge.engines)
-    table = Table(player, rollout_engine)
+    table, begun, number = Table(player, rollout_engine), {}, version
 
     def begin(kind, number, prompts, places, n, name):
         # n adjacent completions per prompt. Their seeds do not depend on the number of engines.
         sampling = max_completion_length, temperature, 1.0, 0
         seeds = {i: zlib.crc32(f"{seed} {name} {i}".encode()) for i in places}
-        key = kind, number, position, time.perf_counter()
-        table.add(key, [(prompts[i], seeds[i] + j, sampling) for i in places for j in range(n)])
-        return key
+        table.add((kind, number), [(prompts[i], seeds[i] + j, sampling) for i in places for j in range(n)])
+        begun[kind, number] = time.perf_counter(), prompts, [i for i in places for _ in range(n)]
 
     def advance():
         # Takes one step of the engine, then scores and sends what is complete.
-        for (kind, number, after, began), rollouts in table.step().items():
-            ended = time.perf_counter()
+        for (kind, number), rollouts in table.step().items():
+            ended, (began, prompts, places) = time.perf_counter(), begun.pop((kind, number))
             scorer(rollouts)
             times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
-            bridge.send(kind, number, Sampled(rollouts, after, times))
+            for r, i in zip(rollouts, places):
+                # The trainers have the rows. A prompt differs from its row's if `reset` has added to it.
+                r.row = i, {} if r.row is prompts[i].row else {"prompt": r.row["prompt"]}
+            bridge.send(kind, number, rollouts, times)
 
     if lora_rank and version:                                   # the engine was loaded with the base model
         rollout_engine.switch(version)
     while True:
         if version in eval_steps:
-            key = begin("eval", version, eval_set, own_eval, eval_samples, "eval")
-            while key in table.groups:
+            begin("eval", version, eval_set, own_eval, eval_samples, "eval")
+            while ("eval", version) in begun:
                 advance()
         if version == max_steps:
             bridge.wait_for_the_end()
@@ -160,9 +164,10 @@ def sample_for_trainers(_):
             # The schedule says which steps these weights may sample for. keep_ahead relies on it.
             while number <= version + max_staleness and number < max_steps:
                 picked, position = train_set.draw(position, prompts_per_step, seed)
-                begin("step", number, picked, own, G, number)
+                if number not in kept:
+                    begin("step", number, picked, own, G, number)
                 number += 1
-            if not table.groups:
+            if not begun:
                 break
             advance()
         version += 1
@@ -172,30 +177,29 @@ def sample_for_trainers(_):
 
 
 if not bridge.trains:
-    opening = bridge.begin()
+    start, version, position, kept = bridge.begin()
     with input_errors():
         scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
         # With a training prompt and a held-out one, a broken environment or reward shows now.
         scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.engine_class(engine)(
-            opening["model"], compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
-            vllm_tensor_parallel_size, float32_head, apart=True)
-    rollout_engine.version, rollout_engine.incoming = opening["version"], bridge.weights
-    bridge.send("ready", 0, Sampled([], 0, {}))
-    rollout_engine.serve([], sample_for_trainers)               # until the run ends
+            start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization, vllm_tensor_parallel_size,
+            float32_head, apart=True)
+    rollout_engine.version, rollout_engine.incoming = version, bridge.weights
+    bridge.send("ready", 0, [], {})
+    rollout_engine.serve([], lambda _: sample_for_trainers(version, position, kept))    # until the run ends
 
 # ---------------------------------------------------------------- the trainers
 player.close()                                                  # only the engines play
 kl_in_loss = kl_coef > 0 and kl_in == "loss"
-run = Run(settings, __file__, ahead=[])
+run = Run(settings, __file__, ahead={})
 with input_errors():
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
-    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has rank,
-    # alpha and checkpoint of the adapters that come on top.
+    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has the
+    # rank and the checkpoint of the adapters that come on top.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
-    ahead = kept_ahead(run.state, settings)                     # {step: Sampled}, by the run before
-    bridge.tell({"model": start, "version": run.first_step, "step": run.first_step + len(ahead), "position":
-                 max([run.state["position"], *(one.position for one in ahead.values())])})
+    ahead = kept_ahead(run, settings)                           # {step: (rollouts, figures)}
+    bridge.tell((start, run.first_step, run.state["position"], [*ahead]))
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
@@ -206,25 +210,33 @@ if offload_optimizer:
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
-        + ", and in flight: the run does not repeat bit for bit" * in_flight)
-run.state["ahead"] = []
+        + (", and in flight: the run does not repeat bit for bit" if in_flight else ""))
 bridge.take("ready", 0)                                         # engines that are being made take no weights
 if lora_rank and run.resumed:
-    bridge.publish(run.first_step, full_weights(policy, compute_dtype, bridge.naming))
+    bridge.publish(run.first_step, policy.full_weights(compute_dtype, bridge.naming))
+
+
+def with_rows(rollouts, prompts):
+    """Give rollouts of these prompts the rows that sample_for_trainers did not send."""
+    for r in rollouts:
+        place, added = r.row
+        r.row = prompts[place].row | added
+    return rollouts
 
 
 def keep_ahead(step):
-    """Put what was sampled for this step and later ones into the run's state, so that a resume has it."""
+    """Put what was sampled for this step and later ones into the checkpoint, so that a resume has it."""
     # Where the run begins nothing is new, and in flight nobody knows how far the engines are.
-    count = max_staleness if step > run.first_step and not in_flight else 0
-    ahead.update({one: ahead.get(one) or bridge.take("step", one)
-                  for one in range(step, min(step + count, max_steps))})
-    run.state["ahead"] = [[one, sampled.as_json()] for one, sampled in ahead.items()] if rank == 0 else []
+    if step > run.first_step and not in_flight:
+        for later in range(step, min(step + max_staleness, max_steps)):
+            ahead[later] = ahead.get(later) or bridge.take("step", later)
+    run.state["ahead"] = {str(later): figures for later, (_, figures) in ahead.items()}
+    run.arrays = rollout.as_arrays([r for rollouts, _ in ahead.values() for r in rollouts])
 
 
 def evaluate(step):
-    """mean@k, pass@k, maj@k on held-out prompts, sampled as in training, from the same seeds every time."""
-    rollouts = bridge.take("eval", step).rollouts
+    """Return mean@k, pass@k and maj@k on held-out prompts, sampled as in training, with the same seeds."""
+    rollouts = with_rows(bridge.take("eval", step)[0], eval_set)
     player.check_errors(rollouts[rank::world_size])
     # Stops the run if the engines do not have the policy's weights.
     (few,), _ = deal_to_ranks(rollouts, [range(min(32 * world_size, len(rollouts)))])
@@ -252,11 +264,11 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
     with log.timed("wait_for_rollouts"):
-        sampled = ahead.pop(step, None) or bridge.take("step", step)        # from all engines
-    rollouts, run.state["position"] = sampled.rollouts, sampled.position                # on every rank
-    N = len(rollouts)
+        rollouts, figures = ahead.pop(step, None) or bridge.take("step", step)          # from all engines
+    picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
+    N = len(with_rows(rollouts, picked))                        # on every rank
     player.check_errors(rollouts[rank::world_size])
-    log.metrics |= sampled.figures
+    log.metrics |= figures
     log.metrics["async/staleness/mean"], log.metrics["async/staleness/max"] = staleness(rollouts, step)
 
     # ------------------------------------------------------------ 3 advantage
@@ -350,10 +362,9 @@ for step in range(run.first_step, max_steps + 1):               # the last round
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):
-        bridge.publish(step + 1, full_weights(policy, compute_dtype, bridge.naming))
+        bridge.publish(step + 1, policy.full_weights(compute_dtype, bridge.naming))
 
     # ------------------------------------------------------------ 7 log
-    log.metrics["perf/trainers_busy"] = bridge.busy()
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, bridge.engines),
                  rewards.sample_lines(rollouts, G, tokenizer))
 

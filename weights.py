@@ -1,36 +1,124 @@
-"""Weights on their way from the trainer to the engine, and whether they arrived."""
+"""Weights: from a folder to the ranks, from the trainer to the engine, and whether they arrived there.
+
+    read_model          a model from a folder or hub id, whole
+    spread_masters      moves weights that bfloat16 rounds, so that small steps are not lost
+    put_under_fsdp      shards a network over the ranks, with the weights of rank 0
+    Network             a model under FSDP2; full_weights gathers its weights
+    compare_logprobs    compares the trainer's logprobs with the engine's
+"""
 import math
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.core_model_loading import revert_weight_conversion
 
+from runtime.check_model import check_loaded, reading
 
-def full_weights(policy, dtype=None, naming=None):
-    """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
+# ---------------------------------------------------------------- from a folder to the ranks
 
-    Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. In
-    addition to the shards it takes about two copies of the largest parameter: the gathered pieces and the
-    whole. naming: how the tensors are called. If it is given, frozen parameters are left out, and of a policy
-    with adapters the merged weights are yielded.
-    None        each parameter once, under its name in the module
-    module      the same, but a head that shares the embedding's weight comes under its own name as well
-    checkpoint  as module, but with the names of a checkpoint and split as there, because a module may store
-                several tensors as one, such as the experts of a layer. vLLM expects these names, and its CPU
-                build refreshes its packed copy of a tied head only under the head's own name
+def read_model(what, kind, path, config, has_head=True, may_lack=()):
+    """Return the model of the class `kind` in a folder or hub id, whole, in float32 on the CPU.
+
+    has_head: False leaves out the head of a causal language model, which the folder may then lack. may_lack:
+    names of parameters that stay as the class makes them if the folder has none. Raises ValueError, with a
+    message that begins with `what`, if the weights cannot be read, do not fit the config, or have NaN or
+    infinite numbers.
     """
-    # After a forward without backward FSDP2 leaves the root's parameters gathered.
-    policy.reshard()
-    adapters = getattr(policy, "adapters", None)
-    tensors = adapters.merged() if adapters and naming else (
-        # The cast comes before the gather, so that there is less to send.
-        (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
-        for name, parameter in policy.hf.named_parameters(remove_duplicate=naming is None)
-        # Frozen parameters, which read images, never change, and the engine may not have them.
-        if parameter.requires_grad or not (naming or adapters))
-    for name, tensor in tensors:
-        one = {name: tensor}
-        yield from (revert_weight_conversion(policy.hf, one) if naming == "checkpoint" else one).items()
+    with reading(f"{what}: its weights"):
+        hf, info = kind.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False)
+    if not has_head:
+        name = next(name for name, part in hf.named_children() if part is hf.get_output_embeddings())
+        delattr(hf, name)
+        may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
+    check_loaded(what, info, may_lack)
+    for name, x in hf.named_parameters():
+        if not x.isfinite().all():
+            raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    # In eval mode no dropout acts. The engine has none either.
+    return hf.eval()
+
+
+def spread(weight):
+    """Return an int16 for each place of a weight: always the same, and spread evenly over rows and columns."""
+    def along(count, step):
+        return (torch.arange(count, device=weight.device) * step).to(torch.int16)               # it wraps
+
+    columns = weight.numel() // max(len(weight), 1)
+    return (along(len(weight), 49471)[:, None] + along(columns, 37345)).view(weight.shape)
+
+
+@torch.no_grad()
+def spread_masters(parameters):
+    """Move float32 weights, in place, off the grid of bfloat16 without changing what they are rounded to.
+
+    On the grid, an optimizer step that is much smaller than the grid's would change no rounded weight, and
+    neither trainer nor engine would compute anything new. Once the weights are spread over the intervals that
+    are rounded to the same bfloat16, a step of a third of the grid's takes a third of them to the next
+    bfloat16. Zeros stay as they are, and so do parameters that are not on the grid, such as those of a run's
+    checkpoint.
+    """
+    for parameter in parameters:
+        bits = parameter.view(torch.int32)
+        if not (bits & 0xffff).any():
+            # Exactly half a step might be rounded to the next bfloat16.
+            bits.add_(torch.where(parameter == 0, 0, spread(parameter).clamp_(min=1 - 2 ** 15)))
+
+
+def put_under_fsdp(network, units, mesh, dtype):
+    """Put a network under FSDP2, computing in dtype: each of the units by itself, then the rest.
+
+    On rank 0 the network is whole. On all other ranks its parameters are on the meta device, and each rank gets
+    its rows of rank 0's, one tensor after the other. dtype: None computes in that of the parameters. mesh:
+    its last dimension shards. If there are two, all ranks along the first have the same rows. A collective.
+    """
+    whole = network.state_dict() if dist.get_rank() == 0 else {}
+    for part in [*units, network]:
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    if dist.get_rank() > 0:
+        # This empties the buffers as well, and a state dict lacks some, such as the frequencies of positions.
+        buffers = [*network.named_buffers(remove_duplicate=False)]
+        network.to_empty(device=mesh.device_type)
+        for (_, empty), (_, buffer) in zip(network.named_buffers(remove_duplicate=False), buffers):
+            empty.copy_(buffer)
+    set_model_state_dict(network, whole, options=StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True))
+
+
+# ---------------------------------------------------------------- from the trainer to the engine
+
+class Network(nn.Module):
+    """A Hugging Face model, `hf`, that is trained under FSDP2. Policy and Critic (model.py) are such."""
+
+    def full_weights(self, dtype=None, naming=None):
+        """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
+
+        Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. In
+        addition to the shards it takes about two copies of the largest parameter: the gathered pieces and the
+        whole. naming: how the tensors are called. If it is given, frozen parameters are left out, and of a
+        policy with adapters the merged weights are yielded.
+        None        each parameter once, under its name in the module
+        module      the same, but a head that shares the embedding's weight has its own name as well
+        checkpoint  as module, but with the names of a checkpoint and split as there, because a module may
+                    store several tensors as one, such as the experts of a layer. vLLM expects these names,
+                    and its CPU build refreshes its packed copy of a tied head only under the head's own name
+        """
+        # After a forward without backward FSDP2 leaves the root's parameters gathered.
+        self.reshard()
+        adapters = getattr(self, "adapters", None)
+        tensors = adapters.merged() if adapters and naming else (
+            # The cast comes before the gather, so that there is less to send.
+            (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
+            for name, parameter in self.hf.named_parameters(remove_duplicate=naming is None)
+            # Frozen parameters, which read images, never change, and the engine may not have them.
+            if parameter.requires_grad or not (naming or adapters))
+        for name, tensor in tensors:
+            one = {name: tensor}
+            yield from (revert_weight_conversion(self.hf, one) if naming == "checkpoint" else one).items()
 
 
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_stale=False):

@@ -35,7 +35,7 @@ with tempfile.TemporaryDirectory() as folder:
             file.write(json.dumps({"step": step} | figures | score) + "\n")
     started = time.perf_counter()
     state = {"step": steps, "checksums": {}, "evaluated": {}, "eval_scores": {}}
-    log = RunLog(out_dir, __file__, {"sample_interval": 20, "max_steps": steps + 1}, state)
+    log = RunLog(out_dir, __file__, {"max_steps": steps + 1}, state)
     resume = time.perf_counter() - started
     seconds = []
     for _ in range(repeats):

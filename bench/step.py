@@ -201,7 +201,7 @@ if engine:
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
                                            vllm_gpu_memory_utilization, float32_head=float32_head)
     sample = lambda: sampler.generate(asked, 1, range(sequences), completion_length, 1.0)
-    sync = lambda: sampler.load_weights(weights.full_weights(policy, compute_dtype, sampler.naming), 1)
+    sync = lambda: sampler.load_weights(policy.full_weights(compute_dtype, sampler.naming), 1)
     syncs = []
     for _ in range(repeats + 1):
         if engine == "vllm":

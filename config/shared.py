@@ -18,10 +18,10 @@ logprob_gap = 0.0               # nats: the run stops if the mean |trainer - eng
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights
-lora_alpha = 32.0               # what an adapter adds to a weight is multiplied by lora_alpha / lora_rank
-weight_decay = 0.0              # of AdamW
-beta1 = 0.9                     # of AdamW, for the mean of the gradient
-beta2 = 0.95                    # of AdamW, for the mean of its square
+warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
+lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
+grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
+weight_decay = 0.0              # of AdamW, on all weights
 dtype = "auto"                  # float32, bfloat16, or auto: bfloat16 on CUDA; master weights are float32
 float32_head = True             # compute logits in float32 in trainer and engine even with bfloat16
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
@@ -35,5 +35,4 @@ eval_interval = 10              # in steps; the first and the last model are alw
 eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k
 save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; the best at an evaluation is also kept
-sample_interval = 20            # steps between tables of sample completions on the console; 0 shows none
 # ------------------------------------------------------------------------------------------------------------

@@ -23,9 +23,6 @@ from runtime import STARTED_IN
 # missing weights, is an error here.
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-# If vLLM 0.32 does not know a model, it takes transformers' class and wraps it for compilation. The trainer's
-# model is of the same class, and the wrapper asks it for this attribute. To be removed once vLLM mends that.
-transformers.PreTrainedModel.do_not_compile = True
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The models that come with the repository, by the names that --model takes.

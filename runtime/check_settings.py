@@ -13,8 +13,8 @@ from configurator import check, given
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
     updates_per_epoch max_steps max_num_gen_batches eval_samples keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p rollout_ranks sync_timeout
-    sequence_parallel_size lora_alpha layers hidden_size intermediate_size heads steps batch_size""".split()
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p rollout_ranks
+    sequence_parallel_size layers hidden_size intermediate_size heads steps batch_size""".split()
 ANY_NUMBER = ("seed", "difficulty")         # no other number may be negative
 SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
     decay""".split()
@@ -68,7 +68,6 @@ RULES = (
                f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length"),
     lambda s: below_timeout(s, "reward_step_timeout"),
     lambda s: below_timeout(s, "environment_timeout") if s.environment or s.tools else (True, ""),
-    lambda s: below_timeout(s, "sync_timeout"),
     lambda s: divides(s, "vllm_tensor_parallel_size", s.samplers, "ranks that sample"),
     lambda s: divides(s, "sequence_parallel_size", s.trainers, "ranks that train"),
     lambda s: divides(s, "shard_ranks", s.trainers, "ranks that train"),

@@ -7,7 +7,8 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index
     checkpoint-60/trainer/    optimizer-00000.safetensors with the first rank's rows of Adam's moments, and so
-                              on for each rank of a copy of the weights; state.json; checksums.json
+                              on for each rank of a copy of the weights; state.json and, if a run keeps
+                              arrays, arrays.safetensors; checksums.json
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
@@ -29,14 +30,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime import STARTED_IN
-from runtime.distributed import gathered
-from runtime.load_sharded import range_of_rows
-from weights import full_weights
+from runtime.distributed import gathered, range_of_rows
 
 # A file of weights has at most this many bytes, unless a single tensor has more. In a save rank 0 holds one
 # file in memory.
@@ -45,11 +45,11 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 
 # ---------------------------------------------------------------- to disk
 
-def save_checkpoint(folder, networks, tokenizer, state, keep):
+def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model, optimizer)}; the policy's is "", so that from_pretrained and vLLM can load
-    the folder. state: a dict that JSON can hold. Afterwards older checkpoints are removed, except the `keep`
+    the folder. state: a dict that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the `keep`
     newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the checkpoint
     could not be written (because the disk is full, say); then no older one is removed. A collective.
     """
@@ -60,7 +60,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep):
     for place, (model, optimizer) in networks.items():
         if problem := first_problem(problem):
             break
-        tensors = full_weights(model)
+        tensors = model.full_weights()
         try:
             os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
             save_optimizer(trainer, model, optimizer)
@@ -79,7 +79,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep):
     if master and not problem:
         try:
             tokenizer.save_pretrained(part)
-            write_state(part, state)
+            write_state(part, state, arrays)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
             sync(os.path.dirname(folder))
@@ -135,9 +135,12 @@ def first_problem(problem):
     return next(filter(None, gathered([problem])), None)
 
 
-def write_state(folder, state):
-    # Writes state.json, then checksums.json with the CRC-32 of every file, and waits until the disk has all.
+def write_state(folder, state, arrays={}):
+    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every file,
+    # and waits until the disk has all.
     os.makedirs(f"{folder}/trainer", exist_ok=True)
+    if arrays:
+        save_arrays(arrays, f"{folder}/trainer/arrays.safetensors")
     with open(f"{folder}/trainer/state.json", "w") as file:
         # One entry per line is easy to read, and long arrays are written fast.
         file.write("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(state[key])}" for key in state) + "}\n")

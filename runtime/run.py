@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load_file
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ from runtime.user_code import source_file, specs
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
-        "num_generations", "seed", "shuffle", "lora_rank", "lora_alpha")
+        "num_generations", "seed", "shuffle", "lora_rank")
 CODE = ("reward", "environment", "tools")           # settings that name the user's own files
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
@@ -49,8 +50,9 @@ class Run:
 
     settings: what configure returned. script: the training script's __file__. critic: whether the script trains
     a critic. state: what a script of your own wants to find again in run.state when it is resumed, with the
-    values of a new run; run.state is saved as JSON with each checkpoint. Stops the script with a message if the
-    settings do not fit each other, the folder or the checkpoint. A collective.
+    values of a new run; run.state is saved as JSON with each checkpoint, and run.arrays, {name: NumPy array}, as a
+    file of its own. Stops the script with a message if the settings do not fit each other, the folder or the
+    checkpoint. A collective.
     """
 
     def __init__(self, settings, script, critic=False, **state):
@@ -64,13 +66,13 @@ class Run:
                 settings.out_dir, settings.resume, f"out/{kind}-{settings.task}-{clock}")
                 if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
-        self.adapter = settings.lora_rank and (settings.lora_rank, settings.lora_alpha, self.resumed)
+        self.adapter = settings.lora_rank and (settings.lora_rank, self.resumed)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings),
                       "world_size": self.world_size} | state
-        self.declared = set(self.state)
+        self.declared, self.arrays = set(self.state), {}
         if self.resumed:
             self._read_state(kind, critic)
         for key in SAME:
@@ -89,6 +91,8 @@ class Run:
         check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(self.script)} "
                            "would lose: resume it with the script, in the version, that wrote it")
         self.state |= loaded
+        if os.path.exists(path := f"{self.resumed}/trainer/arrays.safetensors"):
+            self.arrays = load_file(path)
 
     def check_data(self, base, train_set, eval_set):
         """Refuse prompts that are not those of the resumed run, whose file may have changed, and a model that
@@ -129,9 +133,12 @@ class Run:
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
         self.log, self.engine = RunLog(self.out_dir, self.script, vars(self.settings), self.state), engine
         engine.version = self.first_step
-        self._say_what_it_is(networks[""][0], data_note, updates)
+        policy, _ = networks[""]
+        if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
+            engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
+        self._say_what_it_is(policy, data_note, updates)
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
-        self.signals = []
+        self.signals, self.stopped = [], False
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
         return self.log
@@ -177,6 +184,10 @@ class Run:
         if len(self.signals) == 1:
             self.log.say("This step will be finished and saved, then the run stops. Ctrl-C again ends it at once.",
                          error=True)
+
+    def due(self, interval):
+        """Whether what happens every `interval` steps is due; 0 stands for the first step alone."""
+        return self.state["step"] % (interval or self.max_steps) == 0
 
     def stopping(self, signalled=False):
         """Whether a signal has come, or torchrun has died, on any rank. A collective.
@@ -237,7 +248,7 @@ class Run:
             with self.log.timed("save"):
                 problem = checkpoint.save_checkpoint(
                     os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
-                    self.settings.keep_checkpoints)
+                    self.settings.keep_checkpoints, self.arrays)
             check(not problem, f"checkpoint-{step} could not be saved, the older ones stand: {problem}")
         if step == self.max_steps:
             self.log.write()
@@ -269,7 +280,7 @@ class RunLog:
 
     def __init__(self, out_dir, script, settings, state):
         self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
-        self.sample_interval, self.health = settings["sample_interval"], health.Watch(settings)
+        self.health = health.Watch(settings)
         first_step = state["step"]
         self.start(first_step)
         if self.master:
@@ -349,7 +360,7 @@ class RunLog:
         self.timing["timing_s/step"] = seconds = time.perf_counter() - self.started
         self.metrics["perf/throughput"] = tokens / seconds
         self.write(samples)
-        if self.sample_interval and self.metrics["step"] % self.sample_interval == 0:
+        if any(name.startswith("eval") for name in self.metrics):       # samples are shown as often
             self.say("\n".join(
                 f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))

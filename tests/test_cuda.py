@@ -142,7 +142,7 @@ def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
         with torch.no_grad():
             for p in policy.parameters():
                 p += 0.01 * torch.randn_like(p)
-        engine.load_weights(weights.full_weights(policy, torch.bfloat16, engine.naming), cycle)
+        engine.load_weights(policy.full_weights(torch.bfloat16, engine.naming), cycle)
         rollouts = engine.generate([[65, 66], [67]], 16, [cycle, 100 + cycle], 24, 1.0)
         used.append(in_use())
         assert gap(policy, rollouts) < 0.05

@@ -1,5 +1,4 @@
 """From a folder to a network: families of models, against transformers' own forwards, and what is refused."""
-import gc
 import json
 import os
 import shutil
@@ -8,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
 from bench.models import FAMILIES, make
-from runtime import checkpoint, load_sharded
+from runtime import checkpoint
 from runtime.checkpoint import load_optimizer, save_checkpoint
 from model import load_critic, load_policy, text_model, token_logprobs, token_values
 from packing import pack
@@ -21,7 +20,6 @@ from rollout import HFEngine
 from runtime.check_model import check_model, check_trainable, load_tokenizer, model_class
 from runs import ROOT, train
 from test_packing import episode, random_parts, sampled_places
-from weights import full_weights
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +155,7 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
     images = {key for key in before if "vision" in key or "visual" in key or "projector" in key}
     assert changed and images and not changed & images
     assert AutoConfig.from_pretrained(folder).architectures == [kind]
-    assert len([name for name, _ in full_weights(policy, None, "checkpoint")]) < len(before)
+    assert len([name for name, _ in policy.full_weights(None, "checkpoint")]) < len(before)
     again = load_policy(folder, mesh, torch.float32)
     other = torch.optim.AdamW(again.parameters(), 0.1)
     load_optimizer(folder, again, other)
@@ -225,31 +223,6 @@ def test_a_failed_save_of_several_files_leaves_the_older_ones(folder, mesh, tmp_
     monkeypatch.setattr(checkpoint, "save_file", full_disk)
     assert "No space left on device" in save(2) and len(written) == 3
     assert os.listdir(tmp_path) == ["checkpoint-1"]
-
-
-def test_only_one_tensor_is_whole_while_weights_are_loaded(mesh, tmp_path, monkeypatch):
-    """Only those of the model are in float32, because the file is in bfloat16."""
-    whole_ones, kept, plain = [], [], load_sharded.own_rows
-    Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, dtype=torch.bfloat16)).bfloat16().save_pretrained(tmp_path)
-
-    def own_rows(whole, *rest):
-        gc.collect()
-        there = {x.data_ptr() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)
-                 and x.dtype == torch.float32 and not x.is_meta
-                 and x.shape in ((64, 128), (128, 64), (100, 64))}
-        whole_ones.append(len(there - {x.to_local().data_ptr() for x in kept}))
-        kept.append(plain(whole, *rest))
-        return kept[-1]
-    monkeypatch.setattr(load_sharded, "own_rows", own_rows)
-    # Else each collection walks over all that was there before, which takes half a minute.
-    gc.freeze()
-    try:
-        policy = load_policy(str(tmp_path), mesh, torch.float32)
-    finally:
-        gc.unfreeze()
-    assert len(kept) == len(list(policy.parameters())) and max(whole_ones) == 1
 
 
 def test_a_model_whose_generation_config_names_a_temperature_is_saved(folder, mesh, tmp_path):

@@ -33,7 +33,7 @@ def run_state(step=0, **more):
 def log_figures(out_dir):
     """Two steps of figures that differ from rank to rank; returns what each rank keeps of the first."""
     rank = dist.get_rank()
-    log = RunLog(out_dir, __file__, {"sample_interval": 20, "max_steps": 2}, run_state())
+    log = RunLog(out_dir, __file__, {"max_steps": 2}, run_state())
     log.metrics["agreed"] = 0.5
     # Rank 0 gives two values and then one, rank 1 gives one and then none.
     log.add(sums={"sum": rank + 1},
@@ -127,7 +127,7 @@ def end_step(log, rollouts, n=2):
 def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys):
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in (*range(7), 6, 7)]
     (tmp_path / "run").mkdir()
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20, "max_steps": 3}, run_state())
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
     for step in range(2):
         log.start(step)
         with log.timed("gen"):
@@ -174,7 +174,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
             (event,) = [event for event in board.Scalars(name) if event.step == line["step"]]
             assert event.value == pytest.approx(value, rel=1e-6)
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {
-        "sample_interval": 20, "max_steps": 3, "checksums": {}, "out_dir": str(tmp_path / "run")}
+        "max_steps": 3, "checksums": {}, "out_dir": str(tmp_path / "run")}
     assert (tmp_path / "run" / "test_run_log.py").exists()
 
 
@@ -216,7 +216,7 @@ def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
     for number, r in enumerate(rollouts):
         r.row, r.completion = row | {"answer": str(number)}, said
     (tmp_path / "run").mkdir()
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20, "max_steps": 1}, run_state())
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 1}, run_state())
     end_step(log, rollouts, 1)
     log.bar.close()
     samples = lines(tmp_path / "run", "samples.jsonl")
@@ -253,7 +253,7 @@ def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path):
     os.makedirs(tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "eval/mean@4": 0.25}\n{"step": 2, "eval/mean@4": 0.5}\n')
     evaluated = {"step": 2, "eval/mean@4": 0.5, "eval/pass@4": 1.0}
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20, "max_steps": 3},
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3},
                  run_state(2, evaluated=evaluated, eval_scores={"0": 0.25, "2": 0.5}))
     log.start(2)
     log.write()

@@ -408,7 +408,7 @@ def test_a_full_disk_ends_the_run(mesh, tmp_path, capsys):
     """It says so; the line that was cut off is dropped when the run is resumed."""
     os.mkdir(tmp_path / "run")
     state = {"step": 0, "checksums": {}, "evaluated": {}, "eval_scores": {}}
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20, "max_steps": 3}, state)
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, state)
     log.metrics["reward"] = 0.5
     log.write()
     full = resource.getrlimit(resource.RLIMIT_FSIZE)

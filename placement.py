@@ -35,7 +35,7 @@ BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
 SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "max_turn_length",
-                "max_reply_length", "reward_weights")
+                "reward_weights")
 
 
 class Bridge:

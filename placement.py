@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
 SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "max_turn_length",
-                "max_reply_length", "reward_weights")
+                "reward_weights")
 
 
 class Bridge:
@@ -43,7 +44,7 @@ class Bridge:
     settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
     are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
     weights that has arrived. For runtime.run the bridge is the trainers' engine: it has the attributes name,
-    naming and allocated, and close.
+    naming and allocated, load_weights and close.
     """
     allocated = 0
 
@@ -107,7 +108,7 @@ class Bridge:
             for tensor in packed(words):
                 self._wait_for("the engines to listen", self.gloo.broadcast, tensor, 0)
 
-    def publish(self, version, named_tensors):
+    def load_weights(self, named_tensors, version):
         """Send all engines the tensors that Network.full_weights yields. A collective of the trainers."""
         for bucket in buckets(named_tensors):
             self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
@@ -228,6 +229,62 @@ class Bridge:
     def _failed(self, *error):
         distributed.failed(*error)
         atexit.register(distributed.end, 1)                     # the last one is called first
+
+
+def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, position, kept):
+    """Do an engine's work until the run is over: sample, score, send, and take the next weights.
+
+    s: a script's settings. table: an episodes.Table with the engine. version: that of the weights which the
+    engine has, and the step to begin with, whose prompts are drawn from position on. kept: steps that the
+    trainers have rollouts for.
+    """
+    B = s.prompts_per_step // bridge.engines                    # prompts per step and engine
+    own = range(bridge.engine * B, (bridge.engine + 1) * B)     # the places of this engine's prompts
+    own_eval = range(bridge.engine, len(eval_set), bridge.engines)
+    eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}  # that begin with one
+    begun, number, engine = {}, version, table.engine
+
+    def begin(kind, number, prompts, places, n, name):
+        # n adjacent completions per prompt. Their seeds do not depend on the number of engines.
+        sampling = s.max_completion_length, s.temperature, 1.0, 0
+        seeds = {i: zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in places}
+        table.add((kind, number), [(prompts[i], seeds[i] + j, sampling) for i in places for j in range(n)])
+        begun[kind, number] = time.perf_counter(), prompts, [i for i in places for _ in range(n)]
+
+    def advance():
+        # Takes one step of the engine, then scores and sends what is complete.
+        for (kind, number), rollouts in table.step().items():
+            ended, (began, prompts, places) = time.perf_counter(), begun.pop((kind, number))
+            scorer(rollouts)
+            times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
+            for r, i in zip(rollouts, places):
+                # The trainers have the rows. A prompt differs from its row's if `reset` has added to it.
+                r.row = i, {} if r.row is prompts[i].row else {"prompt": r.row["prompt"]}
+            bridge.send(kind, number, rollouts, times)
+
+    if s.lora_rank and version:                                 # the engine was loaded with the base model
+        engine.switch(version)
+    while True:
+        if version in eval_steps:
+            begin("eval", version, eval_set, own_eval, s.eval_samples, "eval")
+            while ("eval", version) in begun:
+                advance()
+        if version == s.max_steps:
+            bridge.wait_for_the_end()
+        while not (s.in_flight and bridge.newest > version):
+            # The schedule says which steps these weights may sample for. train_async.save relies on it.
+            while number <= version + s.max_staleness and number < s.max_steps:
+                picked, position = train_set.draw(position, s.prompts_per_step, s.seed)
+                if number not in kept:
+                    begin("step", number, picked, own, s.num_generations, number)
+                number += 1
+            if not begun:
+                break
+            advance()
+        version += 1
+        while s.in_flight and version not in eval_steps and bridge.newest > version:
+            version += 1                                        # an engine that is late takes the newest
+        engine.switch(version)                                  # waits for these weights
 
 
 def packed(words):

@@ -160,7 +160,7 @@ def test_instances_are_reset_again_and_closed_at_the_end(server, write, name, ca
         assert len(rollouts) == 16 and {r.finish_reason for r in rollouts} == {"stop"}
         assert len(engine.asked) == 32
     assert server.opened == server.peak == len(server.open) == expected and not server.refused
-    user_code.close([*plays.opened.values()], 9)
+    user_code.close([*plays.environment.opened.values()], 9)
     assert server.open == set()
 
 
@@ -171,7 +171,7 @@ def test_what_closes_an_instance_is_no_tool(server, write):
     # A close with arguments is the game's own.
     held = player(f"{source}:Held")
     assert names(held) == ["close", "look"]
-    user_code.close([*held.opened.values()], 9)
+    user_code.close([*held.environment.opened.values()], 9)
     assert len(server.open) == 1
 
 
@@ -193,7 +193,7 @@ class Odd(Remote):
     assert [r.finish_reason for r in rollouts] == ["stop", "error", "timeout"]
     # Two were closed, in threads of their own.
     wait_for(lambda: len(server.open) == 1, SimpleNamespace(exitcode=None), 9)
-    assert len(plays.opened) == 1 and plays.idle == [*plays.opened.values()]
+    assert len(plays.environment.opened) == 1 and plays.environment.idle == [*plays.environment.opened.values()]
 
 
 # ---------------------------------------------------------------- how episodes begin and end
@@ -284,7 +284,7 @@ def test_what_cannot_begin_is_lost_and_not_the_run(write):
     rollouts, _ = played(plays, [["a<|end|>"], ["b<|end|>"], ["last<|end|>"]], rows)
     assert [r.finish_reason for r in rollouts] == ["error", "error", "stop"]
     assert [len(r.spans) for r in rollouts] == [1, 1, 1] and all(len(r.logprobs) == 2 for r in rollouts[:2])
-    for r, told in zip(rollouts, ("reset raised OSError: no board", "the prompt has 66 tokens, more than")):
+    for r, told in zip(rollouts, ("reset raised OSError: no board", "reset returned so much that the prompt has 66 tokens, more than")):
         assert told in r.counts["problem"]
     rollouts = scored(plays, lambda: rollouts)
     assert [r.score for r in rollouts] == pytest.approx([math.nan, math.nan, 10.5], nan_ok=True)
@@ -345,31 +345,6 @@ def test_a_turn_has_a_limit_of_its_own(write, length, texts, spans):
     (r,), _ = played(player(f"{write(JUDGED)}:Judged", max_turn_length=length, max_turns=len(texts)), [texts])
     assert [end - start for start, end in r.spans] == spans
     assert r.finish_reason == ("length" if length else "turns")
-
-
-def test_a_long_reply_is_cut_and_says_so(write):
-    source = write('''
-        class Long:
-            def reset(self, **row): ...
-            def step(self, text):
-                return "abcdefgh" if text == "long" else "abc", 0.0, False
-        def words(count: int) -> list:
-            """Gives words.
-
-            Args:
-                count: How many.
-            """
-            return ["word"] * count
-        ''')
-    cut = "<|user|>abc [cut: 3 of 8 tokens]<|end|><|assistant|>"
-    (r,), _ = played(player(f"{source}:Long", max_reply_length=3), [["long<|end|>", "b<|end|>", "c<|end|>"]])
-    assert parts_of(r)[2] == cut and parts_of(r)[4] == "<|user|>abc<|end|><|assistant|>"
-    assert r.completion[1]["content"] == "abc [cut: 3 of 8 tokens]"
-    # The tool's message keeps the whole result, for rewards.
-    plays = player(tools=f"{source}:words", max_reply_length=10)
-    (r,), _ = played(plays, [[call("words", '{"count": 3}') + "<|end|>", "b<|end|>"]])
-    assert "['word', ' [cut: 10 of 24 tokens]" in parts_of(r)[2]
-    assert r.completion[1]["content"] == ["word"] * 3
 
 
 # ---------------------------------------------------------------- messages
@@ -518,7 +493,7 @@ def test_functions_are_tools_without_a_class(write):
     ({"tools": "none.py:add"}, "tools: no such file: none.py"),
     ({"tools": "GAME:bare"}, "tools=.*: the tool bare needs type hints and a docstring"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
-    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two tools are called add"),
+    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two of the tools add have the same name"),
     ({"tools": "GAME:add", "chat": False}, "tools=.* needs chat=True and a tokenizer with"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])
 def test_tools_and_classes_that_cannot_be_used_are_refused(write, settings, told):
@@ -599,7 +574,7 @@ def test_rewards_read_the_environments_of_their_episodes(moves):
         assert r.score == pytest.approx(r.parts["reached"] + 0.5 * i + i / 10 + 1)
         assert r.extra == {"distance": i, "note": f"at {i}", "length": 3.0}
     assert sys.modules["game_state"].seen == [[float(i)] for i in range(5)]
-    assert len(plays.opened) == 2
+    assert len(plays.environment.opened) == 2
 
 
 def test_what_is_logged_is_in_metrics_and_samples(moves):

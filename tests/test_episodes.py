@@ -22,7 +22,7 @@ from runtime import user_code
 from test_rollout import ENGINES, identical
 
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
-            "tools": "", "max_turn_length": 0, "max_reply_length": 0, "max_environments": 0,
+            "tools": "", "max_turn_length": 0, "max_environments": 0,
             "max_completion_length": 120, "environment_workers": 0, "environment_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",
             "reward_workers": 0, "reward_errors": "stop", "reward_weights": ""}
@@ -522,8 +522,8 @@ def test_tools_are_called_and_answer(games):
     (call("sub"), "there is no tool sub; there are add, wait"),
     (call("reset"), "there is no tool reset"), (call("_note"), "there is no tool _note"),
     (call("last"), "there is no tool last"), (call("get_reward"), "there is no tool get_reward"),
-    (call("add"), "wrong arguments: missing a required argument: 'amount'"),
-    (call("wait", '{"seconds": 1}'), "wrong arguments: got an unexpected keyword argument 'seconds'"),
+    (call("add"), "add() missing 1 required positional argument: 'amount'"),
+    (call("wait", '{"seconds": 1}'), "wait() got an unexpected keyword argument 'seconds'"),
     (call("add", '[1]'), "the arguments have to be an object"), (call("add", "7"), "have to be an object"),
     (call("add", r'"{\"amount\""'), "no call of a tool: JSONDecodeError"),
     ("<tool_call>{'name': 'add'}</tool_call>", "no call of a tool: JSONDecodeError"),
@@ -732,9 +732,9 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path):
 def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch):
     """As config files name some of the project's own, and a run may start in any folder."""
     name = "environments/guess_number.py"
-    monkeypatch.setattr(user_code, "HERE", str(tmp_path))
+    monkeypatch.setattr(user_code, "STARTED_IN", str(tmp_path))
     assert user_code.source_file(name) == f"{ROOT}/{name}"
-    assert player("", environment=f"{name}:Guess").has_step
+    assert player("", environment=f"{name}:Guess").environment.has_step
     assert user_code.source_file(f"{ROOT}/{name}") == f"{ROOT}/{name}"
     with pytest.raises(ValueError, match="^environment: no such file: environments/none.py$"):
         player("", environment="environments/none.py:Guess")
@@ -749,7 +749,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (START.format("raise KeyError('lost')", ""), "reset raised KeyError: 'lost'; the row is {'prompt'"),
     (START.format("import sys; sys.exit(0)", ""), "reset raised SystemExit: 0; the row is {"),
     (START.format("return 3", ""), "reset returned 3, neither a string nor None; the row is {"),
-    (START.format("return 'x' * 60", ""), "with what reset returned the prompt has 66 tokens, more than "
+    (START.format("return 'x' * 60", ""), "reset returned so much that the prompt has 66 tokens, more than "
                                           "max_prompt_length=64; the row is {"),
     (START.replace("def", "async def").format("import asyncio; await asyncio.sleep(60)", ""),
      "reset took more than environment_timeout=0.3 seconds; the row is {"),

@@ -5,6 +5,7 @@ They catch mistakes, and nothing else depends on them. A script of your own may 
 read one of these are then left out.
 """
 import contextlib
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 from transformers import AutoConfig
@@ -69,6 +70,9 @@ RULES = (
     lambda s: below_timeout(s, "reward_step_timeout"),
     lambda s: below_timeout(s, "environment_timeout") if s.environment or s.tools else (True, ""),
     lambda s: divides(s, "vllm_tensor_parallel_size", s.samplers, "ranks that sample"),
+    lambda s: (s.vllm_tensor_parallel_size == 1 or s.engine == "vllm"
+               or s.engine == "auto" and find_spec("vllm") is not None,
+               f"vllm_tensor_parallel_size={s.vllm_tensor_parallel_size}: engine=hf has one rank"),
     lambda s: divides(s, "sequence_parallel_size", s.trainers, "ranks that train"),
     lambda s: divides(s, "shard_ranks", s.trainers, "ranks that train"),
     lambda s: (s.prompts_per_step % s.engines == 0,

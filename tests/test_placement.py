@@ -568,7 +568,8 @@ def test_rollouts_come_back_from_arrays(tmp_path):
     found = from_arrays(load_file(tmp_path / "arrays.safetensors"))
     for ours, theirs in zip(found, some, strict=True):
         assert bits(ours) == bits(theirs) and ours.spans.tolist() == theirs.spans.tolist()
-        for key in ("versions", "counts", "row", "parts", "problem", "finish_reason", "completion"):
+        assert [*map(tuple, ours.versions)] == [*theirs.versions]
+        for key in ("counts", "row", "parts", "problem", "finish_reason", "completion"):
             assert getattr(ours, key) == getattr(theirs, key)
     assert [r.rewards for r in found] == [{}, {0: 0.25}]
     assert from_arrays({}) == from_arrays(as_arrays([])) == []

@@ -106,6 +106,7 @@ def from_arrays(arrays):
             one[key] = part
     for one in rest:
         one["rewards"] = {int(t): reward for t, reward in one["rewards"].items()}
+        one["versions"] = tuple(map(tuple, one["versions"]))
     return [Rollout(**one) for one in rest]
 
 

@@ -80,7 +80,7 @@ class Player:
         if not s.chat or tokenizer.chat_template is None:
             raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
         closing.callback(self.close)
-        environment, error, _ = outcome(self.make, s.environment_timeout)
+        environment, error, _ = outcome(self.make, s.call_timeout)
         if error:
             raise ValueError(f"{self.key}: {self.name}() {self._told(error)}")
         self.opened[id(environment)] = environment
@@ -220,7 +220,7 @@ class Player:
     def proceed(self, episode, value=None):
         """Sends a value to an episode and calls its environment, until it yields a Request; returns this."""
         while not isinstance(wish := episode.send(value), Request):
-            value = outcome(wish, self.settings.environment_timeout)
+            value = outcome(wish, self.settings.call_timeout)
         return wish
 
     def _call(self, counts, function, /, *args, **kwargs):
@@ -291,7 +291,7 @@ class Player:
 
     def _busy(self, ended):
         # Whether the environment is still at work, in a thread that nothing can end.
-        return ended == "timeout" and self.settings.environment_workers > 0
+        return ended == "timeout" and self.settings.call_workers > 0
 
     def _ended_by(self, error, turn, row, counts):
         # How an episode ended by a call that raised, or that took too long.
@@ -339,7 +339,7 @@ class Player:
         return RuntimeError(f"{self.who}: {problem}; the row is {row!r:.300}")
 
     def _told(self, error):
-        return (f"took more than environment_timeout={self.settings.environment_timeout:g} seconds"
+        return (f"took more than call_timeout={self.settings.call_timeout:g} seconds"
                 if isinstance(error, TimeUp) else f"raised {escaped(shown(error.__cause__))}")
 
     # ------------------------------------------------------------ tools
@@ -431,7 +431,7 @@ class Table:
 
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
-        self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
+        self.threads = Threads(self.settings.call_workers, self.settings.call_timeout)
         self.numbers = itertools.count()
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
@@ -458,7 +458,7 @@ class Table:
         # Runs an episode until it ends, or waits for the engine or for a thread.
         episode, key, place = self.playing[number]
         try:
-            wish = (episode.send(value) if self.settings.environment_workers
+            wish = (episode.send(value) if self.settings.call_workers
                     else self.player.proceed(episode, value))
         except StopIteration as end:
             self.groups[key][place] = end.value

@@ -129,8 +129,8 @@ class Run:
             f"The run has {self.max_steps} steps and evaluates "
             f"{f'every {s.eval_interval}' if s.eval_interval else 'its first and last model'}, with "
             f"{s.eval_samples} completions per held-out prompt.\n{printable(data_note)}\n{self.forecast}")
-        if (s.environment or s.tools) and s.environment_workers:
-            self.log.say("environment_workers: turns begin when the environments answer, so the run does not "
+        if (s.environment or s.tools) and s.call_workers:
+            self.log.say("call_workers: turns begin when the environments answer, so the run does not "
                          "repeat bit for bit")
         if self.resumed:
             self.log.say(f"resumes {self.resumed}")

@@ -40,8 +40,6 @@ def check_values(settings):
         # A byte of the command line that is not UTF-8 becomes half a surrogate pair.
         check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
               f"{key}={value}: not UTF-8")
-        check(key != "reward_workers" or not value or ":" in settings.reward,
-              f"reward_workers={value} needs a reward of your own, file.py:function")
         check(key not in ("train_file", "eval_file") or not value or settings.task == "file",
               f"{key}={value}: it is read only with --task=file")
 
@@ -66,8 +64,9 @@ RULES = (
     lambda s: (s.max_prompt_length > 0, f"max_prompt_length={s.max_prompt_length}: must be above 0"),
     lambda s: (s.max_prompt_length + s.max_completion_length <= s.token_budget,
                f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length"),
-    lambda s: below_timeout(s, "reward_step_timeout"),
-    lambda s: below_timeout(s, "environment_timeout") if s.environment or s.tools else (True, ""),
+    # The calls of a step's rewards have ten times this time.
+    lambda s: (not 0 < s.timeout <= 10 * s.call_timeout,
+               f"timeout={s.timeout}: not above 10 * call_timeout={10 * s.call_timeout:g}"),
     lambda s: divides(s, "vllm_tensor_parallel_size", s.samplers, "ranks that sample"),
     lambda s: divides(s, "sequence_parallel_size", s.trainers, "ranks that train"),
     lambda s: divides(s, "shard_ranks", s.trainers, "ranks that train"),

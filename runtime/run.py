@@ -154,8 +154,8 @@ class Run:
             f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
             f"The run has {self.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} completions "
             f"per held-out prompt.\n{printable(data_note)}\n{self.forecast}")
-        if (s.environment or s.tools) and s.environment_workers:
-            say("environment_workers: turns begin when the environments answer, so the run does not repeat bit "
+        if (s.environment or s.tools) and s.call_workers:
+            say("call_workers: turns begin when the environments answer, so the run does not repeat bit "
                 "for bit")
         if self.resumed:
             say(f"resumes {self.resumed}")

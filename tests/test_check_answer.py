@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 
 import rewards
-from runtime.user_code import UserProcess
 from tasks import check_answer
+from test_rewards import found, in_process
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -313,10 +313,9 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     rows = [{"prompt": "p", "answer": "x+1"}] * 3
     completions = [r"\boxed{1+x}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{1+x}"]
     start = time.monotonic()
-    reward = UserProcess(".", rewards.judge_there, "math_verify", "file")
-    found = rewards.score(reward, rows, completions, 2.0)
+    scores = found(in_process("math_verify"), rows, completions, 2.0)
     assert time.monotonic() - start < 10
-    assert found == [({"math_verify": float(not late)}, [], {}, rewards.TIMED_OUT * late) for late in (0, 1, 0)]
+    assert scores == [({"math_verify": float(not late)}, [], {}, rewards.TIMED_OUT * late) for late in (0, 1, 0)]
 
 
 def test_math_verify_needs_its_package(monkeypatch):

@@ -311,10 +311,10 @@ def test_episodes_apart(train, talker, games, tmp_path):
 
 
 def test_episodes_in_flight_in_threads(train, talker, games):
-    metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", environment_workers=4,
+    metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", call_workers=4,
                             in_flight=True, **GAME)
     assert max(ages(metrics)) <= 1 and metrics[0]["episodes/turns"] > 1.2 and len(metrics) == 5
-    assert "environment_workers: turns begin when" in output and "older, and in flight: " in output
+    assert "call_workers: turns begin when" in output and "older, and in flight: " in output
 
 
 # ---------------------------------------------------------------- a role that is gone

@@ -161,7 +161,7 @@ def waiting_run(folder, tmp_path):
     """A run in the middle of its first step, which ends once there is a file "go on"."""
     (tmp_path / "waiting.py").write_text(WAITING)
     reward = f"--reward={tmp_path}/waiting.py:score"
-    arguments = command("train_grpo.py", folder, tmp_path / "run", reward, reward_timeout=0,
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward, call_timeout=0,
                         save_interval=100)
     (process,) = begin(tmp_path / "out", *arguments, errors=tmp_path / "errors")
     wait_for((tmp_path / "waiting").exists, process)

@@ -33,18 +33,21 @@ LANGUAGES = [
 EDGE = "(?!(?<=[a-z])[a-z])"
 FILLER = "(?: (?:therefore|thus|then|simply|just|equal to|option|choice))*"
 # What leads to an answer in the last line (`So the total is 18`), and what may follow an answer in its line.
-LEAD = (r"(?:result\w{0,2}|résultat|ergebnis|solution|total|so|thus|hence|therefore|value|resultado)\b(?:.{0,60}\b(?:is|are|get|have|"
-        r"equals|es|est|ist)\b)?|(?:we|i) (?:get|have)|it['’]?s|it is|that['’]?s|i get|we get|option|choice|choose|pick|donc|also|итак|результат|"
-        "结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以|故|解|kết quả là|よって|따라서|∴|⇒|=>")
+LEAD = (r"(?:result\w{0,2}|résultat|ergebnis|solution|total|so|thus|hence|therefore|value|resultado)\b"
+        r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|option|"
+        "choice|choose|pick|donc|also|итак|результат|结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以|故|解|"
+        "kết quả là|よって|따라서|∴|⇒|=>")
 TAIL = (rf"[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
         f"是?正确|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}.*")
 NOUN, VERB = ("|".join(column) for column in zip(*LANGUAGES))
-# An answer begins behind these: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, [[18]], a line that
-# says only `Final Answer`, and GSM8K's ####, unless the #### is a heading with text below it. If there are
+# An answer begins behind these: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says
+# only `Final Answer`, [[18]], and GSM8K's ####, unless the #### is a heading with text below it. If there are
 # none of them, these count: `the answer in dollars is 18`, `the correct option would be: B`.
 SIGNS = [re.compile(pattern, re.I | re.M) for pattern in [
-    rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"*_)`]*(?:\s*[:：=＝]|\s+[-–—→]\s)|<(?:answer|solution|final_?answer)>|"
-    rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|\[\[(?=[^\[\]\n]{{1,99}}\]\])|"
+    rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"*_)`]*(?:\s*[:：=＝]|\s+[-–—→]\s)|"
+    r"<(?:answer|solution|final_?answer)>|"
+    rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
+    r"\[\[(?=[^\[\]\n]{1,99}\]\])|"
     r"(?<!#)####(?!#)(?![ \t]*\**(?-i:[A-Z])[^\n]{0,80}\n\s{0,9}\S)",
     rf"(?:{NOUN}){EDGE}[^\n.:：。!?=<>]{{0,60}}?(?:{EDGE}(?:{VERB}){EDGE}{FILLER}\s*[:：]?|[:：])"]]
 MARK = re.compile(rf"{NOUN}|<answer>|<solution>|<final_?answer>|####|\[\[")
@@ -53,13 +56,15 @@ REST = re.compile(rf"{TAIL}|</(?:s|think)>.*|<\|\w{{1,30}}\|>.*|[。！].*|"
                   r"(?<!^[a-z])(?<![. ][a-z])[.!][\"*)$]{0,4}\s+(?-i:[A-Z]).*", re.I | re.S)
 LEADING = re.compile(rf"^.*{EDGE}(?:{LEAD}){EDGE}[\s,:：*]*", re.I)
 # A number in a sentence: `She makes 18 dollars.`, but not `at least 18` or `the square root of 18`
-SENTENCE = re.compile(r"(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|times|is|by)\b)"
-                      r"(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
-# \boxed{, \boxed 5, an escaped sign such as \{, or a bracket; if only JOINT stands between two boxes, they are
-# one answer.
+SENTENCE = re.compile(r"(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|times|is|"
+                      r"by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
+# \boxed{, \boxed 5, an escaped sign such as \{, or a bracket; if only JOINT stands between two boxes, as in
+# `\boxed{1} and \boxed{2}`, they are one answer.
 BRACKETS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+([^\s{}$]+)|\\.|[{}]")
 JOINT = re.compile(r"\}[\s$]*(?:,|,?\s*and\b)[\s$]*\\(?:boxed|fbox)\s*\{", re.I)
-FRAMES = [("```", "```"), ("**", "**"), ("$$", "$$"), (r"\[", r"\]"), ("`", "`"), ("\n$", "$"), ("\n\\(", r"\)")]
+# What may stand around the last thing of a text
+FRAMES = [("```", "```"), ("**", "**"), ("$$", "$$"), (r"\[", r"\]"), ("`", "`"), ("\n$", "$"),
+          ("\n\\(", r"\)")]
 EDGES = " \t\r\n*`\"'“”"
 # The sign of an equation, and not a part of <=; the words before an equation; x = 1, y as in `x = 1, y = 2`
 EQUALS = re.compile(r"(?<![<>!=:])=(?![=>])")
@@ -152,8 +157,9 @@ def last_answer(text):
         return rest
     alone = rest != line.strip(EDGES) or not before or before.rstrip(EDGES).endswith((":", "："))
     tree = value(plain(rest)) if alone else None
-    formula = isinstance(tree, tuple) and not WORDY.search(rest) or alone and re.fullmatch(r"\(?[A-Z][).]?", rest)
-    return rest if formula or isinstance(tree, Fraction) else None
+    if isinstance(tree, Fraction) or isinstance(tree, tuple) and not WORDY.search(rest):
+        return rest
+    return rest if alone and re.fullmatch(r"\(?[A-Z][).]?", rest) else None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -166,19 +172,21 @@ SYMBOLS = {
     r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\frac": r"\dfrac \tfrac \cfrac",
     r"\binom": r"\dbinom \tbinom", r"\pi": "π", r"\sqrt": "√", r"\theta": "θ", r"\infty": "∞",
     r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈", r"\pm": "±", r"\emptyset": r"\varnothing ∅",
-    " ": r"\, \; \: \quad \qquad ~", "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \displaystyle \! \( "
-                                         r"\) \[ \] \$ $ £ € ¥ ₹ \% % \degree °"}
-SPELLINGS = {each: sign + " " * (sign[:1] == "\\") for sign, names in SYMBOLS.items() for each in names.split()}
+    " ": r"\, \; \: \quad \qquad ~", "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \displaystyle "
+                                         r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \% % \degree °"}
+SPELLINGS = {each: sign + " " * sign.startswith("\\")
+             for sign, names in SYMBOLS.items() for each in names.split()}
 # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12. The
 # last row removes characters without width.
-FORMS = [("[¼-¾⅐-⅞]", " {}"), ("[²³¹⁰⁴-⁹⁺⁻]+", "^{{{}}}"), ("[₀-₉]+", "_{{{}}}"), ("[①-⑳]", "({})"), ("、", ","),
-         ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", "")]
+FORMS = [("[¼-¾⅐-⅞]", " {}"), ("[²³¹⁰⁴-⁹⁺⁻]+", "^{{{}}}"), ("[₀-₉]+", "_{{{}}}"), ("[①-⑳]", "({})"),
+         ("、", ","), ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", "")]
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # These are one-letter units, which are written upright. m becomes unitm: a plain m may be a variable.
     (r"(?:(?<=[\d}])|(?<=\\pi))(?:[\s~]|\\[,;: ])*\\(?:text\s*\{\s*|mathrm\s*\{~)([acghjklmnstvw])\}",
      r" unit\1"),
     # \text{cm} and \mathbf{x}; a matrix as \matrix(1,2;3,4)
-    (r"\\(?:text\w*|math(?:rm|bf|bb|it|sf|tt)|mbox|underline|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:text\w*|math(?:rm|bf|bb|it|sf|tt)|mbox|underline|emph|operatorname|boldsymbol)\*?\s*"
+     r"\{([^{}]*)\}", r" \1 "),
     (r"\\begin\{[pb]?matrix\}|\\begin\{array\}\{[lcr|]*\}", r"\\matrix("),
     (r";\s*\[[\d.]+(?:pt|em|ex|mm)\]", ";"), (r";?\s*\\end\{(?:[pb]?matrix|array)\}", ")"),
     # 11{,}111 and 11,\! 111
@@ -233,7 +241,7 @@ def plain(text):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# reading: what an answer is worth. Numbers become one exact fraction, and where there are letters, brackets or
+# reading: the value of an answer. Numbers become one exact fraction, and where there are letters, brackets or
 # roots, tuples (operator, left, right) keep the formula.
 
 # A unit is up to three words after a number, or a metric symbol right behind it. The words of OPERATOR are no
@@ -248,7 +256,8 @@ NAME = rf"(?!(?:{OPERATOR})\b)(?:(?=[a-z]*[aeiouy])[a-z]{{3,}}|[cmk]m|kg|ml|ft|y
 WORD = (rf"(?:{NAME}|(?:[mglsh]|[dn]m|mg|in|mi|lbs?|oz|hrs?|yr|m?s|mph|kph|[kmg]?hz|[km]w|k?pa|[km]?j|"
         rf"[km]?ev|[kmgt]b|qt|pt|cc|pm|am|ms|ns){EXPONENT})(?![a-z])")
 # In 12元 and 5厘米 the unit is written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
-COUNTER = "(?:(?!мил|млн|тыс|[万萬亿億兆百十割折半之倍多余以未和或만억천백십이미]|千(?![克米瓦]))[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af\u0400-\u04ff]){1,10}"
+COUNTER = ("(?:(?!мил|млн|тыс|[万萬亿億兆百十割折半之倍多余以未和或만억천백십이미]|千(?![克米瓦]))"
+           "[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af\u0400-\u04ff]){1,10}")
 UNIT = re.compile(rf"(?:(?<=\d)\s+{WORD}|(?:(?<=[)}}])|(?<=\\pi))\s+{NAME})(?:[ /]{WORD}){{0,2}}$|"
                   rf"(?<=[\d)}}])\s*{COUNTER}$|(?<=[\d)}}])(?:[cmk]m|kg|ml){EXPONENT}$")
 # A unit may follow these values, which are not exact: 2\sqrt{3} or 12\pi.
@@ -264,7 +273,8 @@ LEVELS = [[";"], [","], ["=", "<", ">", r"\le", r"\ge", r"\ne", r"\in"], [r"\cup
           ["+", "-", r"\pm", r"\mp"], ["*", "/", ""], ["^"], ["_"]]
 PRECEDENCE = {op: level for level, ops in enumerate(LEVELS, 1) for op in ops}
 SUM, ATOM = PRECEDENCE["+"], len(LEVELS)
-OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+              "^": operator.pow}
 CLOSING = {"(": [")", "]"], "[": [")", "]"], r"\of": [")"], "{": ["}"], r"\{": [r"\}"]}
 ENDS = ["", ")", "]", "}", r"\}"]
 
@@ -383,6 +393,7 @@ CHOICE = re.compile(rf"^(?:\(([a-j])\)|([a-j])[).:,])(?:\s*(?!(?:{OPERATOR}|[a-j
                     r"(?!.*\b[a-j]\))(?:[\w{\[\"-]|\\(?:frac|sqrt|pi|\{)).*)?$", re.S)
 # Several choices or statements: BC, B and C, or (1)(3)
 CHOICES = re.compile(r"(?:\(?[A-J]\)?(?:[\s,;]|and)*){2,}|(?:\(\d\)(?:[\s,;]|and)*){2,}")
+# B or (B); fonts; and words
 LETTER = re.compile(r"\(?[a-j]\)?")
 FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\]")
 WORDS = re.compile(r"\\(?:text|math)\w*\s*\{[^{}]*\}|\\[a-zA-Z]+|\b[A-Z]?[a-z]{2,}\b")
@@ -391,11 +402,11 @@ WORDS = re.compile(r"\\(?:text|math)\w*\s*\{[^{}]*\}|\\[a-zA-Z]+|\b[A-Z]?[a-z]{2
 LEFT = [re.compile(r"[\s$]*((?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])|[A-Z]{3}|_\w|_\{\w+\}|\s)+)"
                    r"=[^=]*$"), re.compile(r"[\s$]*([a-zA-Z]\([a-zA-Z]\))\s*=[^=]*$")]
 # Each text holds the names of one unit. Two answers with different units from this table are never equal.
-UNITS = {name: number for number, names in enumerate([
-    "mm millimeter millimetre 毫米", "cm centimeter centimetre 厘米", "m meter metre 米", "km kilometer kilometre 千米",
-    "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram 克", "kg kilogram 千克",
-    "ml milliliter millilitre 毫升", "l liter litre 升", "s sec second 秒", "min minute 分钟", "h hr hour 小时", "day 天",
-    "week 周", "month 月", "yr year 年"]) for name in names.split()}
+UNITS = {name: names.split()[0] for names in [
+    "mm millimeter millimetre 毫米", "cm centimeter centimetre 厘米", "m meter metre 米", "yd yard", "mi mile",
+    "km kilometer kilometre 千米", "in inch inche", "ft foot feet", "mg milligram", "g gram 克", "l liter litre 升",
+    "kg kilogram 千克", "ml milliliter millilitre 毫升", "s sec second 秒", "min minute 分钟", "h hr hour 小时",
+    "day 天", "week 周", "month 月", "yr year 年", "/ per", "2 square sq", "3 cubic"] for name in names.split()}
 CURRENCIES = [re.compile(pattern, re.I) for pattern in [
     r"\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元", r"€|\beuros?\b|欧元", "£", r"¢|\bcents?\b"]]
 
@@ -404,10 +415,10 @@ def comparison(given, truth):
     """Return whether two answers are the same, or None if algebra could still show that they are.
 
     They are the same if they are equal as exact values or formulas, or as text if one of them is no formula.
-    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does the order
-    of a list or a set, except between semicolons. A unit or a letter before = counts only if both answers have
-    one, and capitals count only if a formula or the two answers have both m and M. It never raises, and no
-    input makes it slow.
+    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does the
+    order of a list or a set, except between semicolons. A unit or a letter before = counts only if both
+    answers have one, and capitals count only if a formula or the two answers have both m and M. It never
+    raises, and no input makes it slow.
     """
     given, truth = compatible(given), compatible(truth)
     choices = [CHOICES.fullmatch(FONT.sub("", each[:99]).strip()) for each in (given, truth)]
@@ -459,21 +470,14 @@ def capital(match):
 
 
 def unit(text):
-    # Returns what is known of the text's unit, or None: a sorted tuple of units, exponents, and / for per.
+    # Returns what is known of the text's unit, or None: a sorted list of units, exponents, and / for per.
     found = UNIT.search(text) if len(text) <= 300 else None
-    known, before = [], ""
-    for word in re.findall("[a-z]+|[/23]|[^\x00-\x7f]+", found[0].replace("mph", "mi/h")) if found else []:
-        word = {"per": "/", "square": "2", "sq": "2", "cubic": "3"}.get(word, word)
-        if word in "/23":
-            known.append(word)
-        # In `cm in total`, cm is the unit.
-        elif before in ("", *"/23"):
-            letter = re.fullmatch("unit(.)", word)
-            name = letter[1] if letter else word
-            number = UNITS.get(name, UNITS.get(name.rstrip("s"), letter and name))
-            known += [] if number is None else [f"unit {number}"]
-        before = word
-    return tuple(sorted(known)) if any(word[0] == "u" for word in known) else None
+    # In `cm in total`, cm is the unit. \text{J}, which is unitj here, is one as well.
+    words = re.findall(r"[a-z]+|[/23]|[^\x00-\x7f]+",
+                       found[0].partition(" in ")[0].replace("mph", "mi/h")) if found else []
+    known = [UNITS.get(word.removeprefix("unit"), UNITS.get(word.rstrip("s"), word if "unit" in word else ""))
+             for word in words]
+    return tuple(sorted(filter(None, known))) if {*known} - {*"/23", ""} else None
 
 
 def squeezed(text):

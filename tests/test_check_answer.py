@@ -212,7 +212,8 @@ N = 100_000
     r"\begin{array}{" + "c" * 480, r"\boxed " * N, "9^1290*" * 40 + "9",
     r"\boxed{1}," * N, "<answer>" * N, "final answer is " * N, "Answer: $$" * N, "Answer:" + " since" * N,
     " " * N + "x", "#### A" * N, "<|a" * N, "</think>" * N, "_1" * N,
-    "答" * N, "答:" * N, "answer " * N, "answer is " * N, "[[" * N, "İ" * N, "ﷺ" * N, "①" * N, "﷽" * 500, "=" * N,
+    "答" * N, "答:" * N, "answer " * N, "answer is " * N, "[[" * N, "İ" * N, "ﷺ" * N, "①" * N,
+    "﷽" * 500, "=" * N,
     "x=" * N, "x = 1, y" * N, "so " * N, "so " * 90 + "x", "**" * N, "`" * N, "$$" * N, r"\[" * N, "```" * N,
     "\n$" * N, "A" * N, "A, " * N, "(1)" * N, "(1)" * 30 + "x", "x and " * 80, "5 (" + "a " * 240, "1元" * N,
     "5" + "元" * 400, "She makes " * N + "5", "她" * N + "5", "Answer: " + "a b " * N + "5", "answer\n" * N,
@@ -276,7 +277,8 @@ PHRASES = {"18": [
     "Therefore, the answer is 18 dollars per day.", "Hence the answer is 18", "so the answer is 18</s>",
     "Answer: 18\n\nExplanation: 9*2=18", "18 is the answer.", "So 18 is the final answer.",
     "We get x = 18.", "Hence, $n=18$.", "Answer: She makes 18 dollars every day.",
-    "Answer: Let's think step by step. She sells 9 eggs at 2 dollars each, so that she earns 9*2 dollars, and that is. The answer is 18.",
+    "Answer: Let's think step by step. She sells 9 eggs at 2 dollars each, so that she earns 9*2 dollars, and "
+    "that is. The answer is 18.",
     "I get 18.", "The answer would be 18.", "The value of x is 18.", "Therefore 18.", "∴ x = 18", "=> 18",
     r"\boxed{x=18}", r"\boxed{18}.", r"The answer is \underline{18}.", "The total is $18$.",
     "Final Answer: 18.", "FINAL ANSWER: 18", "final_answer: 18", "Final answer - 18",
@@ -313,7 +315,8 @@ def test_phrases(truth, text):
     assert check_answer.check_answer(text, truth)
 
 
-@pytest.mark.parametrize("truth, text", [(truth, text) for truth, texts in NO_PHRASES.items() for text in texts])
+@pytest.mark.parametrize("truth, text", [
+    (truth, text) for truth, texts in NO_PHRASES.items() for text in texts])
 def test_phrases_without_the_answer(truth, text):
     assert not check_answer.check_answer(text, truth)
 

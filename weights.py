@@ -32,19 +32,20 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
             path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
             ignore_mismatched_sizes=True, trust_remote_code=False)
     if not has_head:
-        name = next(name for name, part in hf.named_children() if part is hf.get_output_embeddings())
-        delattr(hf, name)
-        may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
+        head = hf.get_output_embeddings()
+        for name in [name for name, part in hf.named_modules() if part is head]:
+            hf.set_submodule(name, nn.Identity())
+            may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
     check_loaded(what, info, may_lack)
     for name, x in hf.named_parameters():
-        if not x.isfinite().all():
+        if not all(map(torch.isfinite, x.aminmax())):
             raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
     # In eval mode no dropout acts. The engine has none either.
     return hf.eval()
 
 
 def spread(weight):
-    """Return an int16 for each place of a weight: always the same, and spread evenly over rows and columns."""
+    """Return an int16 for each place of a weight, always the same, spread evenly over rows and columns."""
     def along(count, step):
         return (torch.arange(count, device=weight.device) * step).to(torch.int16)               # it wraps
 
@@ -72,9 +73,10 @@ def spread_masters(parameters):
 def put_under_fsdp(network, units, mesh, dtype):
     """Put a network under FSDP2, computing in dtype: each of the units by itself, then the rest.
 
-    On rank 0 the network is whole. On all other ranks its parameters are on the meta device, and each rank gets
-    its rows of rank 0's, one tensor after the other. dtype: None computes in that of the parameters. mesh:
-    its last dimension shards. If there are two, all ranks along the first have the same rows. A collective.
+    On rank 0 the network is whole. On all other ranks its parameters are on the meta device, and each rank
+    gets its rows of rank 0's, one tensor after the other. dtype: None computes in that of the parameters.
+    mesh: its last dimension shards. If there are two, all ranks along the first have the same rows. A
+    collective.
     """
     whole = network.state_dict() if dist.get_rank() == 0 else {}
     for part in [*units, network]:

@@ -150,6 +150,8 @@ def read_rows(path):
     whole = os.path.join(STARTED_IN, path)
     if not path.endswith((".jsonl", ".parquet")):
         raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
+    if not os.path.isfile(whole):
+        raise ValueError(f"{path}: no such file")
     try:
         if path.endswith(".parquet"):
             import pyarrow.parquet

@@ -11,7 +11,7 @@ from configurator import check, given
 from runtime.check_model import read_config
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    updates_per_epoch max_steps max_num_gen_batches eval_samples keep_checkpoints vllm_tensor_parallel_size
+    max_steps max_num_gen_batches eval_samples keep_checkpoints vllm_tensor_parallel_size
     vllm_gpu_memory_utilization samples top_p rollout_ranks call_timeout sequence_parallel_size
     steps batch_size""".split()
 ANY_NUMBER = ("seed", "difficulty")         # no other number may be negative
@@ -24,8 +24,8 @@ SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_l
               "max_completion_length": 64}
 
 # Each rule has the settings that it reads as its parameters, and what to say where it is false, after the
-# first of them. For a training script, trainers, samplers and engines are added to the settings: how many
-# ranks train, how many sample, and how many engines there are.
+# first of them. For a training script, four are added to the settings: how many ranks train
+# (trainers), how many sample, how many engines there are, and in how many passes a step's completions train.
 RULES = (
     (lambda task, train_file, eval_file: task == "file" or not train_file and not eval_file,
      "train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
@@ -50,10 +50,10 @@ RULES = (
     (lambda max_staleness, in_flight: max_staleness > 0 or not in_flight,
      "with in_flight=True: engines that wait for the trainers have nothing in flight"),
     # updates
-    (lambda updates_per_step, prompts_per_step, num_generations:
-     prompts_per_step * num_generations % updates_per_step == 0, "does not divide the completions per step"),
-    (lambda updates_per_epoch, prompts_per_step, num_generations:
-     prompts_per_step * num_generations % updates_per_epoch == 0, "does not divide the completions per step"),
+    (lambda num_epochs, updates_per_step: updates_per_step % num_epochs == 0, "does not divide updates_per_step"),
+    (lambda updates_per_step, prompts_per_step, num_generations, passes:
+     passes * prompts_per_step * num_generations % updates_per_step == 0,
+     "does not divide the completions per step"),
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, "leaves the policy no step"),
     # the loss
     (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
@@ -110,7 +110,7 @@ def check_run(settings, trainers):
                         "(torchrun --nproc_per_node=2 train_async.py has two)")
     engines = samplers // (settings.vllm_tensor_parallel_size or 1) or trainers
     check_values(SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers,
-                                 engines=engines))
+                                 engines=engines, passes=getattr(settings, "num_epochs", 1)))
 
 
 def check_suits(s, base):

@@ -232,7 +232,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
     (f"{10 ** 30}", r"\b{}\b", {
         GRPO: "prompts_per_step num_generations eval_samples max_completion_length train_prompts "
               "eval_prompts difficulty updates_per_step max_prompt_length sequence_parallel_size",
-        ASYNC: "max_staleness rollout_ranks sync_timeout num_generations"})]
+        ASYNC: "max_staleness rollout_ranks num_generations"})]
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
     ([GRPO, DAPO, PPO], {
@@ -257,11 +257,11 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
              runs(): ["seed=0"]}),
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
-                "shard_ranks=2; updates_per_step=7; timeout=50 sync_timeout=50; eval_file=x.jsonl",
+                "shard_ranks=2; updates_per_step=7; eval_file=x.jsonl",
         "in_flight": "in_flight=true max_staleness=0",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
-        runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; sync_timeout=20; "
-                "advantage=grpo_process max_staleness=1; timeout=0 sync_timeout=600"}),
+        runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; timeout=20; "
+                "advantage=grpo_process max_staleness=1; timeout=0"}),
     ([GRPO], {
         "grpo_process": "advantage=grpo_process kl_coef=0.1 kl_in=reward kl_estimator=k1",
         "advantage=none": "advantage=none; advantage=none kl_coef=1 kl_in=reward kl_estimator=k1",

@@ -434,7 +434,7 @@ def test_every_recipe_fits_the_script_that_it_names(recipe):
 
 def test_each_rule_reads_settings_that_a_script_has():
     """A misspelt setting would leave its rule out for ever."""
-    scripts = [{"trainers", "samplers", "engines", "call_timeout", *read_defaults(path)}
+    scripts = [{"trainers", "samplers", "engines", "passes", "call_timeout", *read_defaults(path)}
                for path in Path(__file__).parents[1].glob("train_*.py")]
     for rule, message in RULES:
         reads = {*inspect.signature(rule).parameters}

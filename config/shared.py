@@ -28,7 +28,6 @@ sequence_parallel_size = 1      # ranks that each hold a part of every micro-bat
 shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; with 0, all ranks
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
 timeout = 3600.0                # seconds after which a rank that stands still stops the run; with 0, never
-max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # evaluation, checkpoints and output
 eval_interval = 10              # in steps; the first and the last model are always evaluated; with 0 no other
 eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k

@@ -209,7 +209,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length "
               "token_budget updates_per_step max_steps eval_samples "
-              "difficulty keep_checkpoints max_skipped_updates vllm_tensor_parallel_size "
+              "difficulty keep_checkpoints vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks max_steps updates_per_step",
         DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
         PPO: "num_epochs updates_per_epoch max_steps"}),

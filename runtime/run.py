@@ -39,6 +39,7 @@ SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "shuffle", "lora_rank")
 CODE = ("reward", "environment", "tools")           # settings that name the user's own files
+MAX_SKIPPED = 5                 # the run stops after so many updates in a row whose gradient is not finite
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
@@ -158,8 +159,8 @@ class Run:
             f"per held-out prompt.\n{printable(data_note)}\n{self.forecast}")
         if self.end_note:
             say(self.end_note)
-        if (s.environment or s.tools) and s.environment_workers:
-            say("environment_workers: turns begin when the environments answer, so the run does not repeat bit "
+        if (s.environment or s.tools) and s.call_workers:
+            say("call_workers: turns begin when the environments answer, so the run does not repeat bit "
                 "for bit")
         if self.resumed:
             say(f"resumes {self.resumed}")
@@ -209,10 +210,10 @@ class Run:
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
         in_a_row = self.state["skipped_updates"]
         in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
-        if in_a_row[name] >= self.settings.max_skipped_updates:
+        if in_a_row[name] >= MAX_SKIPPED:
             raise RuntimeError(
                 f"step {self.state['step']}: {in_a_row[name]} updates of the {name} in a row were skipped, "
-                "because the gradient was not finite (max_skipped_updates)")
+                "because the gradient was not finite")
         return finite
 
     def end_step(self, rollouts, figures, samples):

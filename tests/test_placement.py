@@ -311,16 +311,16 @@ def test_episodes_apart(train, talker, games, tmp_path):
 
 
 def test_episodes_in_flight_in_threads(train, talker, games):
-    metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", environment_workers=4,
+    metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", call_workers=4,
                             in_flight=True, **GAME)
     assert max(ages(metrics)) <= 1 and metrics[0]["episodes/turns"] > 1.2 and len(metrics) == 5
-    assert "environment_workers: turns begin when" in output and "older, and in flight: " in output
+    assert "call_workers: turns begin when" in output and "older, and in flight: " in output
 
 
 # ---------------------------------------------------------------- a role that is gone
 
 # Half of `timeout` passes before the watchdog ends a rank.
-HALF_A_DOZEN = {"timeout": 12, "reward_step_timeout": 6}
+HALF_A_DOZEN = {"timeout": 12, "call_timeout": 1}
 
 
 def standing_run(folder, reward_file, tmp_path, number, ranks=2, steps=2):
@@ -508,7 +508,7 @@ def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
     (2, {"rollout_ranks": 2}, "rollout_ranks=2 leaves no trainer: there are 2 ranks"),
     (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide the 1 ranks that sample"),
     (3, {"rollout_ranks": 2, "vllm_tensor_parallel_size": 2},
-     "vllm_tensor_parallel_size=2: engine=hf has one rank"),
+     "vllm_tensor_parallel_size=2: needs engine=vllm"),
     (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
     (2, {"max_staleness": 0, "in_flight": True}, "in_flight=True with max_staleness=0"),

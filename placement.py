@@ -160,10 +160,6 @@ class Bridge:
             found, tensors = self._next(f"rank 0 (trainer) to send the weights of step {version}")
         return tensors
 
-    def wait_for_the_end(self):
-        """Wait until the trainers end this process. It may take them long to save the last model."""
-        threading.Event().wait()
-
     def _next(self, what):
         began = time.monotonic()
         try:
@@ -260,7 +256,7 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
             while ("eval", version) in begun:
                 advance()
         if version == s.max_steps:
-            bridge.wait_for_the_end()
+            threading.Event().wait()                            # until _listen ends this process
         while not (s.in_flight and bridge.newest > version):
             # The schedule says which steps these weights may sample for. train_async.save relies on it.
             while number <= version + s.max_staleness and number < s.max_steps:
@@ -293,7 +289,7 @@ def unpacked(fill):
 
 
 def kept_ahead(run, settings):
-    """Return {step: (rollouts, figures)} of a resumed run for its next steps, if its settings are the same."""
+    """Return {step: (rollouts, figures)} of a resumed run for its next steps, if settings are the same."""
     kept, before = run.state["ahead"], run.state["settings"]
     if not kept or any(before.get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
         return {}

@@ -522,7 +522,8 @@ def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings,
 def test_ranks_cannot_share_an_engine_that_has_one_rank(folder, tmp_path):
     arguments = [f"--model={folder}", f"--out_dir={tmp_path}/run", "--vllm_tensor_parallel_size=2"]
     for more, forbidden in ((["--engine=hf"], []), ([], ["vllm"])):
-        output = forked(tmp_path / "log", "train_grpo.py", *arguments, *more, ranks=2, code=2, forbidden=forbidden)
+        output = forked(tmp_path / "log", "train_grpo.py", *arguments, *more, ranks=2, code=2,
+                        forbidden=forbidden)
         assert "vllm_tensor_parallel_size=2: needs engine=vllm" in output and "Traceback" not in output
 
 

@@ -75,8 +75,8 @@ class Bridge:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role.replace(" ", ""))
         if gpus := torch.cuda.device_count():
             os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
-        # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process that
-        # comes here without an error was refused.
+        # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process
+        # that comes here without an error was refused.
         sys.excepthook = self._failed
         atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:

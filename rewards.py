@@ -504,8 +504,8 @@ def evaluation(rollouts, k, name="eval"):
 def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
     """Sample k completions per prompt, with the same seeds every time, score them, and log what evaluation returns.
 
-    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for its
-    share of the prompts. A collective.
+    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for
+    its share of the prompts. A collective.
     """
     own = range(dist.get_rank(), len(prompts), dist.get_world_size())
     with log.timed("eval"):

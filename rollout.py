@@ -145,8 +145,9 @@ class Sampler:
     def __call__(self, prompts, n, names, temperature=None, length=None):
         """Return n adjacent Rollouts per data.Prompt.
 
-        names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where h
-        is a hash of its text, the same on any rank. temperature, length: those of the settings if not given.
+        names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
+        h is a hash of its text, the same on any rank. temperature, length: those of the settings if not
+        given.
         """
         s = self.settings
         temperature = s.temperature if temperature is None else temperature

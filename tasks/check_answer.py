@@ -56,8 +56,9 @@ REST = re.compile(rf"{TAIL}|</(?:s|think)>.*|<\|\w{{1,30}}\|>.*|[。！].*|"
                   r"(?<!^[a-z])(?<![. ][a-z])[.!][\"*)$]{0,4}\s+(?-i:[A-Z]).*", re.I | re.S)
 LEADING = re.compile(rf"^.*{EDGE}(?:{LEAD}){EDGE}[\s,:：*]*", re.I)
 # A number in a sentence: `She makes 18 dollars.`, but not `at least 18` or `the square root of 18`
-SENTENCE = re.compile(r"(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|times|is|"
-                      r"by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
+SENTENCE = re.compile(r"(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|"
+                      r"times|is|by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)"
+                      r"([$€£]?\d[^=\\]*)$", re.I)
 # \boxed{, \boxed 5, an escaped sign such as \{, or a bracket; if only JOINT stands between two boxes, as in
 # `\boxed{1} and \boxed{2}`, they are one answer.
 BRACKETS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+([^\s{}$]+)|\\.|[{}]")
@@ -393,8 +394,9 @@ CHOICE = re.compile(rf"^(?:\(([a-j])\)|([a-j])[).:,])(?:\s*(?!(?:{OPERATOR}|[a-j
                     r"(?!.*\b[a-j]\))(?:[\w{\[\"-]|\\(?:frac|sqrt|pi|\{)).*)?$", re.S)
 # Several choices or statements: BC, B and C, or (1)(3)
 CHOICES = re.compile(r"(?:\(?[A-J]\)?(?:[\s,;]|and)*){2,}|(?:\(\d\)(?:[\s,;]|and)*){2,}")
-# B or (B); fonts; and words
+# B or (B); \Delta, or another capital; what surrounds choices, as in \text{BC}; and what is no variable
 LETTER = re.compile(r"\(?[a-j]\)?")
+CAPITAL = re.compile(r"(\\[a-zA-Z]+)|([A-Z])")
 FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\]")
 WORDS = re.compile(r"\\(?:text|math)\w*\s*\{[^{}]*\}|\\[a-zA-Z]+|\b[A-Z]?[a-z]{2,}\b")
 # Two answers with different left sides of these kinds differ: x, x_1, xy, \cos x, and f(x). Words do not
@@ -404,9 +406,9 @@ LEFT = [re.compile(r"[\s$]*((?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z]
 # Each text holds the names of one unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in [
     "mm millimeter millimetre 毫米", "cm centimeter centimetre 厘米", "m meter metre 米", "yd yard", "mi mile",
-    "km kilometer kilometre 千米", "in inch inche", "ft foot feet", "mg milligram", "g gram 克", "l liter litre 升",
-    "kg kilogram 千克", "ml milliliter millilitre 毫升", "s sec second 秒", "min minute 分钟", "h hr hour 小时",
-    "day 天", "week 周", "month 月", "yr year 年", "/ per", "2 square sq", "3 cubic"] for name in names.split()}
+    "km kilometer kilometre 千米", "in inch inche", "ft foot feet", "mg milligram", "g gram 克",
+    "l liter litre 升", "kg kilogram 千克", "ml milliliter millilitre 毫升", "s sec second 秒", "min minute 分钟",
+    "h hr hour 小时", "day 天", "week 周", "month 月", "yr year 年", "/ per", "2 square sq", "3 cubic"] for name in names.split()}
 CURRENCIES = [re.compile(pattern, re.I) for pattern in [
     r"\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元", r"€|\beuros?\b|欧元", "£", r"¢|\bcents?\b"]]
 
@@ -421,22 +423,23 @@ def comparison(given, truth):
     raises, and no input makes it slow.
     """
     given, truth = compatible(given), compatible(truth)
-    choices = [CHOICES.fullmatch(FONT.sub("", each[:99]).strip()) for each in (given, truth)]
-    if any(choices) and (all(choices) or "(1)" < max(each[0] for each in choices if each) < "(9)~"):
-        return all(choices) and len({frozenset(re.findall(r"[A-J\d]", each[0])) for each in choices}) == 1
     short = given[:500], truth[:500]
+    chosen = [set(re.findall(r"[A-J\d]", each)) if CHOICES.fullmatch(FONT.sub("", each).strip()) else set()
+              for each in short]
+    # (1)(3) is no product.
+    if all(chosen) or any(set("123456789") & each for each in chosen):
+        return chosen[0] == chosen[1]
     percent = len({bool(re.search("%|percent", each)) for each in (given, truth)}) > 1
     differ = any(len({"".join(re.findall(r"\\(?!angle)[a-zA-Z]+|\w|[()]", match[1]))
                       for each in short if (match := left.match(each))}) > 1 for left in LEFT)
     money = [{sign for sign in CURRENCIES if sign.search(each)} for each in short]
     if both_cases(*short):
-        given, truth = (re.sub(r"(\\[a-zA-Z]+)|([A-Z])", capital, each) for each in (given, truth))
-    choice = re.search(r"[A-J]", truth)
-    given, truth = plain(given), plain(truth)
-    if choice and LETTER.fullmatch(truth):
-        given = CHOICE.sub(r"\1\2", given)
-    elif choice and LETTER.fullmatch(given):
-        truth = CHOICE.sub(r"\1\2", truth)
+        given, truth = (CAPITAL.sub(lambda sign: sign[1] or rf"\upper{sign[2]} ", each)
+                        for each in (given, truth))
+    pair = plain(given), plain(truth)
+    # B) 12 is B, and the other way round.
+    lettered = re.search(r"[A-J]", truth) and any(map(LETTER.fullmatch, pair))
+    given, truth = (CHOICE.sub(r"\1\2", each) if lettered else each for each in pair)
     if differ or all(money) and not money[0] & money[1] or len({unit(given), unit(truth)} - {None}) > 1:
         return False
     trees = value(given), value(truth)
@@ -465,10 +468,6 @@ def both_cases(given, truth):
                if letter.isalpha())
 
 
-def capital(match):
-    return match[1] or rf"\upper{match[2]} "
-
-
 def unit(text):
     # Returns what is known of the text's unit, or None: a sorted list of units, exponents, and / for per.
     found = UNIT.search(text) if len(text) <= 300 else None
@@ -488,14 +487,14 @@ def squeezed(text):
 def check_answer(text, truth, algebra=False):
     """Return whether a completion's final answer is the truth.
 
-    truth: a text, which may be a worked solution, or a list of texts, of which one is enough. A text of at
-    most 100 characters without a final answer is compared as a whole. algebra: whether to ask the package
+    truth: a text, which may be a worked solution, or a list of texts, of which one is enough. A short
+    line without a final answer is compared as a whole. algebra: whether to ask the package
     math-verify where exact values do not decide. Set a time limit for that.
     """
-    given = extract_answer(text)
+    given, alone = extract_answer(text), len(text) <= 100 and not re.search("[=\n]", text.strip())
+    whole = text if given is None and alone else given
     for one in truth if isinstance(truth, (list, tuple)) else [truth]:
         one = boxed_answer(one) or marked_answer(one) or one
-        whole = text if given is None and len(text) <= 100 and "=" not in text else given
         same = None if whole is None else comparison(whole, one)
         if same or same is None and algebra and by_algebra(given, text, one):
             return True

@@ -277,8 +277,8 @@ PHRASES = {"18": [
     "Therefore, the answer is 18 dollars per day.", "Hence the answer is 18", "so the answer is 18</s>",
     "Answer: 18\n\nExplanation: 9*2=18", "18 is the answer.", "So 18 is the final answer.",
     "We get x = 18.", "Hence, $n=18$.", "Answer: She makes 18 dollars every day.",
-    "Answer: Let's think step by step. She sells 9 eggs at 2 dollars each, so that she earns 9*2 dollars, and "
-    "that is. The answer is 18.",
+    "Answer: Let's think step by step. She sells 9 eggs at 2 dollars each, so that she earns 9*2 dollars, "
+    "and that is. The answer is 18.",
     "I get 18.", "The answer would be 18.", "The value of x is 18.", "Therefore 18.", "∴ x = 18", "=> 18",
     r"\boxed{x=18}", r"\boxed{18}.", r"The answer is \underline{18}.", "The total is $18$.",
     "Final Answer: 18.", "FINAL ANSWER: 18", "final_answer: 18", "Final answer - 18",
@@ -471,7 +471,8 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     reward = UserProcess(".", rewards.judge_there, "math_verify", "file")
     found = rewards.score(reward, rows, completions, 2.0)
     assert time.monotonic() - start < 10
-    assert found == [({"math_verify": float(not late)}, [], {}, rewards.TIMED_OUT * late) for late in (0, 1, 0)]
+    assert found == [({"math_verify": float(not late)}, [], {}, rewards.TIMED_OUT * late)
+                     for late in (0, 1, 0)]
 
 
 def test_math_verify_needs_its_package(monkeypatch):

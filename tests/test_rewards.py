@@ -62,7 +62,7 @@ def test_each_task_has_a_reward(task, name):
 def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
     assert score(rewards.exact_accuracy, ROWS, texts, 5)[:3] == (
-        [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, [False] * 4)
+        [1.0, 0.0, 1.0, 1.0], {"accuracy": [1.0, 0.0, 1.0, 1.0]}, [False] * 4)
 
 
 @pytest.mark.parametrize("text, truth, right", [

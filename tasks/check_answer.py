@@ -16,14 +16,14 @@ from unicodedata import normalize
 
 # A line per language, or for related ones: words for `answer`, and words for `is`. Add a line for yours.
 LANGUAGES = [
-    (r"answer|ans(?<![a-z]ans)|correct option|correct choice", "is|are|equals|would be"),
-    ("答案|答", "是|为|為|应[是为]|應[是為]|等于"),
+    (r"answer|ans(?<![a-z]ans)|(?:correct|right|best) (?:option|choice)", "is|are|equals|would be"),
+    ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于"),
     ("答え|解答|正解", "は"),
     ("정답|답", "은|는"),
-    ("respuesta|resposta|risposta|răspunsul|răspuns", "es|és|é|è|são|son|sono|este"),
+    ("respuesta|resposta|risposta|răspunsul|răspuns|opción correcta", "es|és|é|è|são|son|sono|este"),
     ("réponse", "est|sont|vaut"),
-    ("antwort|antwoord|svaret|svar|vastaus", "ist|lautet|är|er"),
-    ("ответ|відповідь|отговор|odpowiedź|odpověď|odpoveď", "равен|это|є|е|je|jest|wynosi"),
+    ("antwort|antwoord|svaret|svar|vastaus|richtige option", "ist|lautet|är|er"),
+    ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď|odpoveď", "равен|это|є|е|je|jest|wynosi"),
     ("đáp án|đáp số|jawabannya|jawaban", "là|adalah|ialah"),
     ("cevap|yanıt|válasz|απάντηση", "az|είναι"),
     ("उत्तर|উত্তর|คำตอบ", "है|হল|হলো|คือ"),
@@ -31,20 +31,20 @@ LANGUAGES = [
 ]
 # Not inside a Latin word
 EDGE = "(?!(?<=[a-z])[a-z])"
-FILLER = "(?: (?:therefore|thus|then|simply|just|equal to|option|choice))*"
+FILLER = "(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra))*"
 # What leads to an answer in the last line (`So the total is 18`), and what may follow an answer in its line.
-LEAD = (r"(?:result\w{0,2}|résultat|ergebnis|solution|total|so|thus|hence|therefore|value|resultado)\b"
-        r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|option|"
-        "choice|choose|pick|donc|also|итак|результат|结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以|故|解|"
+LEAD = (r"(?:result\w{0,4}|risultato|résultat|ergebnis|solution|total|value|so|thus|hence|therefore)\b"
+        r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist|é|è)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|"
+        "option(?: is)?|choice|choose|pick|donc|also|итак|результат|结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以是?|等于|故|解|"
         "kết quả là|よって|따라서|∴|⇒|=>")
 TAIL = (rf"[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
-        f"是?正确|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}.*")
+        f"选项[。.]?$|是?正确|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}.*")
 NOUN, VERB = ("|".join(column) for column in zip(*LANGUAGES))
 # An answer begins behind these: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says
 # only `Final Answer`, [[18]], and GSM8K's ####, unless the #### is a heading with text below it. If there are
 # none of them, these count: `the answer in dollars is 18`, `the correct option would be: B`.
 SIGNS = [re.compile(pattern, re.I | re.M) for pattern in [
-    rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"*_)`]*(?:\s*[:：=＝]|\s+[-–—→]\s)|"
+    rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|"
     r"<(?:answer|solution|final_?answer)>|"
     rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|"
@@ -126,11 +126,13 @@ def announced(sign, below):
     # Returns the answer that a sign announces, from the text below the sign.
     closing = {"[": "]]", "<": "</"}.get(sign[0])
     if closing and closing in below:
-        return below.partition(closing)[0].strip(EDGES)
+        below = below.partition(closing)[0].strip(EDGES)
+        return SIGNS[1].split(below)[-1].strip(EDGES) if len(below) <= 100 else below
     opening = next(each for each in ("$$", r"\[", "") if below.startswith(each))
     line = below[len(opening):].partition({"$$": "$$", r"\[": r"\]", "": "\n"}[opening])[0]
-    if '"' in sign:
-        line = re.split(r'"|[,}]\s*$', line)[0]
+    # {"answer": 18}
+    if '"' in sign or "'" in sign:
+        line = re.split(r"[\"']|[,}]\s*$", line)[0]
     # `Answer: The answer is 18`
     line = REST.sub("", line[max((sign.end() for sign in SIGNS[1].finditer(line[:300])), default=0):])
     sentence = SENTENCE.match(line) if len(line) <= 200 else None
@@ -408,7 +410,8 @@ UNITS = {name: names.split()[0] for names in [
     "mm millimeter millimetre 毫米", "cm centimeter centimetre 厘米", "m meter metre 米", "yd yard", "mi mile",
     "km kilometer kilometre 千米", "in inch inche", "ft foot feet", "mg milligram", "g gram 克",
     "l liter litre 升", "kg kilogram 千克", "ml milliliter millilitre 毫升", "s sec second 秒", "min minute 分钟",
-    "h hr hour 小时", "day 天", "week 周", "month 月", "yr year 年", "/ per", "2 square sq", "3 cubic"] for name in names.split()}
+    "h hr hour 小时", "day 天", "week 周", "month 月", "yr year 年", "/ per", "2 square sq", "3 cubic"]
+    for name in names.split()}
 CURRENCIES = [re.compile(pattern, re.I) for pattern in [
     r"\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元", r"€|\beuros?\b|欧元", "£", r"¢|\bcents?\b"]]
 

@@ -35,8 +35,8 @@ FILLER = "(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a let
 # What leads to an answer in the last line (`So the total is 18`), and what may follow an answer in its line.
 LEAD = (r"(?:result\w{0,4}|risultato|résultat|ergebnis|solution|total|value|so|thus|hence|therefore)\b"
         r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist|é|è)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|"
-        "option(?: is)?|choice|choose|pick|donc|also|итак|результат|结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以是?|等于|故|解|"
-        "kết quả là|よって|따라서|∴|⇒|=>")
+        "option(?: is)?|choice|choose|pick|donc|also|итак|результат|结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以是?|等于|故|"
+        "解|kết quả là|よって|따라서|∴|⇒|=>")
 TAIL = (rf"[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
         f"选项[。.]?$|是?正确|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}.*")
 NOUN, VERB = ("|".join(column) for column in zip(*LANGUAGES))

@@ -76,7 +76,7 @@ def test_each_task_has_a_reward(task, name):
 def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
     assert score((rewards.load_reward("", "file"), None), ROWS, texts, 5)[:3] == (
-        [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, [False] * 4)
+        [1.0, 0.0, 1.0, 1.0], {"accuracy": [1.0, 0.0, 1.0, 1.0]}, [False] * 4)
 
 
 @pytest.mark.parametrize("text, truth, right", [

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
+from runtime.check_model import end_note
 from runtime.check_settings import check_run, check_suits
 from runtime.user_code import source_file, specs
 
@@ -116,6 +117,7 @@ class Run:
                              f"{self.resumed}, so this would not be the same run")
         self.changed = [key for key in CODE if not same.get(key, True)]
         self.state["checksums"] = checksums
+        self.end_note = end_note(base, train_set.tokenizer) if s.chat else ""
         memory, cuda = forecast.device_memory()
         self.forecast = forecast.says(s, self.world_size, memory, cuda, table=cuda)
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
@@ -155,6 +157,8 @@ class Run:
             f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
             f"The run has {self.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} completions "
             f"per held-out prompt.\n{printable(data_note)}\n{self.forecast}")
+        if self.end_note:
+            say(self.end_note)
         if (s.environment or s.tools) and s.call_workers:
             say("call_workers: turns begin when the environments answer, so the run does not repeat bit "
                 "for bit")

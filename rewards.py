@@ -425,7 +425,7 @@ class Scorer:
         # Yields (sampled token, its reward) for pairs (character of the completion, reward).
         ids, text = rollout.sampled_ids, content(rollout.completion)
         for character, reward in steps:
-            begins = lambda t: self.tokenizer.decode(ids[:t + 1], skip_special_tokens=True).startswith(
+            begins = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(
                 text[:character + 1])
             yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
 

@@ -16,9 +16,7 @@ Functions become tools as well, with or without a class: --tools=my_tools.py:sea
 Each episode continues as soon as it can: its next turn joins those that the engine is working on. Without an
 environment an answer is an episode of one turn, which train_async.py plays here as well.
 """
-import contextlib
 import inspect
-import itertools
 import json
 import math
 import re
@@ -26,6 +24,7 @@ import zlib
 from collections import deque
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -41,115 +40,88 @@ from rollout import Answer, Request, Rollout
 # A tool call in the form that Qwen and many other models use. It is found without its closing tag as well.
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
-CLOSING = 10.0          # seconds that environments have to close at the end of a run
-
-
-class Functions:
-    """The environment of a run that has only functions as tools."""
-    def reset(self):
-        pass
-
-
-class CannotBegin(Exception):
-    """Says why an episode cannot begin, although its environment works."""
 
 
 class Player:
     """Plays episodes with the environment and the tools that a run's settings name, or without any.
 
-    tools: JSON schemas of the tools, or None. rewards_as: the environment's name if it gives rewards,
-    otherwise "". judge: None, or a function judge(rollout, environment) of a rewards.Scorer, which scores an
-    episode while its environment is still as the episode left it. Raises ValueError for an environment or
-    tools that cannot be used.
+    make, tools, rewards_as: as in Environment. judge: None, or a function judge(rollout, environment) of a
+    rewards.Scorer, which scores an episode while its environment is still as the episode left it. Raises
+    ValueError for an environment or tools that cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
-        s, self.tokenizer, self.eos_ids = settings, tokenizer, eos_ids
-        self.settings, self.tools, self.rewards_as, self.judge = settings, None, "", None
-        # {id: instance} of all instances of the environment, and a list of those that play no episode now.
-        self.opened, self.idle = {}, []
-        functions = [load_from(spec, "tools", "function") for spec in specs(s.tools) if s.tools]
-        self.functions = {name_of(function): function for function in functions}
-        self.make = (load_from(s.environment, "environment", "Class") if s.environment
-                     else Functions if functions else None)
-        if not self.make:
-            return
-        self.key = f"environment={s.environment}" if s.environment else f"tools={s.tools}"
-        self.name = s.environment.rpartition(":")[2]
-        self.who = f"environment {self.name}" if self.name else "tools"
-        if not s.chat or tokenizer.chat_template is None:
-            raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
-        closing.callback(self.close)
-        environment, error, _ = outcome(self.make, s.environment_timeout)
-        if error:
-            raise ValueError(f"{self.key}: {self.name}() {self._told(error)}")
-        self.opened[id(environment)] = environment
-        self.idle.append(environment)
-        # As in TRL only methods of the class are tools, not attributes that can be called. They are looked up
-        # in the class because reading a property of the instance may fail before the first reset.
-        methods = {name: getattr(environment, name)
-                   for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
-                   if not name.startswith("_")}
-        if "reset" not in methods:
-            raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
-        self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
-        closes = {name for name in ("close", "release") if closer(environment, name)}
-        tools = functions + [methods[name] for name in methods
-                             if name not in {"reset", "get_reward", *closes}]
-        if not self.has_step:
-            if not tools:
-                raise ValueError(f"{self.key} has neither a method step nor tools")
-            self.tools = [self._schema(tool) for tool in tools]
-            if twice := {one for one in map(name_of, tools) if [*map(name_of, tools)].count(one) > 1}:
-                raise ValueError(f"{self.key}: two tools are called {min(twice)}")
-        elif functions:
-            raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls of tools")
-        self.rewards_as = self.name if self.has_step or self.has_reward else ""
-        self.template = Template(tokenizer, eos_ids, self.tools)
-
-    def close(self):
-        """Closes all instances of the environment. It is called when the process ends."""
-        close([*self.opened.values()], CLOSING)
-        self.opened, self.idle = {}, []
-
-    def _schema(self, tool):
-        try:
-            return get_json_schema(tool)
-        except Exception as error:
-            raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring that "
-                             f"explains its arguments: {error}") from error
+        self.settings, self.tokenizer, self.eos_ids, self.judge = settings, tokenizer, eos_ids, None
+        self.environment = Environment(settings)
+        self.make, self.tools = self.environment.make, self.environment.tools
+        self.rewards_as, self.close = self.environment.rewards_as, self.environment.close
+        if self.make:
+            if not settings.chat or tokenizer.chat_template is None:
+                raise ValueError(f"{self.environment.key} needs chat=True and a tokenizer with a chat "
+                                 "template")
+            self.template = Template(tokenizer, eos_ids, self.tools)
 
     def check_with(self, prompts):
-        """Plays a first turn after each of these prompts, so that what is broken shows before any training.
+        """Play a first turn after each of these prompts, so that what is broken shows before any training.
 
         Raises ValueError if the environment or the chat template cannot be used.
         """
         if not self.make:
             return
-        self.template.check(self._messages(prompts[0].row["prompt"]))
+        self.template.check(self.messages(prompts[0].row["prompt"]))
         if self.tools:
             before, said = self.template.example()
-            _, calls = self._read(before, said)
+            _, calls = self.read(before, said)
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
                     "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
-        ids = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1]
-        for prompt in prompts:
-            episode = self.episode(prompt, 0, (self.settings.max_completion_length,))
-            try:
-                self.proceed(episode)
-                self.proceed(episode, Answer(0, ids, [0.0] * len(ids), "stop"))
-            except RuntimeError as error:
-                raise ValueError(error) from error
-            except StopIteration as end:
-                if "problem" in end.value.counts:
-                    raise ValueError(end.value.counts["problem"]) from None
+        said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
+        engine = SimpleNamespace(add=asked.append, step=lambda: [
+            Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
+        try:
+            # There is no room for a second turn.
+            rollouts = Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts])
+        except RuntimeError as error:
+            raise ValueError(error) from error
+        for problem in [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
+            raise ValueError(problem)
 
-    # ------------------------------------------------------------ all episodes
+    def read(self, before, sampled):
+        """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
+
+        before: the ids before the turn. sampled: the ids of the turn.
+        """
+        said = {"role": "assistant", "content": self.tokenizer.decode(sampled, skip_special_tokens=True)}
+        found = []
+        try:
+            if self.make and getattr(self.tokenizer, "response_template", None):
+                parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
+                found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
+                said |= parsed | {"content": parsed.get("content") or ""}
+            elif self.tools:
+                # The template may have begun a thought. Thoughts call nothing, also one that was cut off.
+                thinks = self.tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
+                text = "<think>" * thinks + self.tokenizer.decode(
+                    [one for one in sampled if one not in self.eos_ids])
+                thoughts, spoken = THOUGHT.findall(text), THOUGHT.sub("", text).rpartition("</think>")[2]
+                found, said["content"] = CALL.findall(spoken), CALL.sub("", spoken).strip()
+                said |= {"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}
+        # A parser may raise anything for text that is not as it expects.
+        except Exception as error:
+            return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
+        return said, [read_call(self.template.names, number, one) for number, one in enumerate(found)]
+
+    def messages(self, prompt, observation=""):
+        """Return the messages before the first turn; an observation is added to the last one, as in TRL."""
+        if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
+            raise ValueError(f"{self.environment.key} needs prompts that are lists of messages, the last one "
+                             f"not the assistant's, unlike {prompt!r:.200}")
+        system = [{"role": "system", "content": text} for text in [self.settings.system_prompt] if text]
+        return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
 
     def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        """Returns n adjacent Rollouts per data.Prompt.
+        """Return n adjacent Rollouts per data.Prompt.
 
         seeds: one per prompt, for seed, seed + 1, ... max_tokens: an episode with more tokens after its
         prompt is cut off.
@@ -166,7 +138,7 @@ class Player:
         return rollouts
 
     def check_errors(self, rollouts):
-        """Raises RuntimeError if all episodes on all ranks ended in errors. All ranks have to call it."""
+        """Raise RuntimeError if all episodes on all ranks ended in errors. All ranks have to call it."""
         problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
         counts = torch.tensor([len(problems), len(rollouts)])
         if dist.is_initialized():
@@ -176,251 +148,307 @@ class Player:
         if problems and failed == played:
             raise RuntimeError(f"all {played} episodes ended in errors; the first: {problems[0]}")
 
-    # ------------------------------------------------------------ one episode
 
-    def episode(self, prompt, seed, sampling):
-        """A generator of one episode, which returns its Rollout.
+# ------------------------------------------------------------------------------------------------------------
+# the user's class and functions
+
+
+class OnlyTools:
+    """The environment of a run that has only functions as tools."""
+    def reset(self):
+        pass
+
+
+class Environment:
+    """The class and the functions that a run's settings name, and the instances of the class.
+
+    make: the class, or None if the settings name nothing. tools: JSON schemas of the tools, or None.
+    rewards_as: the name of the class if it gives rewards, otherwise "". opened: {id: instance}; idle: the
+    instances that play no episode now. Raises ValueError for what cannot be used.
+    """
+
+    def __init__(self, settings):
+        s, self.settings, self.opened, self.idle = settings, settings, {}, []
+        self.tools, self.rewards_as, self.has_step, self.has_reward = None, "", False, False
+        functions = [load_from(spec, "tools", "function") for spec in specs(s.tools) if s.tools]
+        self.functions = {name_of(function): function for function in functions}
+        self.make = (load_from(s.environment, "environment", "Class") if s.environment
+                     else OnlyTools if functions else None)
+        self.key = f"environment={s.environment}" if s.environment else f"tools={s.tools}"
+        self.name = s.environment.rpartition(":")[2]
+        self.who = f"environment {self.name}" if self.name else "tools"
+        if self.make:
+            self._inspect(functions)
+
+    def _inspect(self, functions):
+        # Makes the first instance and finds out what it has.
+        closing.callback(self.close)
+        instance, error, _ = outcome(self.make, self.settings.call_timeout)
+        if error:
+            raise ValueError(f"{self.key}: {self.name}() {self.told(error)}")
+        self.opened[id(instance)] = instance
+        self.idle.append(instance)
+        # As in TRL only methods of the class are tools, not attributes that can be called. They are looked up
+        # in the class because reading a property of the instance may fail before the first reset.
+        methods = {name: getattr(instance, name)
+                   for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
+                   if not name.startswith("_")}
+        if "reset" not in methods:
+            raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
+        self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
+        self.rewards_as = self.name if self.has_step or self.has_reward else ""
+        closes = {name for name in ("close", "release") if closer(instance, name)}
+        tools = functions + [methods[name] for name in methods
+                             if name not in {"reset", "get_reward", *closes}]
+        if self.has_step:
+            if functions:
+                raise ValueError(f"tools={self.settings.tools}: {self.key} has a method step, which reads no "
+                                 "calls of tools")
+            return
+        self.tools = []
+        if not tools:
+            raise ValueError(f"{self.key} has neither a method step nor tools")
+        if len(names := {*map(name_of, tools)}) < len(tools):
+            raise ValueError(f"{self.key}: two of the tools {', '.join(sorted(names))} have the same name")
+        for tool in tools:
+            try:
+                self.tools.append(get_json_schema(tool))
+            except Exception as error:
+                raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring "
+                                 f"that explains its arguments: {error}") from error
+
+    def give_back(self, instance, spent=False):
+        """Take an instance back from its episode. If it is spent, it is closed and plays no other."""
+        if spent:
+            close([self.opened.pop(id(instance))], 0)
+        else:
+            self.idle.append(instance)
+
+    def close(self):
+        """Close all instances. It is called when the process ends."""
+        close([*self.opened.values()], seconds=10)
+        self.opened, self.idle = {}, []
+
+    def told(self, error):
+        """Return what a message says of an error of a call."""
+        return (f"took more than call_timeout={self.settings.call_timeout:g} seconds"
+                if isinstance(error, TimeUp) else str(error))
+
+    def broken(self, problem, row):
+        """Return the error that ends a run in which the environment did what it must not."""
+        return RuntimeError(f"{self.who}: {problem}; the row is {row!r:.300}")
+
+    def checked(self, returned, turn, row):
+        """Return (observation, reward, done), as step has to return them."""
+        if (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[2], (bool, np.bool_))
+                and (returned[2] or isinstance(returned[0], str))):
+            return returned[0], self.number(returned[1], turn, row), bool(returned[2])
+        raise self.broken(f"step returned {shown(returned)} in turn {turn}, not (observation, "
+                          "reward, done): a string, a number, and True or False", row)
+
+    def number(self, reward, turn, row):
+        """Return a reward as a float. Raises RuntimeError if it is none that float32 has."""
+        if hasattr(reward, "__float__") and abs(reward) <= 3.4e38:          # float32's largest
+            return float(reward)
+        raise self.broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# one episode
+
+
+class Episode:
+    """An episode of a Player, or without an environment a single answer.
+
+    prompt: a data.Prompt. seed: the first turn's. sampling: (max_tokens, temperature, top_p, top_k), of which
+    those at the end may be missing.
+    """
+
+    def __init__(self, player, prompt, seed, sampling):
+        self.player, self.world, self.settings = player, player.environment, player.settings
+        self.prompt, self.row, self.ids, self.seed = prompt, prompt.row, list(prompt.ids), seed
+        self.left, *self.sampling = sampling                    # left: how many tokens may still follow
+        # spent: whether the instance of the environment can play no other episode
+        self.instance, self.spent, self.ended, self.extra = None, False, "", {}
+        self.messages, self.spans, self.logprobs, self.versions, self.rewards = [], [], [], {}, {}
+        self.counts = {"calls": 0, "failures": 0, "seconds": 0.0} if player.make else {}
+
+    def play(self):
+        """A generator that plays the episode and returns its Rollout.
 
         It yields Requests, for which it is sent their Answers, and functions that call the environment, for
         which it is sent what user_code.outcome returns.
         """
-        row, ids, environment, problem, hung, extra = prompt.row, list(prompt.ids), None, "", False, {}
-        counts = {"calls": 0, "failures": 0, "seconds": 0.0} if self.make else {}
         try:
-            if self.make:
+            for part in (self._begin, self._turns, self._last_reward):
                 try:
-                    environment = self.idle.pop() if self.idle else (yield from self._call(counts, self.make))
-                    self.opened[id(environment)] = environment
-                    columns = deepcopy(row) | logging_into(extra, environment.reset)
-                    columns = accepted(environment.reset, columns, f"{self.who}: reset")
-                    returned = yield from self._call(counts, environment.reset, **columns)
-                    row, ids = self._opening(prompt, returned)
-                except CannotBegin as error:
-                    problem = str(error)
+                    yield from part()
                 except (Failed, TimeUp) as error:
-                    problem, hung = f"reset {self._told(error)}", True
-            # An episode that cannot begin is one answer to its prompt, without a score.
-            playing = None if problem else environment
-            rollout = yield from self._turns(playing, row, ids, seed, sampling, counts)
-            rollout.extra, hung = extra, hung or rollout.finish_reason == "timeout"
-            if problem:
-                rollout.finish_reason, counts["problem"] = "error", str(self._broken(problem, row))
-            if rollout.finish_reason == "error":
-                rollout.rewards = {len(rollout.logprobs) - 1: math.nan} if self.rewards_as else {}
-            elif self.judge and environment is not None and not self._busy(rollout.finish_reason):
-                self.judge(rollout, environment)
+                    turn, late, told = len(self.spans), isinstance(error, TimeUp), self.world.told(error)
+                    self.ended, self.spent = "timeout" if late and turn else "error", late or not turn
+                    told = f"it {told} in turn {turn}" if turn else f"reset {told}"
+                    self.counts["problem"] = str(self.world.broken(told, self.row))
+            rewards = {self.last: math.nan} if self.ended == "error" else self.rewards
+            rollout = Rollout(
+                np.array(self.ids, np.int32), np.array(self.spans, np.int32),
+                np.array(self.logprobs, np.float32), self.ended, self.row,
+                self.text if isinstance(self.row["prompt"], str) else self.messages, counts=self.counts,
+                extra=self.extra, rewards=rewards if self.world.rewards_as else {},
+                versions=tuple(self.versions.items()))
+            if self.player.judge and self._at_rest():
+                self.player.judge(rollout, self.instance)
             return rollout
         finally:
-            # One whose reset has failed, or that is still busy, plays no more episodes.
-            if hung and environment is not None:
-                close([self.opened.pop(id(environment))], 0)
-            elif environment is not None:
-                self.idle.append(environment)
+            if self.instance is not None:
+                self.world.give_back(self.instance, self.spent)
 
-    def proceed(self, episode, value=None):
-        """Sends a value to an episode and calls its environment, until it yields a Request; returns this."""
-        while not isinstance(wish := episode.send(value), Request):
-            value = outcome(wish, self.settings.environment_timeout)
-        return wish
+    def _at_rest(self):
+        # Whether the environment can be asked. After a call that took too long, it may still be at work in a
+        # thread, which nothing can end.
+        return self.ended != "error" and not (self.spent and self.settings.call_workers)
 
-    def _call(self, counts, function, /, *args, **kwargs):
-        # Part of an episode: what a function of the environment returns. Raises Failed or TimeUp.
+    def _call(self, function, /, *args, **kwargs):
+        # Returns what a function of the environment returns. Raises Failed or TimeUp.
         value, error, seconds = yield partial(function, *args, **kwargs)
-        counts["seconds"] += seconds
+        self.counts["seconds"] += seconds
         if error:
             raise error
         return value
 
-    def _turns(self, environment, row, ids, seed, sampling, counts):
-        # The turns of an episode, or without an environment a single answer, from where the policy begins.
-        s, ended, (max_tokens, *sampling) = self.settings, "", sampling
-        messages, spans, logprobs, versions, rewards = [], [], [], {}, {}
-        limit = len(ids) + max_tokens
-        while not ended:
-            turn = len(spans) + 1
-            turn_seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
-            most = min(limit - len(ids), s.max_turn_length or limit)
-            answer = yield Request(None, ids, turn_seed, most, *sampling)
-            spans.append((len(ids), len(ids) + len(answer.ids)))
-            versions |= {len(logprobs) + start: version for start, version in answer.versions}
-            before, ids, logprobs = ids, ids + answer.ids, logprobs + answer.logprobs
-            text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
-            last = len(logprobs) - 1
-            rewards[last] = 0.0
-            if environment is None:
-                messages.append({"role": "assistant", "content": text})
-                ended = answer.finish_reason
-                break
-            said, calls = self._read(before, answer.ids)
-            messages.append(said)
-            cut, done, heard = answer.finish_reason == "length", True, []
-            try:
-                if self.has_step:
-                    returned = yield from self._call(counts, environment.step, text)
-                    observation, rewards[last], done = self._checked(returned, turn, row)
-                    heard = [({"role": "user"}, observation)]
-                elif cut:
-                    said["content"] = text                      # including a call, which is not made
-                elif calls:
-                    said["tool_calls"] = [call for call, _ in calls]
-                    heard, done = (yield from self._results(environment, calls, counts)), False
-                ended = "length" if cut else "stop" if done else "turns" if turn == s.max_turns else ""
-                if not ended:
-                    reply = [message | {"content": self._cut(read)} for message, read in heard]
-                    inserted = self.template.between(said, reply)
-                    # If the reply and one token of an answer do not fit, the episode ends.
-                    ended = "length" if len(ids) + len(inserted) >= limit else ""
-                if not ended:
-                    # For rewards a list that a tool returned is still one.
-                    ids = ids + inserted
-                    messages += [read | message for read, (message, _) in zip(reply, heard)]
-            except (Failed, TimeUp) as error:
-                ended = self._ended_by(error, turn, row, counts)
-        if environment is not None and self.has_reward and ended != "error" and not self._busy(ended):
-            try:
-                reward = yield from self._call(counts, environment.get_reward)
-                if reward is not None:
-                    rewards[last] += self._number(reward, turn, row)
-                elif not self.has_step:
-                    rewards[last] = math.nan                    # not scored, as in TRL
-            except (Failed, TimeUp) as error:
-                ended = self._ended_by(error, turn, row, counts)
-        return Rollout(np.array(ids, np.int32), np.array(spans, np.int32), np.array(logprobs, np.float32),
-                       ended, row, text if isinstance(row["prompt"], str) else messages, counts=counts,
-                       rewards=rewards if self.rewards_as else {}, versions=tuple(versions.items()))
-
-    def _busy(self, ended):
-        # Whether the environment is still at work, in a thread that nothing can end.
-        return ended == "timeout" and self.settings.environment_workers > 0
-
-    def _ended_by(self, error, turn, row, counts):
-        # How an episode ended by a call that raised, or that took too long.
-        counts["problem"] = str(self._broken(f"it {self._told(error)} in turn {turn}", row))
-        return "timeout" if isinstance(error, TimeUp) else "error"
-
-    def _messages(self, prompt, observation=""):
-        # The messages before the first turn. An observation is added to the last one, as in TRL.
-        if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
-            raise ValueError(f"{self.key} needs prompts that are lists of messages, the last one not the "
-                             f"assistant's, unlike {prompt!r:.200}")
-        system = [{"role": "system", "content": text} for text in [self.settings.system_prompt] if text]
-        return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
-
-    def _opening(self, prompt, observation):
-        # The row and the ids of a prompt, with what reset returned. Raises CannotBegin if they are of no use.
-        *earlier, last = prompt.row["prompt"]
+    def _begin(self):
+        # Resets an instance, and adds what reset returns to the prompt.
+        if not self.player.make:
+            return
+        world, (*earlier, last) = self.world, self.row["prompt"]
+        instance = self.instance = world.idle.pop() if world.idle else (yield from self._call(world.make))
+        world.opened[id(instance)] = instance
+        columns = deepcopy(self.row) | logging_into(self.extra, instance.reset)
+        columns = accepted(instance.reset, columns, f"{world.who}: reset")
+        observation = yield from self._call(instance.reset, **columns)
         if observation is None:
             if not any(message["content"] for message in (*earlier, last)):
-                raise CannotBegin("reset gave no prompt, and the row has none")
-            return prompt.row, list(prompt.ids)
+                raise Failed("gave no prompt, and the row has none")
+            return
         if not isinstance(observation, str):
-            raise self._broken(f"reset returned {shown(observation)}, neither a string nor None", prompt.row)
-        ids = self.template.opening(self._messages(prompt.row["prompt"], self.template.defused(observation)))
+            raise world.broken(f"reset returned {shown(observation)}, neither a string nor None", self.row)
+        template = self.player.template
+        ids = template.opening(self.player.messages(self.row["prompt"], template.defused(observation)))
         if (most := self.settings.max_prompt_length) < len(ids):
-            raise CannotBegin(f"with what reset returned the prompt has {len(ids)} tokens, more than "
-                              f"max_prompt_length={most}")
-        return prompt.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}, ids
+            raise Failed(f"returned so much that the prompt has {len(ids)} tokens, more than "
+                         f"max_prompt_length={most}")
+        self.ids = ids
+        self.row = self.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}
 
-    def _checked(self, returned, turn, row):
-        # (observation, reward, done), as step has to return them.
-        if (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[2], (bool, np.bool_))
-                and (returned[2] or isinstance(returned[0], str))):
-            return returned[0], self._number(returned[1], turn, row), bool(returned[2])
-        raise self._broken(f"step returned {shown(returned)} in turn {turn}, not (observation, "
-                           "reward, done): a string, a number, and True or False", row)
+    def _turns(self):
+        # The turns of the policy, and what the environment replies. An episode that cannot begin is one
+        # answer to its prompt, without a score.
+        s = self.settings
+        while not (self.ended and self.spans):
+            before, turn = self.ids, len(self.spans) + 1
+            seed = self.seed if turn == 1 else zlib.crc32(f"{self.seed} {turn}".encode())
+            most = min(self.left, s.max_turn_length or self.left)
+            answer = yield Request(None, before, seed, most, *self.sampling)
+            self.spans.append((len(before), len(before) + len(answer.ids)))
+            self.versions |= {len(self.logprobs) + start: version for start, version in answer.versions}
+            self.ids, self.left = before + answer.ids, self.left - len(answer.ids)
+            self.logprobs += answer.logprobs
+            self.text = self.player.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            self.last = len(self.logprobs) - 1
+            self.rewards[self.last] = 0.0
+            said, calls = self.player.read(before, answer.ids)
+            self.messages.append(said)
+            if not self.ended:
+                yield from self._reply(turn, said, calls, answer.finish_reason == "length")
 
-    def _number(self, reward, turn, row):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            if abs(reward) <= 3.4e38:                           # float32's largest
-                return float(reward)
-        raise self._broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
+    def _reply(self, turn, said, calls, cut):
+        # What the environment replies to a turn. cut: whether the turn was cut off.
+        # What is heard are messages as rewards get them, and the text of each for the policy.
+        heard, done = [], True
+        if self.world.has_step:
+            returned = yield from self._call(self.instance.step, self.text)
+            observation, self.rewards[self.last], done = self.world.checked(returned, turn, self.row)
+            heard = [({"role": "user", "content": observation}, observation)]
+        elif cut:
+            said["content"] = self.text                         # including a call, which is not made
+        elif calls:
+            said["tool_calls"], done = [call for call, _ in calls], False
+            for call, problem in calls:
+                heard.append((yield from self._result(call, problem)))
+        if cut or done:
+            self.ended = "length" if cut else "stop"
+        elif turn == self.settings.max_turns:
+            self.ended = "turns"
+        else:
+            inserted = self.player.template.between(
+                said, [message | {"content": text} for message, text in heard])
+            # If the reply and one token of an answer do not fit, the episode ends.
+            if len(inserted) >= self.left:
+                self.ended = "length"
+                return
+            self.ids, self.left = self.ids + inserted, self.left - len(inserted)
+            self.messages += [message for message, _ in heard]
 
-    def _broken(self, problem, row):
-        return RuntimeError(f"{self.who}: {problem}; the row is {row!r:.300}")
-
-    def _told(self, error):
-        return (f"took more than environment_timeout={self.settings.environment_timeout:g} seconds"
-                if isinstance(error, TimeUp) else f"raised {escaped(shown(error.__cause__))}")
-
-    # ------------------------------------------------------------ tools
-
-    def _read(self, before, sampled):
-        # A turn as a message, and its calls: each as transformers writes it, with what is wrong, or "".
-        said = {"role": "assistant", "content": self.tokenizer.decode(sampled, skip_special_tokens=True)}
-        found = []
+    def _result(self, call, problem):
+        # Makes a call of a tool if there is no problem with it. Returns its message, in which a list or an
+        # object is as it is, for rewards, and its text for the policy.
+        name, arguments = call["function"].values()
+        self.counts["calls"] += 1
         try:
-            if getattr(self.tokenizer, "response_template", None):
-                parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
-                found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
-                said |= parsed | {"content": parsed.get("content") or ""}
-            elif self.tools:
-                # The template may have begun a thought. Thoughts call nothing, also one that was cut off.
-                thinks = self.tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
-                text = "<think>" * thinks + self.tokenizer.decode(
-                    [one for one in sampled if one not in self.eos_ids])
-                thoughts, spoken = THOUGHT.findall(text), THOUGHT.sub("", text).rpartition("</think>")[2]
-                found, said["content"] = CALL.findall(spoken), CALL.sub("", spoken).strip()
-                said |= {"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}
-        # A parser may raise anything for text that is not as it expects.
-        except Exception as error:
-            return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
-        calls = []
-        for number, one in enumerate(found):
-            name, arguments, problem = "unknown", {}, ""
-            try:
-                one = json.loads(one) if isinstance(one, str) else one
-                name, arguments = one["name"], one.get("arguments") or {}
-                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-                if name not in self.template.names:
-                    problem = f"there is no tool {name}; there are {', '.join(self.template.names)}"
-                elif not isinstance(arguments, dict):
-                    problem = "the arguments have to be an object"
-            except Exception as error:
-                problem = f"this is no call of a tool: {error!r}"
-            calls.append((tool_call(number, str(name), arguments), problem))
-        return said, calls
+            if not problem:
+                method = self.world.functions.get(name) or getattr(self.instance, name)
+                result = yield from self._call(method, **arguments)
+                content, text = yield from self._call(readable, result)
+        except Failed as error:
+            # Without the name of its class, as in TRL.
+            problem = shown(error.__cause__).partition(": ")[2] or shown(error.__cause__)
+        if problem:
+            content, text = {"error": problem}, str({"error": problem})
+        self.counts["failures"] += bool(problem)
+        return {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}, text
 
-    def _results(self, environment, calls, counts):
-        # Part of an episode: makes these calls. Returns for each a message, and what the policy reads of it.
-        # A list or an object is in the message as it is, for rewards.
-        heard = []
-        for call, problem in calls:
-            counts["calls"] += 1
-            name, arguments = call["function"].values()
-            try:
-                if not problem:
-                    method = self.functions.get(name) or getattr(environment, name)
-                    inspect.signature(method).bind(**arguments)
-                    result = yield from self._call(counts, method, **arguments)
-            except TypeError as error:
-                problem = f"wrong arguments: {error}"
-            except Failed as error:
-                # Without the name of its class, as in TRL.
-                problem = shown(error.__cause__).partition(": ")[2] or shown(error.__cause__)
-            if problem:
-                result = {"error": problem}
-            message = {"role": "tool", "name": name, "tool_call_id": call["id"]}
-            blocks = result if isinstance(result, list) else []
-            try:
-                plain = blocks and all(isinstance(one, dict) and one.get("type") == "text" for one in blocks)
-                text = "".join(one["text"] for one in blocks) if plain else str(result)
-            # It may be of any kind.
-            except Exception as error:
-                text = problem = shown(error)
-            if isinstance(result, (list, dict)):
-                with contextlib.suppress(ValueError, TypeError, RecursionError):
-                    message["content"] = json.loads(json.dumps(result, default=str))
-            counts["failures"] += bool(problem)
-            heard.append((message, text))
-        return heard
+    def _last_reward(self):
+        # Adds what the environment gives for the whole episode.
+        if not (self.world.has_reward and self._at_rest()):
+            return
+        reward = yield from self._call(self.instance.get_reward)
+        if reward is not None:
+            self.rewards[self.last] += self.world.number(reward, len(self.spans), self.row)
+        elif not self.world.has_step:
+            self.rewards[self.last] = math.nan                  # not scored, as in TRL
 
-    def _cut(self, text):
-        # What the policy reads of a text from outside: all, or the first max_reply_length tokens and a mark.
-        most = self.settings.max_reply_length
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids if most else []
-        if len(ids) <= most:
-            return text
-        return f"{self.tokenizer.decode(ids[:most])} [cut: {most} of {len(ids)} tokens]"
+
+def read_call(names, number, found):
+    # Returns a call as transformers writes it, and its problem, or "". number: its place in the turn.
+    name, arguments, problem = "unknown", {}, ""
+    try:
+        found = json.loads(found) if isinstance(found, str) else found
+        name, arguments = str(found["name"]), found.get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if name not in names:
+            problem = f"there is no tool {name}; there are {', '.join(names)}"
+        elif not isinstance(arguments, dict):
+            problem = "the arguments have to be an object"
+    except Exception as error:
+        problem = f"this is no call of a tool: {error!r}"
+    return tool_call(number, name, arguments), problem
+
+
+def readable(result):
+    # Returns the result of a tool for rewards, where a list or an object is in values that JSON has, and its
+    # text for the policy, where blocks of text are joined.
+    text = str(result)
+    if not isinstance(result, (list, dict)):
+        return text, text
+    blocks = [one["text"] for one in result if isinstance(one, dict) and one.get("type") == "text"]
+    text = "".join(blocks) if blocks and len(blocks) == len(result) else text
+    try:
+        return json.loads(json.dumps(result, default=str)), text
+    except (ValueError, TypeError, RecursionError):
+        return text, text
+
+
+# ------------------------------------------------------------------------------------------------------------
+# all episodes
 
 
 class Table:
@@ -431,8 +459,8 @@ class Table:
 
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
-        self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
-        self.numbers = itertools.count()
+        self.threads = Threads(self.settings.call_workers, self.settings.call_timeout)
+        self.begun = 0                          # Episodes, which is the number of the next one
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
         # Only so many episodes are played at a time as there may be environments.
@@ -440,7 +468,7 @@ class Table:
         self.asked = 0                          # Requests that wait for an Answer
 
     def add(self, key, jobs):
-        """Adds an episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
+        """Add an episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
 
         key: the one under which step returns their Rollouts when all of them have ended.
         """
@@ -448,7 +476,7 @@ class Table:
         self.waiting += [(key, place, *job) for place, job in enumerate(jobs)]
 
     def play(self, jobs):
-        """Returns the Rollouts of these jobs, when no others are at the table."""
+        """Return the Rollouts of these jobs, when no others are at the table."""
         self.add("all", jobs)
         while not (ended := self.step()):
             pass
@@ -458,8 +486,9 @@ class Table:
         # Runs an episode until it ends, or waits for the engine or for a thread.
         episode, key, place = self.playing[number]
         try:
-            wish = (episode.send(value) if self.settings.environment_workers
-                    else self.player.proceed(episode, value))
+            wish = episode.send(value)
+            while not (self.settings.call_workers or isinstance(wish, Request)):
+                wish = episode.send(outcome(wish, self.settings.call_timeout))
         except StopIteration as end:
             self.groups[key][place] = end.value
             del self.playing[number]
@@ -471,11 +500,11 @@ class Table:
             self.threads.start(number, wish)
 
     def step(self):
-        """Takes a step of the engine if an episode waits for one; returns {key: its complete Rollouts}."""
+        """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
         while self.waiting and len(self.playing) < self.most:
             key, place, *job = self.waiting.popleft()
-            number = next(self.numbers)
-            self.playing[number] = self.player.episode(*job), key, place
+            number, self.begun = self.begun, self.begun + 1
+            self.playing[number] = Episode(self.player, *job).play(), key, place
             self._go_on(number)
         for answer in self.engine.step() if self.asked else ():
             self.asked -= 1

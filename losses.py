@@ -18,27 +18,30 @@ from torch.nn.utils.rnn import pad_sequence
 
 # ---------------------------------------------------------------- advantages
 # Each function is called with (scores, num_generations, lengths=..., rewards=..., parts=..., weights=...) and
-# declares the keywords that it uses. It returns the advantages [N], in the dtype of scores if that is a float
-# one, or those of each token, {s: [len]}.
+# declares the keywords that it uses. It returns the advantages in float32: [N], or {s: [len]} if each token has
+# an advantage of its own. The statistics are computed in float64.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
-#   rewards: for each completion a dict {sampled token: what the score has from it}.
-#   parts: for each completion a dict {name: value} of the reward's parts, NaN where one has no value.
-#   weights: a dict {name: weight} of parts; the others have the weight 1.
+#   rewards: for each completion a dict {sampled token: the part of the score that the token was given}.
+#   parts: for each completion a dict {name: value} of the reward's parts; NaN stands for no value.
+#   weights: a dict {name: weight} of parts; a part that it does not name has the weight 1.
 # A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++,
 # reinforce++_baseline, and gdpo, where parts may differ that add up to the same.
 
 def grouped(scores, num_generations):
-    """Return three [P, G] tensors: scores, a mask of those that are not NaN, score - group mean (0 at NaN).
-    The float64 sum of equal float32 scores is exact, so that score - mean is exactly 0 for them."""
+    """Return three [P, G] tensors: the scores, a mask of those that are not NaN, and score - mean of the group,
+    which is 0 at NaN, and exactly 0 in a group of equal scores, whatever their sum rounds to."""
     groups = scores.double().view(-1, num_generations)            # [P, G]
     scored = ~groups.isnan()                                      # [P, G]
-    return groups, scored, torch.where(scored, groups - groups.nanmean(1, keepdim=True), 0.0)
+    low, high = (groups.nan_to_num(nan).aminmax(dim=1, keepdim=True)[end]               # [P, 1]
+                 for end, nan in enumerate((math.inf, -math.inf)))
+    differ = scored & (low < high)
+    return groups, scored, torch.where(differ, groups - groups.nanmean(1, keepdim=True), 0.0)
 
 
 def flattened(adv, scores):
-    """Return the advantages [P, G] in the shape and float dtype of scores [N], with 0 where these are NaN."""
-    return torch.where(scores.isnan(), 0.0, adv.flatten()).type_as(scores * 1.0)
+    """Return the advantages [P, G] in the shape of scores [N], in float32, with 0 where a score is NaN."""
+    return torch.where(scores.isnan(), 0.0, adv.flatten()).float()
 
 
 def group_std(scores, num_generations):
@@ -102,14 +105,12 @@ def grpo_process(scores, num_generations, *, lengths, rewards, **_):
     (reward - mean) / (std + 1e-4) over all rewards of the prompt's completions, so that with one reward for
     each this is grpo. Shao et al. 2024, section 4.1.3. The rewards are those of the steps of an answer, or of
     the turns of an episode."""
-    adv = {s: (scores * 1.0).new_zeros(length) for s, length in enumerate(lengths.tolist())}
+    adv = {s: torch.zeros(length, device=scores.device) for s, length in enumerate(lengths.tolist())}
     for first in range(0, len(scores), num_generations):
-        given = [(s, token, reward) for s in range(first, first + num_generations)
+        given = [(s, token, reward) for s in range(first, first + num_generations) if not scores[s].isnan()
                  for token, reward in rewards[s].items() if not math.isnan(reward)]
-        # Like scores in float32, so that equal ones minus their mean are exactly 0.
-        values = torch.tensor([reward for *_, reward in given]).double()
-        std = values.std().item() if len(given) > 1 else 0.0
-        for (s, token, _), value in zip(given, ((values - values.mean()) / (std + 1e-4)).tolist()):
+        values = torch.tensor([reward for *_, reward in given], dtype=torch.float64)
+        for (s, token, _), value in zip(given, grpo(values, max(1, len(values))).tolist()):
             adv[s][:token + 1] += value
     return adv
 
@@ -122,15 +123,16 @@ def gdpo(scores, num_generations, *, parts, weights, **_):
     for name in dict.fromkeys(name for own in parts for name in own):
         if name == "score":
             raise ValueError("advantage=gdpo: the reward's parts are normalised, so none may be named score")
-        values = torch.tensor([own.get(name, math.nan) for own in parts], device=scores.device)
+        values = torch.tensor([own.get(name, math.nan) for own in parts], dtype=torch.float64,
+                              device=scores.device)
         values = torch.where(scores.isnan(), math.nan, values)
         totals += weights.get(name, 1.0) * grpo(values, num_generations)
-    return grpo_batch(totals, num_generations).type_as(scores * 1.0)
+    return grpo_batch(totals, num_generations)
 
 
 def none(scores, num_generations, **_):
     """advantage = 0, whatever the scores: for kl_in=advantage, which adds to it."""
-    return torch.zeros_like(scores * 1.0)
+    return torch.zeros_like(scores, dtype=torch.float32)
 
 
 ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo,
@@ -145,9 +147,10 @@ def overlong_penalty(lengths, max_length, buffer):
 
 
 # ---------------------------------------------------------------- policy losses
-# Each function is called with (logp, old_logp, adv, mean=..., epsilon=..., epsilon_high=..., dual_clip=...)
+# Each function is called with (logp, old_logp, adv, engine_logp=..., mean=..., epsilon=..., epsilon_high=...)
 # and declares the keywords that it uses. It returns three tensors [C]: the loss, with gradient, and for the
-# logs two masks: where clipping acted at the lower bound, and where it acted at the upper one.
+# logs two masks: where clipping acted at the lower bound, and where clipping acted at the upper bound.
+#   engine_logp [C]: the logprobs of the engine that sampled, whatever old_logp is.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
 # -adv * grad(logp).
@@ -167,36 +170,36 @@ def out_of_bounds(ratio, adv, epsilon, epsilon_high):
     return (ratio < 1 - epsilon) & (adv < 0), (ratio > 1 + epsilon_high) & (adv > 0)
 
 
+def clip_ratios(low, high):
+    """Return the two masks of a loss, and where clipping acted at either bound, by the names of their means."""
+    return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+
+
 def unclipped(loss):
     """Return what a loss without clipping returns: the loss, and no clipped token at either bound."""
     nowhere = torch.zeros_like(loss, dtype=torch.bool)
     return loss, nowhere, nowhere
 
 
-def clipped(ratio, adv, epsilon, epsilon_high, dual_clip):
+def clipped(ratio, adv, epsilon, epsilon_high):
     """Return what clip returns, for a given ratio."""
     loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
-    low, high = out_of_bounds(ratio, adv, epsilon, epsilon_high)
-    if dual_clip:
-        loss = torch.where(adv < 0, torch.min(loss, -dual_clip * adv), loss)
-        high = high | (ratio > dual_clip) & (adv < 0)
-    return loss, low, high
+    return loss, *out_of_bounds(ratio, adv, epsilon, epsilon_high)
 
 
-def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, dual_clip=0.0, **_):
+def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, **_):
     """loss = -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv). The gradient is 0 where adv
     pushes the ratio further past a bound. PPO, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7;
-    two different bounds come from DAPO. Where adv < 0 the loss has no upper limit; dual_clip > 0 limits it to
-    -dual_clip * adv: Ye et al. 2020, https://arxiv.org/abs/1912.09729, eq. 5."""
-    return clipped(bounded_log_ratio(logp, old_logp).exp(), adv, epsilon, epsilon_high, dual_clip)
+    two different bounds come from DAPO."""
+    return clipped(bounded_log_ratio(logp, old_logp).exp(), adv, epsilon, epsilon_high)
 
 
-def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, dual_clip=0.0, **_):
+def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     """loss = that of clip, with one ratio per sequence: exp(mean of log ratios). Use it with sequence_mean.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071; their bounds are 3e-4 and 4e-4. This is GSPO-token
     (section 4.3 there): each token has a gradient of its own, so that token weights have an effect."""
     ratio = of_sequence(bounded_log_ratio(logp, old_logp), mean).exp()
-    return clipped(ratio, adv, epsilon, epsilon_high, dual_clip)
+    return clipped(ratio, adv, epsilon, epsilon_high)
 
 
 def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
@@ -486,9 +489,9 @@ def chunks(targets, weight):
 
 def schedule(peak, step, steps, kind, warmup=0):
     """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
-    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine")."""
+    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). It is 0 before step 0."""
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return max(0.0, peak * (step + 1) / warmup)
     progress = (step - warmup) / max(1, steps - warmup)
     decays = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return peak * decays[kind]

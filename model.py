@@ -122,7 +122,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
 
 
 def deal_to_ranks(rollouts, updates):
-    """What this rank computes of each update, as lists of s, and what shared prefixes save, for the log.
+    """What this rank computes of each update, as lists of s, and the fraction of tokens that shared prefixes save.
 
     updates: lists of s, the same on every rank. packing.deal gives each rank about the same number of tokens.
     """
@@ -135,18 +135,13 @@ def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
     return per_token(policy, lambda batch: policy(batch, temperature)[0], rollouts, chosen, token_budget)
 
 
-def kl_to_reference(reference, rollouts, token_budget, temperature, policy=None):
-    """logp - ref_logp (k1) of all sampled tokens of all rollouts, {s: [len]}, on every rank. A collective.
-
-    logp is the engine's, from when it sampled, or that of `policy` if one is given.
-    """
+def gathered_logprobs(policy, rollouts, token_budget, temperature):
+    """A policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank. A collective."""
     share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
-    theirs = token_logprobs(reference, rollouts, share, token_budget, temperature)
-    ours = (token_logprobs(policy, rollouts, share, token_budget, temperature) if policy else
-            {s: torch.from_numpy(rollouts[s].logprobs) for s in share})
-    device = next(reference.parameters()).device
-    gathered = distributed.gathered([(s, (ours[s].to(device) - theirs[s]).cpu().numpy()) for s in share])
-    return {s: torch.from_numpy(kl).to(device) for s, kl in gathered}
+    logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
+    device = next(policy.parameters()).device
+    everyones = distributed.gathered([(s, logps[s].cpu().numpy()) for s in share])
+    return {s: torch.from_numpy(logp).to(device) for s, logp in everyones}
 
 
 def token_values(critic, rollouts, chosen, token_budget):
@@ -293,6 +288,22 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     # With adapters the base is in dtype already, and the adapters compute in float32 (lora.merge).
     put_under_fsdp(network, [*layers, *images], mesh, None if adapter else dtype)
     return network
+
+
+def make_optimizer(network, learning_rate, weight_decay, offload_optimizer):
+    """AdamW for the parameters of a network, whose moments wait in host memory if offload_optimizer is set."""
+    optimizer = torch.optim.AdamW(network.parameters(), learning_rate, (0.9, 0.95), weight_decay=weight_decay,
+                                  fused=True)
+    if offload_optimizer:
+        offload(optimizer, next(network.parameters()).device)
+    return optimizer
+
+
+def set_learning_rate(optimizer, learning_rate):
+    """Set and return the learning rate; a parameter group may have a factor of its own, group["lr_scale"]."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+    return learning_rate
 
 
 def offload(optimizer, device):

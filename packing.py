@@ -134,13 +134,10 @@ def deal(rollouts, chosen, num_ranks):
 
 
 def shared_tokens(rollouts, dealt):
-    """The fraction of tokens that computing common prefixes only once saves, and the fraction that it would
-    save with all rollouts on one rank in one update; a dict for the log. dealt: deal's result per update."""
-    order = prefix_order(rollouts, [s for shares in dealt for share in shares for s in share])
-    separate = max(1, sum(size for _, size, _ in order))
-    computed = sum(row_size(prefix_order(rollouts, share)) for shares in dealt for share in shares)
-    return {"perf/shared_tokens": 1 - computed / separate if order else 0.0,
-            "perf/shareable_tokens": 1 - row_size(order) / separate if order else 0.0}
+    """The fraction of tokens that is saved by computing common prefixes only once. dealt: deal's result per update."""
+    orders = [prefix_order(rollouts, share) for shares in dealt for share in shares]
+    separate = sum(size for order in orders for _, size, _ in order)
+    return 1 - sum(map(row_size, orders)) / max(1, separate) if separate else 0.0
 
 
 def largest_first(pieces, num_ranks):

@@ -8,8 +8,8 @@ first trainer and all ranks of the engines are on the bridge, which carries
     weights     from the first trainer to every rank of every engine; they wait in its host memory
     rollouts    from the first rank of each engine to the first trainer, which passes them on to the others
 
-The first trainer and the engines wait for each other for at most sync_timeout. If one rank fails, all others
-end with its message.
+The first trainer and the engines wait for each other for at most half of `timeout`. If a rank ends, its
+connections break, and the ranks at their other ends say so and end as well.
 """
 import atexit
 import contextlib
@@ -21,8 +21,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from dataclasses import dataclass
+import zlib
 
 import numpy as np
 import torch
@@ -34,26 +33,9 @@ from runtime import distributed
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
 FOREVER = datetime.timedelta(days=10_000)
-SOON = 3                        # seconds that a failed rank gets to say why, before others say it is gone
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
 SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "max_turn_length",
-                "max_reply_length", "reward_weights")
-
-
-@dataclass
-class Sampled:
-    """The scored rollouts of a step or of an evaluation: those of one engine, or of all engines."""
-    rollouts: list
-    position: int            # where the next step begins in the sequence of prompts
-    figures: dict            # metrics of the sampling, for the log
-
-    def as_json(self):
-        return vars(self) | {"rollouts": [rollout.as_json(r) for r in self.rollouts]}
-
-    @classmethod
-    def from_json(cls, entry):
-        """Returns the Sampled of a dict that as_json made."""
-        return cls(**entry | {"rollouts": [*map(rollout.from_json, entry["rollouts"])]})
+                "reward_weights")
 
 
 class Bridge:
@@ -61,15 +43,16 @@ class Bridge:
 
     settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
     are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
-    weights that has arrived. For runtime.run_lifecycle the bridge is the trainers' engine: it has the
-    attributes name, naming and allocated, and close.
+    weights that has arrived. For runtime.run the bridge is the trainers' engine: it has the attributes name,
+    naming and allocated, load_weights and close.
     """
     allocated = 0
 
     def __init__(self, settings):
-        self.seconds, self.waited, self.since = settings.sync_timeout, 0.0, time.monotonic()
-        self.rollout_ranks = settings.rollout_ranks
-        self.ranks_per_engine = settings.vllm_tensor_parallel_size
+        self.timeout, self.waited = settings.timeout, 0.0
+        # Afterwards the watchdog would end a rank, and it knows less.
+        self.patience = datetime.timedelta(seconds=self.timeout / 2) if self.timeout else FOREVER
+        self.rollout_ranks, self.ranks_per_engine = settings.rollout_ranks, settings.vllm_tensor_parallel_size
         self.engines = self.rollout_ranks // self.ranks_per_engine
         kind = rollout.engine_class(settings.engine)
         if kind is rollout.HFEngine and self.ranks_per_engine > 1:
@@ -78,140 +61,111 @@ class Bridge:
 
     def join(self):
         """Take the role of this rank; return the group that set_up joins. A collective of all ranks."""
-        # Some ranks may never join.
-        distributed.watchdog.limit(self.seconds)
-        self.store, self.number, world_size = next(dist.rendezvous("env://"))
+        distributed.watchdog.limit(self.timeout)                # some ranks may never join
+        store, number, world_size = next(dist.rendezvous("env://"))
         self.trainers = world_size - self.rollout_ranks
-        self.trains = self.number < self.trainers
-        self.engine, place = divmod(self.number - self.trainers, self.ranks_per_engine)
-        role, rank, size = (("trainer", self.number, self.trainers) if self.trains
+        self.trains, self.speaks = number < self.trainers, number == 0
+        self.engine, place = divmod(number - self.trainers, self.ranks_per_engine)
+        role, rank, size = (("trainer", number, self.trainers) if self.trains
                             else (f"engine {self.engine}", place, self.ranks_per_engine))
-        self.me, self.speaks = f"rank {self.number} ({role})", self.number == 0
+        # What each engine sent and nobody took yet: {("step" or "eval", number): (rollouts, figures)}.
+        self.boxes = [{} for _ in range(self.engines)] if self.speaks else []
+        self.me = f"rank {number} ({role})"
         # From here on these describe the role. vLLM reads them.
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "ROLE_NAME": role.replace(" ", "")}
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role.replace(" ", ""))
         if gpus := torch.cuda.device_count():
             os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
-        self._in_background(self._await_failure)
-        sys.excepthook = self._fail
+        # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process that
+        # comes here without an error was refused.
+        sys.excepthook = self._failed
+        atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:
-            self._build()
-        distributed.watchdog.limit(0)
-        return {"store": dist.PrefixStore(f"{role}/", self.store), "rank": rank, "world_size": size}
-
-    def _build(self):
-        def group(name, kind):
             # The first trainer has place 0, and the ranks of engines have the places from 1 on.
-            place = 0 if self.trains else 1 + self.number - self.trainers
-            return kind(dist.PrefixStore(f"{name}/", self.store), place, 1 + self.rollout_ranks, FOREVER)
+            self._build(store, max(0, number - self.trainers + 1))
+        distributed.watchdog.limit(0)
+        return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
+
+    def _build(self, store, place):
+        def group(name, kind):
+            return kind(dist.PrefixStore(f"{name}/", store), place, 1 + self.rollout_ranks, FOREVER)
 
         # NCCL cannot connect two processes on one GPU.
         cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         self.gloo = group("gloo", dist.ProcessGroupGloo)
         self.wire = group("nccl", dist.ProcessGroupNCCL) if cuda else self.gloo         # for weights
-        if self.trains:
-            # What each engine sent and nobody took yet: {("step" or "eval", number): Sampled}.
-            self.boxes = [{} for _ in range(self.engines)]
-        else:
+        if not self.trains:
             # heard: first how the run begins, then (version, tensors) of each weight sync.
             self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
-            self._in_background(self._listen)
-            self._in_background(self._post)
-
-    def busy(self):
-        """Returns the share of the time since the last call in which this role did not wait for the other."""
-        waited, since, self.waited, self.since = self.waited, self.since, 0.0, time.monotonic()
-        return 1 - waited / (self.since - since)
+            for work in (self._listen, self._post):
+                threading.Thread(target=self._in_background, args=[work], daemon=True).start()
 
     # ------------------------------------------------------------ the trainers' end
 
     def tell(self, words):
-        """Send all engines an object: how the run begins, which weights follow, or None, which ends them."""
+        """Send all engines an object: how the run begins, or which weights follow."""
         if self.speaks:
             for tensor in packed(words):
-                self._bounded("the engines to listen", self.gloo.broadcast, tensor, 0)
+                self._wait_for("the engines to listen", self.gloo.broadcast, tensor, 0)
 
-    def publish(self, version, named_tensors):
+    def load_weights(self, named_tensors, version):
         """Send all engines the tensors that Network.full_weights yields. A collective of the trainers."""
         for bucket in buckets(named_tensors):
             self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
             if self.speaks:
                 flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
-                self._bounded(f"the engines to take the weights of step {version}", self.wire.broadcast,
-                              flat.to(self.device), 0)
+                self._wait_for(f"the engines to take the weights of step {version}", self.wire.broadcast,
+                               flat.to(self.device), 0)
         self.tell((version, None, None))                       # these weights are complete
 
     def take(self, kind, number):
-        """Returns what all engines sent under this kind and number, as one Sampled. A collective."""
-        began = time.monotonic()
-        parts = distributed.from_master(
-            [self._receive(e, (kind, number)) for e in range(self.engines)] if self.speaks else None)
-        self.waited += time.monotonic() - began
-        return Sampled([r for part in parts for r in part.rollouts], max(part.position for part in parts),
-                       {name: sum(part.figures[name] for part in parts) / len(parts)
-                        for name in parts[0].figures})
+        """Return the rollouts that all engines sent under this kind and number, and means of their figures.
 
-    def _receive(self, e, key):
-        # What arrives earlier waits in the box.
-        place, box, (kind, number) = 1 + e * self.ranks_per_engine, self.boxes[e], key
-        task = "be ready" if kind == "ready" else f"send its rollouts of {kind} {number}"
-        what = f"rank {self.trainers - 1 + place} (engine {e}) to {task}"
-        while key not in box:
-            box |= [unpacked(lambda tensor: self._bounded(what, self.gloo.recv, [tensor], place, 0))]
-        return box.pop(key)
+        A collective of the trainers.
+        """
+        key = kind, number
+        for e, box in enumerate(self.boxes):
+            place = 1 + e * self.ranks_per_engine
+            what = f"rank {self.trainers - 1 + place} (engine {e}) to send {kind} {number}"
+            while key not in box:
+                box |= [unpacked(lambda tensor: self._wait_for(what, self.gloo.recv, [tensor], place, 0))]
+        parts = distributed.from_master([box.pop(key) for box in self.boxes])
+        return [r for rollouts, _ in parts for r in rollouts], {
+            name: sum(figures[name] for _, figures in parts) / len(parts) for name in parts[0][1]}
 
-    def _bounded(self, what, begin, *arguments):
+    def _wait_for(self, what, begin, *arguments):
         try:
-            # If the connection is broken already, this fails before the wait.
-            begin(*arguments).wait(datetime.timedelta(seconds=self.seconds))
+            begin(*arguments).wait(self.patience)
         except RuntimeError as error:
-            # The first is what gloo says, the second what NCCL says.
-            if "imed out" in str(error) or "before timing out" in str(error):
-                raise self._in_vain(what) from error
-            time.sleep(SOON)
-            raise self._in_vain(what, f"the connection broke: {error}") from error
-
-    def _in_vain(self, what, reason=""):
-        return RuntimeError(f"{self.me} waited for {what}, but "
-                            + (reason or f"sync_timeout={self.seconds:g} seconds have passed"))
+            self._lost(what, str(error))
 
     def signalled(self):
         """Whether an engine has got a signal to stop."""
-        # If the store is gone, so is torchrun, which a trainer notices by itself.
-        with contextlib.suppress(RuntimeError):
-            return self.speaks and self.store.check(["signal"])
-        return False
+        return any(("signal", 0) in box for box in self.boxes)
 
     def close(self):
         """End the engines, because the run is over."""
-        # If one of them is gone already, the connection is broken.
+        # An engine that is gone already has broken the connection.
         with contextlib.suppress(RuntimeError):
-            self.tell(None)
+            for tensor in packed(None) if self.speaks else ():
+                self.gloo.broadcast(tensor, 0).wait(self.patience)
 
     # ------------------------------------------------------------ the engines' end
 
     def begin(self):
-        """Returns how the trainers say that the run begins. From now on they decide what a signal does."""
+        """Return how the trainers say that the run begins. From now on they decide what a signal does."""
         for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, self._signal)
-        opening = self._next("rank 0 (trainer) to begin")
-        # sys.exit does not call sys.excepthook.
-        atexit.register(self._tell_failure, f"{self.me} stops, and its message says why")
-        return opening
+            signal.signal(name, lambda *_: self.send("signal", 0, [], {}))
+        return self._next("rank 0 (trainer) to begin")
 
-    def _signal(self, *_):
-        # If the store is gone, so is torchrun, which the trainers notice by themselves.
-        with contextlib.suppress(RuntimeError):
-            self.store.set("signal", "")
-
-    def send(self, kind, number, sampled):
-        """Send rollouts to the trainers, who may take them much later."""
+    def send(self, kind, number, rollouts, figures):
+        """Send rollouts and metrics of their sampling to the trainers, who may take them much later."""
         if kind == "step":
-            sampled.figures |= {"timing_s/wait_for_weights": self.waited, "perf/engines_busy": self.busy()}
-        self.outgoing.put(packed(((kind, number), sampled)))
+            figures["timing_s/wait_for_weights"], self.waited = self.waited, 0.0
+        self.outgoing.put(packed(((kind, number), (rollouts, figures))))
 
     def weights(self, version):
-        """Returns the named tensors of a version as soon as they are here. Older versions are dropped."""
+        """Return the named tensors of a version as soon as they are here. Older versions are dropped."""
         found = -1
         while found < version:
             found, tensors = self._next(f"rank 0 (trainer) to send the weights of step {version}")
@@ -224,9 +178,9 @@ class Bridge:
     def _next(self, what):
         began = time.monotonic()
         try:
-            return self.heard.get(timeout=self.seconds)
+            return self.heard.get(timeout=self.patience.total_seconds())
         except queue.Empty:
-            raise self._in_vain(what) from None
+            self._lost(what, f"half of timeout={self.timeout:g} seconds has passed")
         finally:
             self.waited += time.monotonic() - began
 
@@ -259,47 +213,78 @@ class Bridge:
 
     # ------------------------------------------------------------ failures
 
-    def _in_background(self, function):
-        def work():
-            try:
-                function()
-            except Exception as error:
-                # The trainer may have failed, and gets the time to say why.
-                time.sleep(SOON)
-                self._end(f"rank 0 (trainer) is gone: {error}")
+    def _in_background(self, work):
+        try:
+            work()
+        except RuntimeError as error:
+            self._lost("rank 0 (trainer)", str(error))
 
-        threading.Thread(target=work, daemon=True).start()
-
-    def _fail(self, kind, error, trace):
-        # Python itself would wait for PyTorch's threads, which may wait for a rank that hangs. PyTorch
-        # replaces sys.stderr while it calls this.
-        with contextlib.suppress(OSError, ValueError):
-            traceback.print_exception(kind, error, trace, file=sys.__stderr__)
-        self._tell_failure(f"{'' if str(error).startswith(self.me) else self.me + ' failed: '}{error}")
+    def _lost(self, what, problem):
+        # Another rank stands still, or has ended, which mostly has an earlier cause.
+        message = f"{self.me} waited in vain for {what}: {problem}"
+        tell_launcher(message, later=60)
+        print(f"\n{message}", file=sys.stderr)
         distributed.end(1)
 
-    def _tell_failure(self, message):
-        tell_launcher(message)
-        with contextlib.suppress(RuntimeError):
-            self.store.set("failure", f"{self.number} {message}")
-        # This process may be the one that keeps the store, which the others still have to read.
-        time.sleep(1)
+    def _failed(self, *error):
+        distributed.failed(*error)
+        atexit.register(distributed.end, 1)                     # the last one is called first
 
-    def _await_failure(self):
-        # It needs its own connection, because a connection to the store can do nothing else while it waits.
-        store = self.store.clone()
-        store.set_timeout(FOREVER)
-        # If the store is gone, so is torchrun, which others notice.
-        with contextlib.suppress(RuntimeError):
-            number, message = store.get("failure").decode().split(" ", 1)
-            if number != str(self.number):
-                self._end(message)
 
-    def _end(self, message):
-        tell_launcher(message, later=1)
-        with contextlib.suppress(OSError, ValueError):
-            print(f"{self.me} ends: {message}", file=sys.stderr)
-        distributed.end(1)
+def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, position, kept):
+    """Do an engine's work until the run is over: sample, score, send, and take the next weights.
+
+    s: a script's settings. table: an episodes.Table with the engine. version: that of the weights which the
+    engine has, and the step to begin with, whose prompts are drawn from position on. kept: steps that the
+    trainers have rollouts for.
+    """
+    B = s.prompts_per_step // bridge.engines                    # prompts per step and engine
+    own = range(bridge.engine * B, (bridge.engine + 1) * B)     # the places of this engine's prompts
+    own_eval = range(bridge.engine, len(eval_set), bridge.engines)
+    eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}  # that begin with one
+    begun, number, engine = {}, version, table.engine
+
+    def begin(kind, number, prompts, places, n, name):
+        # n adjacent completions per prompt. Their seeds do not depend on the number of engines.
+        sampling = s.max_completion_length, s.temperature, 1.0, 0
+        seeds = {i: zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in places}
+        table.add((kind, number), [(prompts[i], seeds[i] + j, sampling) for i in places for j in range(n)])
+        begun[kind, number] = time.perf_counter(), prompts, [i for i in places for _ in range(n)]
+
+    def advance():
+        # Takes one step of the engine, then scores and sends what is complete.
+        for (kind, number), rollouts in table.step().items():
+            ended, (began, prompts, places) = time.perf_counter(), begun.pop((kind, number))
+            scorer(rollouts)
+            times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
+            for r, i in zip(rollouts, places):
+                # The trainers have the rows. A prompt differs from its row's if `reset` has added to it.
+                r.row = i, {} if r.row is prompts[i].row else {"prompt": r.row["prompt"]}
+            bridge.send(kind, number, rollouts, times)
+
+    if s.lora_rank and version:                                 # the engine was loaded with the base model
+        engine.switch(version)
+    while True:
+        if version in eval_steps:
+            begin("eval", version, eval_set, own_eval, s.eval_samples, "eval")
+            while ("eval", version) in begun:
+                advance()
+        if version == s.max_steps:
+            bridge.wait_for_the_end()
+        while not (s.in_flight and bridge.newest > version):
+            # The schedule says which steps these weights may sample for. train_async.save relies on it.
+            while number <= version + s.max_staleness and number < s.max_steps:
+                picked, position = train_set.draw(position, s.prompts_per_step, s.seed)
+                if number not in kept:
+                    begin("step", number, picked, own, s.num_generations, number)
+                number += 1
+            if not begun:
+                break
+            advance()
+        version += 1
+        while s.in_flight and version not in eval_steps and bridge.newest > version:
+            version += 1                                        # an engine that is late takes the newest
+        engine.switch(version)                                  # waits for these weights
 
 
 def packed(words):
@@ -317,14 +302,18 @@ def unpacked(fill):
     return pickle.loads(data.numpy())
 
 
-def kept_ahead(state, settings):
-    """Returns {step: Sampled}: what a run's state holds for the next steps, if these settings allow it."""
-    fits = all(state["settings"].get(key) == getattr(settings, key) for key in SAMPLED_WITH)
-    return {step: Sampled.from_json(entry) for step, entry in state["ahead"]} if fits else {}
+def kept_ahead(run, settings):
+    """Return {step: (rollouts, figures)} of a resumed run for its next steps, if its settings are the same."""
+    kept, before = run.state["ahead"], run.state["settings"]
+    if not kept or any(before.get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
+        return {}
+    rollouts = rollout.from_arrays(run.arrays)
+    N = len(rollouts) // len(kept)
+    return {int(step): (rollouts[i * N:(i + 1) * N], kept[step]) for i, step in enumerate(kept)}
 
 
 def staleness(rollouts, step):
-    """Returns by how many steps the policy of `step` is ahead of those that sampled its tokens: mean, max."""
+    """Return by how many steps the policy of `step` is ahead of those that sampled its tokens: mean, max."""
     ages, counts = [], []
     for r in rollouts:
         starts, versions = np.array(r.versions).T
@@ -334,7 +323,7 @@ def staleness(rollouts, step):
 
 
 def buckets(named_tensors, size=BUCKET):
-    """Yields lists of (name, tensor) with at least `size` bytes each, and a last one with the rest."""
+    """Yield lists of (name, tensor) with at least `size` bytes each, and a last one with the rest."""
     bucket = []
     for pair in named_tensors:
         bucket.append(pair)

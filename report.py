@@ -8,7 +8,6 @@ The page needs neither a network nor a server. runtime/report.html is its templa
 the rules of health. Of a long run the page shows a part: curves are thinned out, but keep their peaks, and
 samples are those of evenly spaced steps.
 """
-import ast
 import contextlib
 import glob
 import json
@@ -18,12 +17,12 @@ import re
 import sys
 from collections import defaultdict
 
+from configurator import read_defaults
 from runtime.health import findings, series
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # With at most so many points of curves and bytes of samples, a page stays under 5 MB.
 POINTS, SAMPLE_BYTES = 60_000, 3_200_000
-AT_END = 5_000_000              # bytes of a run's logs, up to which its page takes less than half a second
 
 # The panels: a title, the metrics in it as a regular expression, and a scale: "", "log", or "share" (0 to 1).
 PANELS = (
@@ -51,13 +50,8 @@ def read_run(folder):
     with open(f"{folder}/config.json", "rb") as config, open(f"{folder}/metrics.jsonl", "rb") as metrics:
         settings = {"script": ", ".join(map(os.path.basename, scripts))} | json.load(config)
         lines = [*filter(None, map(parsed, metrics))]
-    shared = [os.path.join(HERE, "config", name) for name in ("conversation.py", "shared.py")]
-    for path in [*scripts, *shared]:
-        with open(path, "rb") as file:
-            for node in ast.parse(file.read()).body:
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                    with contextlib.suppress(ValueError):
-                        defaults.setdefault(node.targets[0].id, ast.literal_eval(node.value))
+    for path in scripts:
+        defaults |= read_defaults(path)
     return lines, {k: v for k, v in settings.items() if k not in ("checksums", "out_dir", "resume")}, defaults
 
 
@@ -140,20 +134,10 @@ def write(folders):
     return path
 
 
-def at_end(folder):
-    """Write the page of a run that ends, if that takes less than half a second; returns a line about it."""
-    if sum(os.path.getsize(f"{folder}/{name}.jsonl") for name in ("metrics", "samples")) > AT_END:
-        return f"python report.py {folder} writes a page with curves, samples and health"
-    try:
-        return f"{write([folder])}: curves, samples and health"
-    except OSError as error:
-        return f"the report could not be written: {error}"
-
-
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__.strip())
     try:
-        print(write(sys.argv[1:]))
+        print(f"{write(sys.argv[1:])}: curves, samples and health")
     except OSError as error:
         sys.exit(f"report.py: there is no report: {error}")

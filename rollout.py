@@ -18,10 +18,12 @@ has its own seed, so a run repeats no matter what else is in the batch.
 import contextlib
 import gc
 import importlib.util
+import json
 import logging
 import math
 import os
 import warnings
+import zlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +36,8 @@ from losses import head_logits
 from runtime.check_model import model_class, reading
 from runtime.vllm_workarounds import (compute_logits_in_float32, has_head, leave_memory_unbound,
                                       shared_memory_of_its_own, take_kernels)
+
+ARRAYS = "ids", "spans", "logprobs"             # fields of a Rollout
 
 
 @dataclass
@@ -85,20 +89,23 @@ class Answer(NamedTuple):
     versions: tuple = ((0, 0),)                 # as in Rollout
 
 
-def as_json(r):
-    """Returns a Rollout as a dict for JSON, which keeps only the prompt and the answer of its row."""
-    row = r.row and {key: r.row.get(key) for key in ("prompt", "answer")}
-    return vars(r) | {"ids": r.ids.tolist(), "spans": r.spans.tolist(), "logprobs": r.logprobs.tolist(),
-                      "row": row, "rewards": [*map(list, r.rewards.items())],
-                      "versions": [*map(list, r.versions)]}
+def as_arrays(rollouts):
+    """Return Rollouts as {name: array}; all that is not an array in them has to be fit for JSON."""
+    rest = [vars(r) | {key: len(getattr(r, key)) for key in ARRAYS} | {"rewards": [*r.rewards.items()]}
+            for r in rollouts]
+    arrays = {key: np.concatenate([getattr(r, key) for r in rollouts]) for key in ARRAYS if rollouts}
+    return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
 
 
-def from_json(entry):
-    """Returns the Rollout of a dict that as_json made."""
-    return Rollout(**entry | {
-        "ids": np.array(entry["ids"], np.int32), "spans": np.array(entry["spans"], np.int32),
-        "logprobs": np.array(entry["logprobs"], np.float32), "rewards": dict(entry["rewards"]),
-        "versions": tuple(map(tuple, entry["versions"]))})
+def from_arrays(arrays):
+    """Return the Rollouts of which as_arrays made these arrays, or none if there are no arrays."""
+    rest = json.loads(arrays["rest"].tobytes()) if arrays else []
+    for key in ARRAYS if rest else ():
+        ends = np.cumsum([one[key] for one in rest])
+        for one, part in zip(rest, np.split(arrays[key], ends[:-1])):
+            one[key] = part
+    return [Rollout(**one | {"rewards": dict(one["rewards"]), "versions": tuple(map(tuple, one["versions"]))})
+            for one in rest]
 
 
 def engine_class(engine):
@@ -124,6 +131,30 @@ def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature
         text = tokenizer.decode(r.ids[r.spans[0, 0]:], skip_special_tokens=True)
         r.completion = text if isinstance(r.row["prompt"], str) else [{"role": "assistant", "content": text}]
     return rollouts
+
+
+class Sampler:
+    """Samples completions of prompts with an engine: single answers, or episodes that a Player plays.
+
+    settings: a script's. player: an episodes.Player. engine: what this file has.
+    """
+
+    def __init__(self, settings, tokenizer, player, engine):
+        self.settings, self.tokenizer, self.player, self.engine = settings, tokenizer, player, engine
+
+    def __call__(self, prompts, n, names, temperature=None, length=None):
+        """Return n adjacent Rollouts per data.Prompt.
+
+        names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where h
+        is a hash of its text, the same on any rank. temperature, length: those of the settings if not given.
+        """
+        s = self.settings
+        temperature = s.temperature if temperature is None else temperature
+        seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
+        sampling = n, seeds, length or s.max_completion_length, temperature
+        if self.player.make:                                    # there is an environment, or tools
+            return self.player.play(self.engine, prompts, *sampling)
+        return single_answers(self.engine, self.tokenizer, prompts, *sampling)
 
 
 class Engine:
@@ -243,8 +274,8 @@ class VLLMEngine(Engine):
                 logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
                 enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
-        if float32_head and vllm.__version__.startswith("0.25."):
-            llm.apply_model(lambda loaded: compute_logits_in_float32(head_logits, loaded))
+        if float32_head:
+            compute_logits_in_float32(llm, head_logits)
         return llm
 
     def serve(self, jobs, play):

@@ -6,23 +6,22 @@ GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300), a whole run in one fi
     python train_grpo.py config/gspo.py --seed=1             # a published variant, and one setting changed
     python train_grpo.py --help                              # every setting
 
-Each step samples a group of G completions for each of its prompts and scores them. A completion's advantage
-is its score normalised within the group, (r - mean) / std, and every token of the completion gets it. The
-policy is then updated with PPO's clipped loss, without a critic, and the engine that samples gets the new
-weights. Without arguments this trains the small model in tiny/ on algebra problems.
+Each step samples a group of G completions for each of its prompts and scores the completions. The advantage
+of a completion is its score normalised within the group, (score - mean) / std, and every token of the
+completion gets this advantage. PPO's clipped loss then updates the policy, without a critic, and the engine
+that samples gets the new weights. Without arguments the script trains the small model in tiny/ on algebra.
 
-In two points the default algorithm differs from the paper's; config/grpo.py is the paper's:
+The default algorithm differs from the paper's in two points; config/grpo.py is the paper's algorithm:
 1. Every token of an update has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper
    every completion has the same weight, so a token of a long completion counts for less.
-2. There is no KL to a reference model, so no such model is loaded. Recent recipes with verifiable rewards use
-   no KL either. With --kl_coef=0.04, the paper's value, the reference is the initial model, never updated.
-By default a step makes one update, as in the paper's runs. It is on-policy: the ratio is exactly 1, and
-nothing is clipped. With --updates_per_step=4 each update takes a quarter of the step's completions, and from
-the second update on the policy differs from the one that sampled them.
+2. The loss has no KL to a reference model, so no reference model is loaded. Recent recipes with verifiable
+   rewards have no KL either. With --kl_coef=0.04, the paper's value, the reference is the initial model.
+By default a step makes one update, as in the paper's runs. Such a step is on-policy: every ratio is exactly
+1, and nothing is clipped. With --updates_per_step=4 each update takes a quarter of the completions, and from
+the second update on the policy differs from the policy that sampled.
 """
 import math
 import random
-import zlib
 
 from runtime import distributed         # before torch: it sets environment variables that torch reads
 import torch
@@ -33,9 +32,9 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import (deal_to_ranks, kl_to_reference, load_policy, load_reference, micro_batches, offload,
-                   open_folders, token_logprobs)
-from runtime.run_lifecycle import Run
+from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
+                   micro_batches, open_folders, set_learning_rate, token_logprobs)
+from runtime.run import Run
 from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
@@ -70,8 +69,6 @@ old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old i
 loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # where the advantage is negative, clip lets the ratio grow; this is an upper
-                                # bound there, for example 3; 0 sets none
 skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
@@ -83,102 +80,67 @@ engine_correction = "none"      # the trainer's probabilities differ a little fr
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this; truncate lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
-# optimizer
-warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
-lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
-grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device. FSDP2 shards over the mesh. sequence_group: with sequence_parallel_size above 1, the
-# ranks that compute each micro-batch together.
+# One process per device; FSDP2 shards over the mesh. With sequence_parallel_size above 1, the ranks of a
+# sequence_group compute each micro-batch together.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings. run.resumed is a checkpoint or None. run.state is saved with each checkpoint; its
-# "position" is the place in the endless sequence of prompts.
+# Run checks the settings. run.resumed is the checkpoint to resume, or None. run.state is saved with each
+# checkpoint; its "position" is the place in the endless sequence of training prompts.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
-# The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
+# gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
-kl_in_loss = kl_coef > 0 and kl_in == "loss"
 with input_errors():                                            # a ValueError becomes a one-line message
     folders = open_folders(settings, longest)                   # of the models; no weights are read yet
-    tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
-    engine_class = rollout.engine_class(engine)
-    player = Player(settings, tokenizer, eos_ids)               # for episodes with an environment or tools
-    # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
+    tokenizer = folders.tokenizer
+    player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
+    # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
-    # With a training prompt and a held-out one, a broken environment or reward shows now.
-    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-
-    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has the
-    # rank and the checkpoint of the adapters that come on top.
+    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
+    # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
-                                  vllm_tensor_parallel_size, float32_head)
-optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
-                              weight_decay=weight_decay, fused=True)
-if offload_optimizer:
-    offload(optimizer, device)                                  # to host memory, except while it steps
+    rollout_engine = rollout.engine_class(engine)(
+        start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
+        vllm_tensor_parallel_size, float32_head)
+optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
 networks = {"": (policy, optimizer)}        # what is saved, by the checkpoint's subfolder; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), run.first_step)
-
-
-def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """Return n rollouts per prompt, next to each other. names: a text of its own for each prompt.
-    Its rollouts have the seeds h, h + 1, ..., where h is a hash of the text, the same on any rank."""
-    seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    if player.make:                                             # there is an environment, or tools
-        return player.play(rollout_engine, prompts, n, seeds, length, temperature)
-    return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, length, temperature)
-
-
-def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
-             length=max_completion_length):
-    """Sample completions of these prompts, with the same seeds every time, and return {name/mean@k: ...} with
-    pass@k and maj@k. The keywords are for further evaluations (docs/data_and_rewards.md)."""
-    own = range(rank, len(prompts), world_size)
-    rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
-    if temperature > 0:
-        # This stops the run if engine and policy differ; a few rollouts show it. step: that of the loop.
-        logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
-        compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
-    scorer(rollouts)
-    return rewards.evaluation(distributed.gathered(rollouts), samples, name)
-
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
-# N rollouts per step, on all ranks; s is an index into them. A rollout r has r.ids (prompt and completion),
-# r.logprobs (the engine's, of the sampled tokens), r.row (of the data set) and r.score. r.parts has the named
-# parts of the score, and r.rewards how it is divided over the sampled tokens.
+# N rollouts per step, on all ranks; s is the number of a rollout. A rollout r has r.ids (prompt and
+# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set) and r.score.
+# {s: [len]} is a dict with a tensor for each rollout, which has an entry for each sampled token.
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
-# (packing.py). C of its tokens were sampled. For two rollouts, 0 and 1, with two sampled tokens each:
+# (packing.py). C of its tokens were sampled. Forward and backward are collectives, so a rank with fewer
+# micro-batches than another gets empty micro-batches, C = 0. Ranks of a sequence_group compute each other's;
+# only the owner has C > 0. For two rollouts, 0 and 1, with two sampled tokens each:
 #     batch.flat({0: [a, b], 1: [c, d]})   -> [a, b, c, d]              {s: [len]} to [C]
 #     batch.split([a, b, c, d])            -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
 #     batch.spread([x, y])                 -> [x, x, y, y]              [N] to [C]; takes {s: [len]} as well
-#     batch.mean([1, 3, 5, 9])             -> [2, 2, 7, 7]              [C] to [C]: the mean over its rollout
-for step in range(run.first_step, max_steps + 1):               # the last round only evaluates and saves
+#     batch.mean([1, 3, 5, 9])             -> [2, 2, 7, 7]              [C] to [C]: the mean over the rollout
+for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
-    if step == max_steps or (step % (eval_interval or max_steps) == 0 and not stopping):
-        with log.timed("eval"):
-            log.evaluation(evaluate(eval_set))
-    if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
+    if run.due(eval_interval) and not stopping:
+        rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
+    if run.due(save_interval) or stopping:
         run.save(networks, tokenizer)                           # writes nothing before the first step
-    if step == max_steps or stopping:
+    if stopping:
         break
 
     # ------------------------------------------------------------ 1 rollout
@@ -192,93 +154,73 @@ for step in range(run.first_step, max_steps + 1):               # the last round
         scorer(own_rollouts)                                    # sets the score of each
     rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
     N = len(rollouts)
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64, device=device)  # [N]; NaN: none
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
+    engine_logps = {s: torch.from_numpy(r.logprobs).to(device) for s, r in enumerate(rollouts)}  # {s: [len]}
 
     # ------------------------------------------------------------ 3 advantage
-    scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
-    lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
-    stds = losses.group_std(scores, G)                                                  # [N / G]
-    log.metrics |= {"reward_std": stds.mean().item(),
-                    "frac_reward_zero_std": (stds == 0).double().mean().item()}
-    if kl_coef > 0 and kl_in != "loss":
-        # For each token the engine's logprob minus the reference model's, {s: [len]}.
-        kls = kl_to_reference(reference, rollouts, token_budget, temperature)
-        total_kl = torch.stack([kls[s].sum() for s in range(N)])                        # [N]
-        log.metrics["kl"] = (total_kl.sum() / lengths.sum()).item()
+    if reference:
+        with log.timed("ref"):
+            ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}             # k1 of each token, {s: [len]}
+        log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_in == "reward":
-            scores = scores - kl_coef * total_kl
-    log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()
+            scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
-    if kl_coef > 0 and kl_in == "advantage":
+    if reference and kl_in == "advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
-    # ------------------------------------------------------------ 4 split; old and reference logprobs
-    # The rollouts, in random order, are split into updates, and those of each update are dealt to the ranks.
+    # ------------------------------------------------------------ 4 split into updates; old logprobs
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # A rollout whose advantage is 0 may be left out, but it counts in the denominator of the loss.
     computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
-    shares, saved = deal_to_ranks(rollouts, computed)           # what this rank computes of each update
-    log.metrics |= saved                                        # how many tokens shared prefixes save
-    all_shares = sum(shares, [])
-    engine_logps = {s: torch.from_numpy(rollouts[s].logprobs).to(device) for s in all_shares}   # {s: [len]}
+    # shares: this rank's part of each update, dealt by length.
+    shares, log.metrics["perf/shared_tokens"] = deal_to_ranks(rollouts, computed)
+    # pi_old is the policy before the first update. If there is only one update, section 5 has its logprobs.
+    on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):
-        # Empty where the trainer's are wanted and there is one update: then section 5 takes its own logp.
-        old_logps = (engine_logps if old_logprobs == "engine" else
-                     token_logprobs(policy, rollouts, all_shares, token_budget, temperature)
-                     if updates_per_step > 1 else {})                                   # {s: [len]}
-    with log.timed("ref"):
-        ref_logps = (token_logprobs(reference, rollouts, all_shares, token_budget, temperature)
-                     if kl_in_loss else {})                                             # {s: [len]}
+        old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
+            policy, rollouts, sum(shares, []), token_budget, temperature))              # {s: [len]}
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        for group in optimizer.param_groups:
-            group["lr"] = log.metrics["learning_rate"] = losses.schedule(
-                learning_rate, step, max_steps, lr_decay, warmup_steps)
-        new_logps = {}                                          # {s: [len]}
+        log.metrics["learning_rate"] = set_learning_rate(
+            optimizer, losses.schedule(learning_rate, step, max_steps, lr_decay, warmup_steps))
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # num_tokens and num_sequences count the whole update, on all ranks, so the gradient depends on
-            # neither the number of ranks nor the micro-batches.
+            # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
-                max_length=max_completion_length)                # [N]; token_mean: 1 / num_tokens
-            # Forward and backward are collectives, so a rank with fewer micro-batches than another gets empty
-            # ones, C = 0. Ranks of a sequence_group compute each other's; only the owner has C > 0 there.
+                max_length=max_completion_length)               # [N]; token_mean: 1 / num_tokens
+            new_logps = {}                                      # {s: [len]}
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
-                old_logp = batch.flat(old_logps) if old_logps else logp.detach()        # [C]
+                old_logp = logp.detach() if on_policy else batch.flat(old_logps)        # [C]
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
-                    logp, old_logp, batch.spread(adv), mean=batch.mean, epsilon=epsilon,
-                    epsilon_high=epsilon_high, dual_clip=dual_clip)
+                    logp, old_logp, batch.spread(adv), engine_logp=engine_logp, mean=batch.mean,
+                    epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.correction_weights(
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
-                kl = (losses.kl_penalty(logp, batch.flat(ref_logps), kl_estimator, old_logp) if kl_in_loss
-                      else torch.zeros_like(logp))                                      # [C]
-                token_loss = correction * token_loss + kl_coef * kl     # as in TRL, no correction of the KL
+                token_loss = correction * token_loss
+                if reference and kl_in == "loss":               # as in TRL, no correction of the KL
+                    token_loss = token_loss + kl_coef * losses.kl_penalty(
+                        logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
-                (loss * world_size).backward()                  # FSDP averages over ranks: undo it
-                # Means are over all tokens that the step computes. If section 3 has logged a kl, it is kept.
+                (loss * world_size).backward()                  # FSDP averages over ranks: undo that
                 log.add(sums={"loss": loss / updates_per_step},
-                        means={"entropy": entropy, "kl": kl, "sampling/correction_mean": correction,
-                               "clip_ratio/low_mean": clipped_low, "clip_ratio/high_mean": clipped_high,
-                               "clip_ratio/region_mean": clipped_low | clipped_high})
+                        means={"entropy": entropy, "sampling/correction_mean": correction}
+                        | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # Before the first update engine and trainer have the same weights: this stops the run if they
-                # differ. Section 4 has computed the trainer's logprobs, or else the forward above has.
-                # may_be_stale matters only if you change the loop to train on rollouts of earlier steps.
-                trainer_logps = old_logps if old_logps and old_logprobs == "trainer" else new_logps
-                log.metrics |= compare_logprobs(
-                    rollouts, trainer_logps, gap_bound, tokenizer, step,
-                    may_be_stale=old_logprobs == "engine" or engine_correction != "none")
+                # Before the first update engine and trainer have the same weights: a gap stops the run.
+                log.metrics |= compare_logprobs(rollouts, new_logps, gap_bound, tokenizer, step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
-            if run.may_step("actor", norm.item()):              # logs it; False if it is infinite or NaN
+            if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite
                 optimizer.step()
             optimizer.zero_grad()
 
@@ -287,8 +229,15 @@ for step in range(run.first_step, max_steps + 1):               # the last round
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),
+    run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, engines=world_size),
                  rewards.sample_lines(rollouts, G, tokenizer))
 
-# ---------------------------------------------------------------- teardown
+# ---------------------------------------------------------------- the last model
+if not run.stopped:
+    log.start(max_steps)
+    held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # the rollouts of this rank
+    # No step compares the weights of the last sync, so a few held-out rollouts do.
+    logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
+    compare_logprobs(held_out, logps, gap_bound, tokenizer)
+    run.save(networks, tokenizer)
 run.end()

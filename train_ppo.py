@@ -19,7 +19,6 @@ It reads like train_grpo.py; read that one first. What differs, as in Ziegler et
 """
 import math
 import random
-import zlib
 
 from runtime import distributed         # before torch: it sets environment variables that torch reads
 import torch
@@ -30,9 +29,9 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import (deal_to_ranks, load_critic, load_policy, load_reference, micro_batches, offload,
-                   open_folders, token_logprobs, token_values)
-from runtime.run_lifecycle import Run
+from model import (deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer, micro_batches,
+                   open_folders, set_learning_rate, token_logprobs, token_values)
+from runtime.run import Run
 from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
@@ -62,100 +61,66 @@ kl_coef = 0.0                   # weight of the KL to the reference model; 0 loa
 reference_model = ""            # a folder or hub id; if empty, the initial model
 gamma = 1.0                     # discount of GAE, from 0 to 1
 lam = 1.0                       # lambda of GAE, from 0 (one step) to 1 (Monte Carlo)
-num_epochs = 1                  # passes over a step's rollouts
-updates_per_epoch = 2           # optimizer steps per pass, each on an equal part of the rollouts
+updates_per_step = 2            # optimizer updates per step, of policy and critic
+num_epochs = 1                  # passes over a step's rollouts; each makes an equal part of the updates
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
-dual_clip = 0.0                 # where the advantage is negative, clip lets the ratio grow; this is an upper
-                                # bound there, for example 3; 0 sets none
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO); see losses.sequence_weights
 entropy_coef = 0.0              # weight of the entropy bonus
-# optimizer
-warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
-lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
-grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip it
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device. FSDP2 shards over the mesh. sequence_group: with sequence_parallel_size above 1, the
-# ranks that compute each micro-batch together.
+# One process per device; FSDP2 shards over the mesh. With sequence_parallel_size above 1, the ranks of a
+# sequence_group compute each micro-batch together.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings. run.resumed is a checkpoint or None. run.state is saved with each checkpoint; its
-# "position" is the place in the endless sequence of prompts.
+# Run checks the settings. run.resumed is the checkpoint to resume, or None. run.state is saved with each
+# checkpoint; its "position" is the place in the endless sequence of training prompts.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
-# The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
+# gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
     folders = open_folders(settings, longest)                   # of the models; no weights are read yet
-    tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
-    engine_class = rollout.engine_class(engine)
-    player = Player(settings, tokenizer, eos_ids)               # for episodes with an environment or tools
-    # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
+    tokenizer = folders.tokenizer
+    player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
+    # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
-    # With a training prompt and a held-out one, a broken environment or reward shows now.
-    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-
-    # With lora_rank the weights are those of the initial model, also in a resumed run. run.adapter has the
-    # rank and the checkpoint of the adapters that come on top.
+    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
+    # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = engine_class(start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
-                                  vllm_tensor_parallel_size, float32_head)
-adamw = {"betas": (beta1, beta2), "weight_decay": weight_decay, "fused": True}
-optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, **adamw)
-critic_optimizer = torch.optim.AdamW(critic.parameters(), critic_learning_rate, **adamw)
-if offload_optimizer:
-    offload(optimizer, device)
-    offload(critic_optimizer, device)
+    rollout_engine = rollout.engine_class(engine)(
+        start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
+        vllm_tensor_parallel_size, float32_head)
+optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
+critic_optimizer = make_optimizer(critic, critic_learning_rate, weight_decay, offload_optimizer)
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
-log = run.begin(networks, rollout_engine, data_note, f"{num_epochs} x {updates_per_epoch} optimizer step(s)")
-if lora_rank and run.resumed:                                   # the engine was loaded with the base model
-    rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), run.first_step)
+# Opens the log, prints what the run is, and loads the optimizer of a resumed run.
+log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 
-def sample(prompts, n, names, temperature=temperature, length=max_completion_length):
-    """Return n rollouts per prompt, next to each other. names: a text of its own for each prompt.
-    Its rollouts have the seeds h, h + 1, ..., where h is a hash of the text, the same on any rank."""
-    seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    if player.make:                                             # there is an environment, or tools
-        return player.play(rollout_engine, prompts, n, seeds, length, temperature)
-    return rollout.single_answers(rollout_engine, tokenizer, prompts, n, seeds, length, temperature)
-
-
-def evaluate(prompts, name="eval", samples=eval_samples, temperature=temperature,
-             length=max_completion_length):
-    """Sample completions of these prompts, with the same seeds every time, and return {name/mean@k: ...} with
-    pass@k and maj@k. The keywords are for further evaluations (docs/data_and_rewards.md)."""
-    own = range(rank, len(prompts), world_size)
-    rollouts = sample([prompts[i] for i in own], samples, [f"{name} {i}" for i in own], temperature, length)
-    if temperature > 0:
-        # This stops the run if engine and policy differ; a few rollouts show it. step: that of the loop.
-        logps = token_logprobs(policy, rollouts, range(min(32, len(rollouts))), token_budget, temperature)
-        compare_logprobs(rollouts, logps, gap_bound, tokenizer, step)
-    scorer(rollouts)
-    return rewards.evaluation(distributed.gathered(rollouts), samples, name)
-
-
-def critic_metrics(value, ret, raw_adv, adv):
-    """What the log says of a critic before it has seen the batch; all [C] of this rank, adv whitened."""
+def critic_metrics(value, ret, raw_adv, adv, token_rewards):
+    """Return figures of a critic that has not seen the batch yet; all [C] of this rank, adv whitened.
+    token_rewards: for each rollout the rewards of its tokens, [len]."""
     mean = distributed.mean
     error_variance, variance = (mean(x ** 2) - mean(x) ** 2 for x in (ret - value, ret))
     extremes = [adv.nan_to_num(0.0).max(), -adv.nan_to_num(0.0).min()] if len(adv) else [-math.inf, -math.inf]
     highest, lowest = distributed.largest(extremes)
     return {"critic/vf_explained_var": 1 - error_variance / variance if variance > 1e-8 else 0.0,
             "critic/values/mean": mean(value), "critic/returns/mean": mean(ret),
+            "critic/rewards/mean": mean([x.sum() for x in token_rewards]),
             "critic/advantages/mean": mean(raw_adv),
             "critic/advantages/max": highest, "critic/advantages/min": -lowest}
 
@@ -163,39 +128,36 @@ def critic_metrics(value, ret, raw_adv, adv):
 # ---------------------------------------------------------------- the loop
 # Shapes as in train_grpo.py: N rollouts in a step, on all ranks; C sampled tokens, of a micro-batch or of all
 # that this rank computes; {s: [len]} has a tensor for the sampled tokens of each rollout s.
-for step in range(run.first_step, max_steps + 1):               # the last round only evaluates and saves
+for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
-    if step == max_steps or (step % (eval_interval or max_steps) == 0 and not stopping):
-        with log.timed("eval"):
-            log.evaluation(evaluate(eval_set))
-    if step == max_steps or step % (save_interval or max_steps) == 0 or stopping:
+    if run.due(eval_interval) and not stopping:
+        rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
+    if run.due(save_interval) or stopping:
         run.save(networks, tokenizer)                           # writes nothing before the first step
-    if step == max_steps or stopping:
+    if stopping:
         break
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
         own = range(rank * B, (rank + 1) * B)                   # each rank samples for prompts of its own
-        own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])
+        own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
         scorer(own_rollouts)                                    # sets the score of each
     rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], device=device)                   # [N], NaN: no score
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64, device=device)  # [N]; NaN: none
     lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
 
     # ------------------------------------------------------------ 3 shares; old logprobs, values, reference
-    # The rollouts, in random order, are split into updates. This rank computes its share of each update.
     order = random.Random(f"{seed} {step}").sample(range(N), N)
-    updates = [order[u::updates_per_epoch] for u in range(updates_per_epoch)]
-    shares, saved = deal_to_ranks(rollouts, updates)            # what this rank computes of each update
-    log.metrics |= saved                                        # how many tokens shared prefixes save
+    updates = [order[u::updates_per_step // num_epochs] for u in range(updates_per_step // num_epochs)]
+    shares, log.metrics["perf/shared_tokens"] = deal_to_ranks(rollouts, updates)
     all_shares = sum(shares, [])
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}
@@ -207,31 +169,27 @@ for step in range(run.first_step, max_steps + 1):               # the last round
                      if reference else old_logps)                                       # {s: [len]}
 
     # ------------------------------------------------------------ 4 rewards to advantages
-    with log.timed("adv"):
-        flat = lambda tensors: torch.cat([tensors[s] for s in all_shares] or [torch.empty(0, device=device)])
-        old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
-        lens = lengths[all_shares].tolist()
-        kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
-        # The score of a single answer is the reward of its last token. Turns and steps have their own.
-        token_reward = losses.token_rewards([rollouts[s].rewards for s in all_shares], kl, kl_coef, lens)
-        raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
-        adv = losses.whiten(raw_adv, distributed.mean)                                  # [C]
-        # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
-        advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
-        log.metrics |= {"kl": distributed.mean(kl),
-                        "critic/rewards/mean": distributed.mean([x.sum() for x in token_reward.split(lens)])}
-        log.metrics |= critic_metrics(value, ret, raw_adv, adv)
+    flat = lambda tensors: torch.cat([tensors[s] for s in all_shares] or [torch.empty(0, device=device)])
+    old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
+    lens = lengths[all_shares].tolist()
+    kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
+    # The score of a single answer is the reward of its last token; turns and steps have their own.
+    token_reward = losses.token_rewards([rollouts[s].rewards for s in all_shares], kl, kl_coef, lens)
+    raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
+    adv = losses.whiten(raw_adv, distributed.mean)                                  # [C]
+    # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
+    advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
+    log.metrics |= {"kl": distributed.mean(kl)} | critic_metrics(value, ret, raw_adv, adv,
+                                                                 token_reward.split(lens))
 
     # ------------------------------------------------------------ 5 update
-    train_policy = step >= critic_warmup_steps
-    lr = losses.schedule(learning_rate, step - critic_warmup_steps, max_steps - critic_warmup_steps, lr_decay,
-                         warmup_steps) if train_policy else 0.0
-    optimizer.param_groups[0]["lr"] = log.metrics["learning_rate"] = lr
-    critic_optimizer.param_groups[0]["lr"] = log.metrics["critic/lr"] = losses.schedule(
-        critic_learning_rate, step, max_steps, lr_decay, warmup_steps)
+    policy_step = step - critic_warmup_steps                    # below 0 only the critic is trained
+    log.metrics["learning_rate"] = set_learning_rate(optimizer, losses.schedule(
+        learning_rate, policy_step, max_steps - critic_warmup_steps, lr_decay, warmup_steps))
+    log.metrics["critic/lr"] = set_learning_rate(
+        critic_optimizer, losses.schedule(critic_learning_rate, step, max_steps, lr_decay, warmup_steps))
     for update, share in num_epochs * list(zip(updates, shares)):
-        # The denominators count the whole update, on all ranks, so that the gradient is the same for any
-        # number of ranks, any micro-batch size and any packing.
+        # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
         weight = scores.isfinite() * losses.sequence_weights(
             lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
             max_length=max_completion_length)                                           # [N]
@@ -241,30 +199,28 @@ for step in range(run.first_step, max_steps + 1):               # the last round
                 value_losses, value_clipped = losses.value_loss(
                     new_value, batch.flat(old_values), batch.flat(rets), value_clip)        # [C] each
                 vf_loss = (batch.spread(weight) * value_losses).sum()
-                (vf_loss * world_size).backward()               # FSDP averages over ranks: undo it
-                log.add(sums={"critic/vf_loss": vf_loss / (num_epochs * updates_per_epoch)},
+                (vf_loss * world_size).backward()               # FSDP averages over ranks: undo that
+                log.add(sums={"critic/vf_loss": vf_loss / updates_per_step},
                         means={"critic/vf_clipfrac": value_clipped})
             norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("critic", norm.item()):             # False if the norm is infinite or NaN
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
         with log.timed("update_actor"):
-            if not train_policy:
+            if policy_step < 0:
                 continue
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 token_loss, clipped_low, clipped_high = losses.LOSSES["clip"](
-                    logp, batch.flat(old_logps), batch.flat(advs), epsilon=epsilon, epsilon_high=epsilon_high,
-                    dual_clip=dual_clip)                                                # [C] each
+                    logp, batch.flat(old_logps), batch.flat(advs), epsilon=epsilon,
+                    epsilon_high=epsilon_high)                                          # [C] each
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                log.add(sums={"loss": loss / (num_epochs * updates_per_epoch)},
+                log.add(sums={"loss": loss / updates_per_step},
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
-                               "entropy": entropy, "clip_ratio/low_mean": clipped_low,
-                               "clip_ratio/high_mean": clipped_high,
-                               "clip_ratio/region_mean": clipped_low | clipped_high})
+                               "entropy": entropy} | losses.clip_ratios(clipped_low, clipped_high))
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):
                 optimizer.step()
@@ -275,8 +231,15 @@ for step in range(run.first_step, max_steps + 1):               # the last round
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, engines=world_size),
+    run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, engines=world_size),
                  rewards.sample_lines(rollouts, G, tokenizer))
 
-# ---------------------------------------------------------------- teardown
+# ---------------------------------------------------------------- the last model
+if not run.stopped:
+    log.start(max_steps)
+    held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # the rollouts of this rank
+    # No step compares the weights of the last sync, so a few held-out rollouts do.
+    logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
+    compare_logprobs(held_out, logps, gap_bound, tokenizer)
+    run.save(networks, tokenizer)
 run.end()

@@ -37,7 +37,7 @@ length = 1024                   # tokens of a sequence; in speed also 4 and 16 t
 sequences = 128                 # of that length; in speed also four times as many, for the memory
 cycles = 100                    # of colocation
 # of base, larger and trl
-base = "config/larger_base.py"  # settings for tiny/pretrain.py
+base = "--base=larger"          # settings for tiny/pretrain.py
 larger = "config/larger.py"     # settings for train_grpo.py
 trl = "out/trl/bin/python"      # the interpreter that has TRL
 # ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import time
 
 from configurator import configure
 from runtime import checkpoint, distributed
-from runtime.run_log import RunLog
+from runtime.run import RunLog
 from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 steps = 100_000
@@ -34,14 +34,13 @@ with tempfile.TemporaryDirectory() as folder:
             score = {"eval/mean@4": rng.random()} if step % 10 == 0 else {}
             file.write(json.dumps({"step": step} | figures | score) + "\n")
     started = time.perf_counter()
-    log = RunLog(out_dir, __file__, {"sample_interval": 20}, steps, steps + 1)
+    state = {"step": steps, "checksums": {}, "evaluated": {}, "eval_scores": {}}
+    log = RunLog(out_dir, __file__, {"max_steps": steps + 1}, state)
     resume = time.perf_counter() - started
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
-        log.flush()
-        problem = checkpoint.save_checkpoint(f"{out_dir}/checkpoint-{steps}", {}, tokenizer,
-                                             {"step": steps}, 2, log.eval_scores)
+        problem = checkpoint.save_checkpoint(f"{out_dir}/checkpoint-{steps}", {}, tokenizer, state, 2)
         seconds.append(time.perf_counter() - started)
         assert not problem, problem
     print(f"{steps:,} steps: a save takes {statistics.median(seconds):.3f} s apart from the model; "

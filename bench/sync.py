@@ -91,27 +91,27 @@ def colocated(folder):
 
 def apart(folder):
     bridge = Bridge(SimpleNamespace(engine=engine, rollout_ranks=1, vllm_tensor_parallel_size=1,
-                                    sync_timeout=600.0))
+                                    timeout=1200.0))
     *_, mesh, _ = distributed.set_up(role=bridge.join)
     if bridge.trains:
         policy = load_policy(folder, mesh, torch.float32)
         bridge.tell("begin")
-        bridge.store.wait(["ready"])
+        bridge.take("ready", 0)
 
         def publish(version):
             bridge.publish(version, policy.full_weights(torch.float32, bridge.naming))
 
         measured("apart, trainer: gather and send", publish)
-        bridge.store.wait(["loaded"])
+        bridge.take("loaded", 0)
         bridge.close()
     else:
         bridge.begin()
         one = make_engine(folder, apart=True)
         one.incoming = bridge.weights
-        bridge.store.set("ready", "")
+        bridge.send("ready", 0, [], {})
         measured("apart, engine: wait, receive and load", one.switch)
-        bridge.store.set("loaded", "")
-        time.sleep(600)                                         # the trainer ends it
+        bridge.send("loaded", 0, [], {})
+        bridge.wait_for_the_end()
 
 
 def main():

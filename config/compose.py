@@ -17,4 +17,3 @@ max_steps = 80
 updates_per_step = 4
 eval_interval = 0
 save_interval = 0
-sample_interval = 0

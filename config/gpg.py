@@ -10,7 +10,6 @@ pass@4 from 0.672, 0.672 and 0.664 to 1.000, 1.000 and 1.000. docs/recipes.md sa
 """
 loss_type = "gpg"
 advantage = "dr_grpo"
-filter_groups = True
 max_num_gen_batches = 1
 overlong_buffer = 0
 updates_per_step = 1

@@ -1,7 +1,7 @@
-"""GRPO with the base model of config/larger_base.py, on the problems that it was made for. It was not
+"""GRPO with the base model tiny/pretrain.py --base=larger, on the problems that it was made for. It was not
 measured yet.
 
-    python -m tiny.pretrain config/larger_base.py --out=out/larger
+    python -m tiny.pretrain --base=larger --out=out/larger
     torchrun train_grpo.py config/larger.py
 """
 model = "out/larger"

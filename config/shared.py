@@ -8,7 +8,6 @@ from config.conversation import *  # prompts, reward, episodes
 train_prompts = 0               # rows to generate or to take; 0 generates 4096, or takes all not held out
 eval_prompts = 128              # held-out prompts, over all ranks; 0 generates 128, or takes all of them
 shuffle = True                  # each epoch has its own order; False keeps that of the rows: a curriculum
-reward_step_timeout = 600.0     # seconds for a step on a rank; what is left then scores 0; 0 sets no limit
 reward_model = ""               # a folder or hub id of a sequence-classification model with one label
 # engine
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
@@ -18,9 +17,10 @@ logprob_gap = 0.0               # nats: the run stops if the mean |trainer - eng
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights
-weight_decay = 0.0              # of AdamW
-beta1 = 0.9                     # of AdamW, for the mean of the gradient
-beta2 = 0.95                    # of AdamW, for the mean of its square
+warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
+lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
+grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
+weight_decay = 0.0              # of AdamW, on all weights
 dtype = "auto"                  # float32, bfloat16, or auto: bfloat16 on CUDA; master weights are float32
 float32_head = True             # compute logits in float32 in trainer and engine even with bfloat16
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
@@ -28,11 +28,9 @@ sequence_parallel_size = 1      # ranks that each hold a part of every micro-bat
 shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; with 0, all ranks
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
 timeout = 3600.0                # seconds after which a rank that stands still stops the run; with 0, never
-max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # evaluation, checkpoints and output
 eval_interval = 10              # in steps; the first and the last model are always evaluated; with 0 no other
 eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k
 save_interval = 20              # in steps; the last model is always saved; with 0 no other
 keep_checkpoints = 2            # how many of the newest to keep; the best at an evaluation is also kept
-sample_interval = 20            # steps between tables of sample completions on the console; 0 shows none
 # ------------------------------------------------------------------------------------------------------------

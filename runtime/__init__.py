@@ -25,24 +25,23 @@ closing = contextlib.ExitStack()
 atexit.register(closing.close)
 
 
-class Suppressing(contextlib.suppress, contextlib.ContextDecorator):
-    """contextlib.suppress as a decorator."""
-
-
-class Console(io.FileIO):
-    """stdout or stderr that drops what it cannot take because it is closed or full, and stays open."""
-    write, close = Suppressing(OSError)(io.FileIO.write), io.FileIO.flush
-
-
 def make_lenient():
-    """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have."""
-    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        if stream and type(stream) is not io.TextIOWrapper:     # a notebook has streams of its own
-            continue
-        try:
-            stream.flush()
-            console = Console(stream.fileno(), "w", closefd=False)
-        except (AttributeError, OSError, ValueError):           # it is closed
-            console = Console(os.devnull, "w")
-        setattr(sys, name, io.TextIOWrapper(console, getattr(stream, "encoding", None), "backslashreplace",
-                                            line_buffering=True))
+    """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have.
+
+    What such a console would have shown goes to the null device.
+    """
+    def lenient(write, number):
+        def write_or_drop(text):
+            try:
+                return write(text)
+            except (OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return write_or_drop
+
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:                          # it was closed when the process began
+            setattr(sys, name, open(os.devnull, "w"))
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:                    # a notebook has streams of its own
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+            stream.write = lenient(stream.write, number)

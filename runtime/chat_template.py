@@ -32,13 +32,13 @@ class Template:
         # Where the template itself ends the thinking before a turn, the policy does not think.
         thinks = not self._render([{"role": "user", "content": "?"}], True).rstrip().endswith("</think>")
         tried = THOUGHTFUL | (WITH_TOOLS if tools else {})
-        self.turns = [turn for tag, turn in tried.items() if thinks and tag in str(tokenizer.chat_template)]
-        self.turns = self.turns or [{"content": "because"}]
+        self.turns = [turn for tag, turn in tried.items()
+                      if thinks and tag in str(tokenizer.chat_template)] or [{"content": "because"}]
         self.calls_at_once = None               # no limit, unless check finds that the template has one
 
     def opening(self, messages):
         """The ids of the messages before the first turn."""
-        return self._encode(self._render(messages, True))
+        return self._encode(messages, True)
 
     def between(self, turn, reply):
         """The ids after the end token of a turn, up to where the next turn begins.
@@ -52,7 +52,7 @@ class Template:
         reply = [message | {"content": self.defused(message["content"])} for message in reply]
         if calls:
             reply = [message | {"name": name} for message, name in zip(reply, calls)]
-        after = self._encode(self._render(messages + reply, True))
+        after = self._encode(messages + reply, True)
         if after[:len(before)] != before:
             raise ValueError("the chat template rewrites a turn once something follows it: "
                              + parted(self.tokenizer.decode(before), self.tokenizer.decode(after)))
@@ -84,13 +84,12 @@ class Template:
         if self.tools:
             # The policy may make up a tool, and make several calls at once. A template may refuse several, as
             # Llama's does; their results then follow a turn with the first call, as in TRL.
-            self.between(turn_of({}, ["unknown"]), [reply])
-            two_calls = turn_of({}, self.names[:1] * 2), [reply] * 2
+            calls = turn_of({}, ["unknown", self.names[0]]), [reply] * 2
             try:
-                self.between(*two_calls)
+                self.between(*calls)
             except ValueError:
                 self.calls_at_once = 1
-                self.between(*two_calls)
+                self.between(*calls)
 
     def _talk(self, messages, turn, reply):
         # Checks two turns. The second shows whether the first, which is then an earlier one, stays as it was.
@@ -109,7 +108,7 @@ class Template:
             if reply["content"] not in replied[len(said):]:
                 raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
             inserted = self.between(turn, [reply])
-            if self._encode(replied)[-len(inserted):] != inserted:
+            if self.opening(messages)[-len(inserted):] != inserted:
                 raise ValueError("the chat template writes the same reply in different ways: " + parted(
                     self.tokenizer.decode(inserted), replied[len(said):]))
             opened = replied
@@ -119,7 +118,7 @@ class Template:
         # A question and a turn with calls of these tools: the messages, and the ids to the end of the turn.
         messages = [{"role": "user", "content": "?"}, turn_of(self.turns[0], calls)]
         begin = len(self.opening(messages[:1]))
-        ids = self._encode(self._render(messages, False))
+        ids = self._encode(messages, False)
         # The token that begins a question may be one of the tokens that end a turn.
         ends = [place for place in range(begin, len(ids)) if ids[place] in self.eos_ids]
         if not ends:
@@ -128,9 +127,9 @@ class Template:
                              f"{tokens}, so it does not say what follows them")
         return messages, ids[:ends[-1] + 1]
 
-    def _encode(self, text):
-        # The parts between CUTs are encoded one by one.
-        parts = self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids
+    def _encode(self, messages, asked):
+        # Each part between CUTs is encoded by itself.
+        parts = self.tokenizer(self._render(messages, asked).split(CUT), add_special_tokens=False).input_ids
         return [one for part in parts for one in part]
 
     def _render(self, messages, asked):

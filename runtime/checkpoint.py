@@ -7,7 +7,8 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index
     checkpoint-60/trainer/    optimizer-00000.safetensors with the first rank's rows of Adam's moments, and so
-                              on for each rank of a copy of the weights; state.json; checksums.json
+                              on for each rank of a copy of the weights; state.json and, if a run keeps
+                              arrays, arrays.safetensors; checksums.json
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
@@ -16,6 +17,7 @@ import atexit
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -28,10 +30,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from runtime import STARTED_IN
 from runtime.distributed import gathered, range_of_rows
 
 # A file of weights has at most this many bytes, unless a single tensor has more. In a save rank 0 holds one
@@ -41,12 +45,12 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 
 # ---------------------------------------------------------------- to disk
 
-def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
+def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model, optimizer)}; the policy's is "", so that from_pretrained and vLLM can load
-    the folder. state: a dict that JSON can hold. Afterwards older checkpoints are removed, except the `keep`
-    newest and the best by eval_scores, {step: score}. Returns None, or what went wrong if the checkpoint
+    the folder. state: a dict that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the `keep`
+    newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the checkpoint
     could not be written (because the disk is full, say); then no older one is removed. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
@@ -75,7 +79,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     if master and not problem:
         try:
             tokenizer.save_pretrained(part)
-            write_state(part, state)
+            write_state(part, state, arrays)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
             sync(os.path.dirname(folder))
@@ -86,8 +90,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, eval_scores):
     elif master:
         found = checkpoints(os.path.dirname(folder))
         count = found.index(folder) + 1
-        scored = [one for one in found[:count] if step_of(one) in eval_scores]
-        best = max(scored, key=lambda one: eval_scores[step_of(one)], default=None)
+        scores = {one: state["eval_scores"].get(str(step_of(one)), -math.inf) for one in found[:count]}
+        best = max(scores, key=scores.get)
         # If there are newer ones, the run was resumed from an older checkpoint because they were damaged.
         for other in set(found) - {*found[:count][-keep:], best}:
             shutil.rmtree(other, ignore_errors=True)
@@ -131,9 +135,12 @@ def first_problem(problem):
     return next(filter(None, gathered([problem])), None)
 
 
-def write_state(folder, state):
-    # Writes state.json, then checksums.json with the CRC-32 of every file, and waits until the disk has all.
+def write_state(folder, state, arrays={}):
+    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every file,
+    # and waits until the disk has all.
     os.makedirs(f"{folder}/trainer", exist_ok=True)
+    if arrays:
+        save_arrays(arrays, f"{folder}/trainer/arrays.safetensors")
     with open(f"{folder}/trainer/state.json", "w") as file:
         # One entry per line is easy to read, and long arrays are written fast.
         file.write("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(state[key])}" for key in state) + "}\n")
@@ -241,55 +248,23 @@ def load_optimizer(folder, model, optimizer):
 
 # ---------------------------------------------------------------- the folder of a run
 
-def claim(out_dir, patience=600):
-    """Make a folder, if it is not there, and keep other runs out of it while this process lives.
-
-    Waits up to `patience` seconds for a run that is still in it, because the workers of a torchrun that was
-    killed live on until the end of their step. Raises ValueError if that run does not end, or if the folder
-    cannot be written or belongs to no run.
-    """
-    if os.path.isdir(out_dir):
-        # A run's folder has a .lock from its first moment on.
-        strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}
-        if strangers and ".lock" not in strangers:
-            raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
-                             "a new folder")
-    try:
-        # TensorBoard wants UTF-8.
-        out_dir.encode()
-        os.makedirs(out_dir, exist_ok=True)
-        LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
-    # The name may have a NUL in it, or thousands of parts.
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"out_dir={out_dir!r} cannot be written: {error}") from None
-    for second in range(patience + 1):
-        try:
-            return fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if second == 0:
-                print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
-            time.sleep(1)
-        except OSError as error:
-            return print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
-    raise ValueError(f"out_dir={out_dir}: another run is writing there")
-
-
 def locate_run(out_dir, resume, default):
-    """(the run's folder, the checkpoint to resume or None), from the settings out_dir and resume.
+    """Return (the run's folder, the checkpoint to resume or None), from the settings out_dir and resume.
 
     If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder named
-    `default`, with a number after it if the name is taken. The folder is claimed. resume=auto takes the
-    newest checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises
-    ValueError for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a
-    folder that cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
+    `default`, with a number after it if the name is taken. The folder is locked. resume=auto takes the newest
+    checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises ValueError
+    for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a folder that
+    cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
     """
-    out_dir, resume = (path and os.path.normpath(os.path.expanduser(path)) for path in (out_dir, resume))
+    out_dir, resume, default = (
+        path if path in ("", "auto") else os.path.normpath(os.path.join(STARTED_IN, os.path.expanduser(path)))
+        for path in (out_dir, resume, default))
     if resume == "auto":
         if not out_dir:
             raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
-        claim(out_dir)
-        found = checkpoints(out_dir)
-        for folder in reversed(found):
+        lock(out_dir)
+        for folder in reversed(found := checkpoints(out_dir)):
             if not (problem := damage(folder)):
                 return out_dir, folder
             print(f"{folder} is damaged and passed over: {problem}", file=sys.stderr)
@@ -298,14 +273,12 @@ def locate_run(out_dir, resume, default):
         return out_dir, None
     if resume and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
         raise ValueError(f"resume={resume}: not a checkpoint folder")
-    own = os.path.dirname(os.path.abspath(resume)) if resume else ""
-    goes_on = bool(resume) and os.path.abspath(out_dir or own) == own
-    folder = own if goes_on else out_dir or new_folder(default)
-    # Another run in the folder may be about to end, so this comes before looking into it.
-    claim(folder)
-    if goes_on:
-        newest = (checkpoints(own) or [resume])[-1]
-        if os.path.basename(newest) != os.path.basename(os.path.abspath(resume)):
+    folder = out_dir or os.path.dirname(resume) or new_folder(default)
+    # Another run in the folder may be about to end, so the lock comes before looking into it.
+    lock(folder)
+    if resume and folder == os.path.dirname(resume):
+        newest = (checkpoints(folder) or [resume])[-1]
+        if os.path.basename(newest) != os.path.basename(resume):
             raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
     elif set(os.listdir(folder)) - {".lock"}:
         raise ValueError(f"out_dir={out_dir} holds another run: "
@@ -315,17 +288,49 @@ def locate_run(out_dir, resume, default):
     return folder, resume or None
 
 
+def lock(out_dir, patience=600):
+    """Make a folder, if it is not there, and keep other runs out of it while this process lives.
+
+    Waits up to `patience` seconds for a run that is still in the folder, because the workers of a torchrun that
+    was killed live on until the end of their step. Raises ValueError if that run does not end, or if the folder
+    cannot be written or belongs to no run.
+    """
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        # A run's folder has a .lock from its first moment on.
+        strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}
+        if strangers and ".lock" not in strangers:
+            raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
+                             "a new folder")
+        LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
+    except OSError as error:
+        raise ValueError(f"out_dir={out_dir} cannot be written: {error}") from None
+    for second in range(patience + 1):
+        try:
+            fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if second == 0:
+                print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
+            time.sleep(1)
+        except OSError as error:
+            print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
+            return
+    raise ValueError(f"out_dir={out_dir}: another run is writing there")
+
+
 def new_folder(default):
     # Two runs may begin in the same second, but only one of them can make the folder.
     for count in itertools.count(1):
+        folder = default if count == 1 else f"{default}-{count}"
         try:
-            os.makedirs(folder := default if count == 1 else f"{default}-{count}")
-            atexit.register(remove_unused, folder)
-            return folder
+            os.makedirs(folder)
         except FileExistsError:
             continue
         except OSError as error:
             raise ValueError(f"out_dir={folder} cannot be made: {error.strerror}") from None
+        atexit.register(remove_unused, folder)
+        return folder
 
 
 def remove_unused(folder):

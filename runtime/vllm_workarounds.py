@@ -1,26 +1,42 @@
 """
-What vLLM 0.25 and 0.32 need so that they load and compute the same as the trainer.
+What only some versions of vLLM, PyTorch and transformers need, so that all load and compute the same.
 
-Each function says which version needs it and when it can be removed.
+Each part says which version needs it and when it can be removed.
 """
 import contextlib
 import glob
+import inspect
 import os
 
 import torch
 import torch.distributed as dist
+import transformers
+from torch.nn.attention import varlen
+
+# By default PyTorch 2.11's kernel takes fewer heads of keys and values than of queries. Later versions need
+# enable_gqa for that. To be removed together with 2.11.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+# If vLLM 0.32 does not know a model, it takes transformers' class and wraps it for compilation. The trainer's
+# model is of the same class, and the wrapper asks it for this attribute. To be removed once vLLM mends that.
+transformers.PreTrainedModel.do_not_compile = True
 
 
-def compute_logits_in_float32(head_logits, model):
-    """Let a model of vLLM 0.25 compute its logits in float32, by losses.head_logits.
+def compute_logits_in_float32(llm, head_logits):
+    """Let a vllm.LLM of version 0.25 compute its logits in float32, by losses.head_logits.
 
     To be removed together with 0.25: later versions have the setting head_dtype.
     """
+    import vllm
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    # The embedding may be the head as well. It calls `apply` only to compute logits.
-    for layer in model.modules():
-        if isinstance(method := getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
-            method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
+
+    def patch(model):
+        # The embedding may be the head as well. It calls `apply` only to compute logits.
+        for layer in model.modules():
+            if isinstance(method := getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
+                method.apply = lambda head, hidden, bias=None: head_logits(hidden, head.weight, bias)
+
+    if vllm.__version__.startswith("0.25."):
+        llm.apply_model(patch)
 
 
 def leave_memory_unbound():

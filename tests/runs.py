@@ -57,7 +57,8 @@ def keep_rollouts():
             os.makedirs(folder, exist_ok=True)
             with open(f"{folder}/{script['step']}.jsonl", "w") as file:
                 for r in rollouts:
-                    file.write(json.dumps(sys.modules["rollout"].as_json(r)) + "\n")
+                    as_lists = {key: getattr(r, key).tolist() for key in ("ids", "spans", "logprobs")}
+                    file.write(json.dumps(vars(r) | as_lists, default=str) + "\n")
             if isinstance(script.get("sampled"), list):
                 with open(f"{folder}/scores-{script['step']}.json", "w") as file:
                     json.dump([r.score for r in script["sampled"]], file)

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
+from rollout import from_arrays
 from runs import ROOT, forked, kept_rollouts, lines, without_times
 from test_docs import DIFFS
 from test_train_grpo import SMALL, train
@@ -73,15 +75,14 @@ def of_groups(rows, G=4):
 
 
 def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
-    (diff,) = [diff for _, diff in DIFFS if "previous" in diff]
+    (diff,) = [diff for _, diff in DIFFS if "run.arrays" in diff]
     script = changed(tmp_path, diff=diff)
     arguments = small(folder, reward_file, "--old_logprobs=engine", "--max_steps=3", "--learning_rate=3e-3")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
     metrics = lines(tmp_path / "run")
-    state = lambda step: json.loads((tmp_path / f"run/checkpoint-{step}/trainer/state.json").read_text())
+    kept = lambda step: from_arrays(load_file(tmp_path / f"run/checkpoint-{step}/trainer/arrays.safetensors"))
     # What step 2 has sampled, and step 1.
-    fresh, before = state(3)["previous"], state(2)["previous"]
-    rows = fresh + before
+    rows = [vars(r) for r in kept(3) + kept(2)]
     assert [{v for _, v in row["versions"]} for row in rows] == [{2}] * 16 + [{1}] * 16
     model = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/run/checkpoint-2")
     loss, norm = slow_step(model, rows, of_groups(rows))

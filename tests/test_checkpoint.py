@@ -191,7 +191,7 @@ def test_an_error_without_words_is_an_error(mesh, whole, monkeypatch):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     folder = str(whole.parent / "checkpoint-2")
     monkeypatch.setattr(checkpoint, "save_optimizer", lambda *_: None)
-    problem = checkpoint.save_checkpoint(folder, {"": (network, optimizer)}, None, {"step": 2}, 2, {})
+    problem = checkpoint.save_checkpoint(folder, {"": (network, optimizer)}, None, {"step": 2}, 2)
     assert "MemoryError" in problem and not os.path.exists(folder)
     assert checkpoint.checkpoints(str(whole.parent)) == [str(whole)]
     shutil.rmtree(whole)

@@ -154,13 +154,13 @@ def test_instances_are_reset_again_and_closed_at_the_end(server, write, name, ca
     """As many as there are episodes at a time, for all steps; further ones wait."""
     server.most = expected
     plays = player(f"{write(REMOTE.replace('SERVER', server.url))}:{name}", max_environments=most,
-                   environment_workers=workers)
+                   call_workers=workers)
     for _ in range(3):
         rollouts, engine = played(plays, [list(calls) for _ in range(16)])
         assert len(rollouts) == 16 and {r.finish_reason for r in rollouts} == {"stop"}
         assert len(engine.asked) == 32
     assert server.opened == server.peak == len(server.open) == expected and not server.refused
-    user_code.close([*plays.opened.values()], 9)
+    user_code.close([*plays.environment.opened.values()], 9)
     assert server.open == set()
 
 
@@ -171,7 +171,7 @@ def test_what_closes_an_instance_is_no_tool(server, write):
     # A close with arguments is the game's own.
     held = player(f"{source}:Held")
     assert names(held) == ["close", "look"]
-    user_code.close([*held.opened.values()], 9)
+    user_code.close([*held.environment.opened.values()], 9)
     assert len(server.open) == 1
 
 
@@ -187,13 +187,13 @@ class Odd(Remote):
         await asyncio.sleep(60 * (self.how == "hangs"))
         return super().step(text)
 '''
-    plays = player(f"{write(source)}:Odd", environment_timeout=0.3)
+    plays = player(f"{write(source)}:Odd", call_timeout=0.3)
     rollouts, _ = played(plays, [["a<|end|>", "b<|end|>"]] * 3,
                          [{"how": how} for how in ("well", "lost", "hangs")])
     assert [r.finish_reason for r in rollouts] == ["stop", "error", "timeout"]
     # Two were closed, in threads of their own.
     wait_for(lambda: len(server.open) == 1, SimpleNamespace(exitcode=None), 9)
-    assert len(plays.opened) == 1 and plays.idle == [*plays.opened.values()]
+    assert len(plays.environment.opened) == 1 and plays.environment.idle == [*plays.environment.opened.values()]
 
 
 # ---------------------------------------------------------------- how episodes begin and end
@@ -243,7 +243,7 @@ class Slow(Judged):
     # Without a score nobody has to be asked for one.
     ("Judged", ["a<|end|>", "raise<|end|>"], "error", [math.nan])])
 def test_get_reward_is_asked_however_an_episode_ends(write, name, texts, reason, rewards):
-    plays = player(f"{write(JUDGED)}:{name}", environment_timeout=0.3)
+    plays = player(f"{write(JUDGED)}:{name}", call_timeout=0.3)
     # Another one ends well, because a run of nothing but errors stops.
     (r, other), _ = played(plays, [texts, ["last<|end|>"]])
     assert r.finish_reason == reason and other.finish_reason == "stop"
@@ -262,7 +262,7 @@ def test_an_environment_that_is_still_busy_in_a_thread_is_asked_for_nothing(writ
                 return None, 1.0, True
             def get_reward(self): return 100.0 * (1 + self.busy)
         ''')
-    plays = player(f"{source}:Busy", environment_timeout=0.2, environment_workers=2)
+    plays = player(f"{source}:Busy", call_timeout=0.2, call_workers=2)
     judged = []
     plays.judge = lambda rollout, environment: judged.append(rollout)
     (slow, quick), _ = played(plays, [["slow<|end|>"], ["quick<|end|>"]])
@@ -284,7 +284,7 @@ def test_what_cannot_begin_is_lost_and_not_the_run(write):
     rollouts, _ = played(plays, [["a<|end|>"], ["b<|end|>"], ["last<|end|>"]], rows)
     assert [r.finish_reason for r in rollouts] == ["error", "error", "stop"]
     assert [len(r.spans) for r in rollouts] == [1, 1, 1] and all(len(r.logprobs) == 2 for r in rollouts[:2])
-    for r, told in zip(rollouts, ("reset raised OSError: no board", "the prompt has 66 tokens, more than")):
+    for r, told in zip(rollouts, ("reset raised OSError: no board", "reset returned so much that the prompt has 66 tokens, more than")):
         assert told in r.counts["problem"]
     rollouts = scored(plays, lambda: rollouts)
     assert [r.score for r in rollouts] == pytest.approx([math.nan, math.nan, 10.5], nan_ok=True)
@@ -345,31 +345,6 @@ def test_a_turn_has_a_limit_of_its_own(write, length, texts, spans):
     (r,), _ = played(player(f"{write(JUDGED)}:Judged", max_turn_length=length, max_turns=len(texts)), [texts])
     assert [end - start for start, end in r.spans] == spans
     assert r.finish_reason == ("length" if length else "turns")
-
-
-def test_a_long_reply_is_cut_and_says_so(write):
-    source = write('''
-        class Long:
-            def reset(self, **row): ...
-            def step(self, text):
-                return "abcdefgh" if text == "long" else "abc", 0.0, False
-        def words(count: int) -> list:
-            """Gives words.
-
-            Args:
-                count: How many.
-            """
-            return ["word"] * count
-        ''')
-    cut = "<|user|>abc [cut: 3 of 8 tokens]<|end|><|assistant|>"
-    (r,), _ = played(player(f"{source}:Long", max_reply_length=3), [["long<|end|>", "b<|end|>", "c<|end|>"]])
-    assert parts_of(r)[2] == cut and parts_of(r)[4] == "<|user|>abc<|end|><|assistant|>"
-    assert r.completion[1]["content"] == "abc [cut: 3 of 8 tokens]"
-    # The tool's message keeps the whole result, for rewards.
-    plays = player(tools=f"{source}:words", max_reply_length=10)
-    (r,), _ = played(plays, [[call("words", '{"count": 3}') + "<|end|>", "b<|end|>"]])
-    assert "['word', ' [cut: 10 of 24 tokens]" in parts_of(r)[2]
-    assert r.completion[1]["content"] == ["word"] * 3
 
 
 # ---------------------------------------------------------------- messages
@@ -518,7 +493,7 @@ def test_functions_are_tools_without_a_class(write):
     ({"tools": "none.py:add"}, "tools: no such file: none.py"),
     ({"tools": "GAME:bare"}, "tools=.*: the tool bare needs type hints and a docstring"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
-    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two tools are called add"),
+    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two of the tools add have the same name"),
     ({"tools": "GAME:add", "chat": False}, "tools=.* needs chat=True and a tokenizer with"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])
 def test_tools_and_classes_that_cannot_be_used_are_refused(write, settings, told):
@@ -599,7 +574,7 @@ def test_rewards_read_the_environments_of_their_episodes(moves):
         assert r.score == pytest.approx(r.parts["reached"] + 0.5 * i + i / 10 + 1)
         assert r.extra == {"distance": i, "note": f"at {i}", "length": 3.0}
     assert sys.modules["game_state"].seen == [[float(i)] for i in range(5)]
-    assert len(plays.opened) == 2
+    assert len(plays.environment.opened) == 2
 
 
 def test_what_is_logged_is_in_metrics_and_samples(moves):
@@ -640,7 +615,7 @@ def test_a_file_is_run_once_for_all_that_it_holds(write):
             return [float(os.getpid())] * len(completions)
         ''')
     plays = player(f"{source}:Game")
-    (r,) = scored(plays, lambda: played(plays, [["a<|end|>"]])[0], reward=f"{source}:kinds", reward_timeout=5.0)
+    (r,) = scored(plays, lambda: played(plays, [["a<|end|>"]])[0], reward=f"{source}:kinds", call_timeout=5.0)
     assert r.parts["kinds"] == os.getpid()
     with open(os.path.join(os.path.dirname(source), "log")) as file:
         assert file.read() == "run\n"
@@ -663,7 +638,7 @@ def test_a_reward_of_another_file_reads_environments_in_the_runs_process(moves, 
     plays, ended, end = player(f"{moves}:Game"), [], UserProcess.end
     monkeypatch.setattr(UserProcess, "end", lambda self: ended.append(self) or end(self))
     (r,) = scored(plays, lambda: played(plays, [[call("move", '{"steps": 2}') + "<|end|>", "b<|end|>"]])[0],
-                  reward=f"{other}:where", reward_timeout=5.0)
+                  reward=f"{other}:where", call_timeout=5.0)
     assert r.score == 2.0 + os.getpid() and len(ended) == 1 and ended[0].process is None
 
 

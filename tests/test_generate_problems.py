@@ -10,7 +10,7 @@ import pytest
 import data
 import rewards
 from tasks import generate_problems
-from tiny import transcripts
+from tiny import pretrain
 
 
 # ------------------------------------------------------------------------------------------------ algebra
@@ -214,7 +214,7 @@ def test_what_the_base_of_compose_has_read():
     """Steps that are right, in an order that is mostly not the prompt's, and no prompt that is held out."""
     rng, planned, depths = random.Random(0), 0, Counter()
     for _ in range(3000):
-        _, (user, assistant) = transcripts.compose(rng)
+        _, (user, assistant) = pretrain.compose(rng)
         digits, order = user["content"].split()
         *lines, last = assistant["content"].split("\n")
         taken = "".join(line[0] for line in lines)

@@ -465,7 +465,7 @@ def test_a_rank_that_stands_still_stops_the_run(folder, tmp_path, late, places, 
     (tmp_path / "late.py").write_text(LATE)
     started = time.monotonic()
     _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:{late}",
-                      2, code=1, timeout=3, reward_timeout=0, reward_step_timeout=0)
+                      2, code=1, timeout=3, call_timeout=0)
     # Which of the two is first is chance, and the other may then say that it has lost its peer.
     assert any(place in output for place in places)
     # It shows where its threads stood.
@@ -476,7 +476,7 @@ def test_a_chat_template_that_never_ends_stops_the_run(folder, tmp_path):
     path = shutil.copytree(folder, tmp_path / "model")
     (path / "chat_template.jinja").write_text(2 * "{% for i in range(99999) %}" + 2 * "{% endfor %}")
     _, output = train("train_grpo.py", path, tmp_path / "run", "--reward=none", code=1, timeout=2,
-                      reward_step_timeout=1)
+                      call_timeout=0.1)
     assert "rank 0 has stood still for timeout=2 seconds, in the start: " in output
 
 

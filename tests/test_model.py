@@ -165,7 +165,7 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
         logp, entropy = policy(batch, 1.0)
         old_logp, engine_logp = batch.flat({}), logp.detach()
         token_loss, low, high = losses.LOSSES[loss_type](
-            logp, old_logp, batch.spread(adv), mean=batch.mean, dual_clip=3.0 * (loss_type != "gpg"))
+            logp, old_logp, batch.spread(adv), mean=batch.mean, engine_logp=engine_logp)
         weights = losses.correction_weights(old_logp, engine_logp, correction, mean=batch.mean,
                                             lengths=batch.spread(lengths), low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)

@@ -1,4 +1,5 @@
-"""Each file in config/ runs for a step with the script that it is for, and so does each script by itself."""
+"""Each file in config/ runs for a step with the script that it is for, and so does each script by itself;
+each base of tiny/pretrain.py is made in a small size."""
 import ast
 import json
 import re
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClas
 
 import runs
 from runs import ROOT, forked
-from tiny.pretrain import make_tokenizer
+from tiny.pretrain import BASES, make_tokenizer
 
 # What makes a run small, whatever a recipe says about its size. Everything else is as the recipe has it.
 SMALL = {"model": "tiny", "engine": "hf", "prompts_per_step": 8, "max_prompt_length": 64,
@@ -18,7 +19,6 @@ SMALL = {"model": "tiny", "engine": "hf", "prompts_per_step": 8, "max_prompt_len
          "max_steps": 1}
 # A score of 0 or 1 that differs among the completions of any prompt and any difficulty.
 REWARD = "def score(prompts, completions, **_):\n    return [len(m[0]['content']) % 2 for m in completions]\n"
-PRETRAIN = "tiny/pretrain.py"
 SCRIPTS = sorted(Path(ROOT).glob("train_*.py"))
 RECIPES = sorted(path for path in Path(ROOT).glob("config/*.py")
                  if path.name not in ("__init__.py", "conversation.py", "shared.py"))
@@ -27,9 +27,8 @@ RECIPES = sorted(path for path in Path(ROOT).glob("config/*.py")
 def parsed(recipe):
     """(the script that a recipe's docstring names, or train_grpo.py; its settings)."""
     tree = ast.parse(recipe.read_text())
-    named = re.findall(r"\btrain_\w+\.py|\btiny/pretrain\.py", ast.get_docstring(tree))
-    script = next((name for name in named if name != PRETRAIN), PRETRAIN if named else "train_grpo.py")
-    return script, {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in tree.body[1:]}
+    named = re.findall(r"\btrain_\w+\.py", ast.get_docstring(tree))
+    return next(iter(named), "train_grpo.py"), {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in tree.body[1:]}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +52,6 @@ def files(tmp_path_factory):
                          + [path.name for path in SCRIPTS])
 def test_a_step_of(name, files, tmp_path):
     script, recipe = parsed(Path(ROOT) / name) if name.startswith("config/") else (name, {})
-    if script == PRETRAIN:
-        return make_a_base(name, recipe, tmp_path)
     needed = SMALL | ({"critic_warmup_steps": 0} if script == "train_ppo.py" else {})
     if "environment" in recipe:
         needed |= {"model": "tiny_episodes", "max_prompt_length": 96}
@@ -75,9 +72,11 @@ def test_a_step_of(name, files, tmp_path):
         key: value for key, value in recipe.items() if key not in needed}
 
 
-def make_a_base(name, recipe, tmp_path):
+@pytest.mark.parametrize("base", BASES)
+def test_a_base_is_made(base, tmp_path):
     small = {"train_prompts": 64, "harder_prompts": 64, "layers": 1, "hidden_size": 64,
              "intermediate_size": 64, "heads": 2, "steps": 2, "batch_size": 2}
-    assert recipe.keys() - small <= {"difficulty", "transcripts"}
-    forked(tmp_path / "log", PRETRAIN, name, f"--out={tmp_path}/base", *runs.with_defaults([], small))
+    assert BASES[base].keys() - small <= {"difficulty"}
+    forked(tmp_path / "log", "tiny/pretrain.py", f"--base={base}", f"--out={tmp_path}/base",
+           *runs.with_defaults([], small))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config.num_hidden_layers == 1

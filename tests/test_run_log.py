@@ -14,8 +14,7 @@ from packing import shared_tokens
 from rewards import TIMED_OUT, rollout_metrics, sample_lines
 from rollout import Rollout
 from runs import lines, on_ranks
-from runtime.run_lifecycle import Run
-from runtime.run_log import RunLog, rewind
+from runtime.run import Run, RunLog, rewind
 
 
 def sampled(row, completion, score, parts, length=3, finish_reason="stop", problem=""):
@@ -24,12 +23,17 @@ def sampled(row, completion, score, parts, length=3, finish_reason="stop", probl
     return r
 
 
+def run_state(step=0, **more):
+    """What a RunLog reads of a run's state."""
+    return {"step": step, "checksums": {}, "evaluated": {}, "eval_scores": {}} | more
+
+
 # ---------------------------------------------------------------- over all ranks
 
 def log_figures(out_dir):
     """Two steps of figures that differ from rank to rank; returns what each rank keeps of the first."""
     rank = dist.get_rank()
-    log = RunLog(out_dir, __file__, {"sample_interval": 20}, 0, 2)
+    log = RunLog(out_dir, __file__, {"max_steps": 2}, run_state())
     log.metrics["agreed"] = 0.5
     # Rank 0 gives two values and then one, rank 1 gives one and then none.
     log.add(sums={"sum": rank + 1},
@@ -123,7 +127,7 @@ def end_step(log, rollouts, n=2):
 def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys):
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in (*range(7), 6, 7)]
     (tmp_path / "run").mkdir()
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20, "max_steps": 3}, 0, 3)
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
     for step in range(2):
         log.start(step)
         with log.timed("gen"):
@@ -149,7 +153,8 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
         "completions/clipped_ratio": 0.0, "reward_std": 0.25, "num_tokens": 190}
     assert 0.05 < metrics[1]["perf/max_memory_allocated_gb"] < 100
     assert metrics[2] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
-    assert log.eval_scores == {2: 0.25}
+    assert log.state["eval_scores"] == {"2": 0.25}
+    assert log.state["evaluated"] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
 
     # The first completion of each of the first eight prompts, though two of them are alike.
     assert lines(tmp_path / "run", "samples.jsonl") == [
@@ -169,14 +174,15 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
             (event,) = [event for event in board.Scalars(name) if event.step == line["step"]]
             assert event.value == pytest.approx(value, rel=1e-6)
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {
-        "sample_interval": 20, "max_steps": 3, "out_dir": str(tmp_path / "run")}
+        "max_steps": 3, "checksums": {}, "out_dir": str(tmp_path / "run")}
     assert (tmp_path / "run" / "test_run_log.py").exists()
 
 
 def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys):
     """Of a run with the default settings, also where a rule of health is broken: it is said once."""
     (tmp_path / "run").mkdir()
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 1, "learning_rate": 1e-4}, 0, 30)
+    settings = {"sample_interval": 1, "learning_rate": 1e-4, "max_steps": 30}
+    log = RunLog(str(tmp_path / "run"), __file__, settings, run_state())
     row = {"prompt": "What is the larger root of the equation x^2-11x+27=9? Show your work, step by step.",
            "answer": "9"}
     for step in range(30):
@@ -210,7 +216,7 @@ def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
     for number, r in enumerate(rollouts):
         r.row, r.completion = row | {"answer": str(number)}, said
     (tmp_path / "run").mkdir()
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 0, 1)
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 1}, run_state())
     end_step(log, rollouts, 1)
     log.bar.close()
     samples = lines(tmp_path / "run", "samples.jsonl")
@@ -242,13 +248,19 @@ def test_a_log_is_rewound_to_the_step_that_is_resumed(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "nothing.jsonl"}
 
 
-def test_the_scores_of_a_resumed_run_are_known(mesh, tmp_path):
+def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path):
+    """That of the model that is resumed, whose line is written again, and the scores of all checkpoints."""
     os.makedirs(tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").write_text(
-        '{"step": 0, "eval/mean@4": 0.25}\n{"step": 1, "eval/mean@4": null}\n'
-        '{"step": 2, "eval/mean@4": 0.5}\n')
-    log = RunLog(str(tmp_path / "run"), __file__, {"sample_interval": 20}, 2, 3)
-    assert log.eval_scores == {0: 0.25}
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "eval/mean@4": 0.25}\n{"step": 2, "eval/mean@4": 0.5}\n')
+    evaluated = {"step": 2, "eval/mean@4": 0.5, "eval/pass@4": 1.0}
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3},
+                 run_state(2, evaluated=evaluated, eval_scores={"0": 0.25, "2": 0.5}))
     log.start(2)
+    log.write()
+    log.start(3)
     log.evaluation({"eval/mean@4": 0.75})
-    assert log.eval_scores == {0: 0.25, 2: 0.75}
+    log.write()
+    assert lines(tmp_path / "run") == [{"step": 0, "eval/mean@4": 0.25}, evaluated,
+                                       {"step": 3, "eval/mean@4": 0.75}]
+    assert log.state["eval_scores"] == {"0": 0.25, "2": 0.5, "3": 0.75}
+    log.bar.close()

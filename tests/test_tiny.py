@@ -18,7 +18,7 @@ from environments.guess_number import Guess
 from runs import forked, refused
 from runtime.check_model import SHIPPED
 from tasks import generate_problems
-from tiny import pretrain, transcripts
+from tiny import pretrain
 
 
 @pytest.mark.parametrize("text", [
@@ -127,7 +127,7 @@ def test_a_model_of_your_own(tmp_path):
     ("heads=32", "heads=32 must give each head an even number"),
     ("difficulty=0", "difficulty must be a whole number"),
     ("task=arithmetic", "task=arithmetic: its problems have no worked solutions"),
-    ("transcripts=x", "transcripts must be file.py:function"), ("out=tiny", "tiny exists: remove it")])
+    ("base=x", "base=x: choose algebra, episodes, compose, larger"), ("out=tiny", "tiny exists: remove it")])
 def test_settings_that_do_not_fit_are_refused(tmp_path, argument, message):
     refused([f"--{argument}"] + [f"--out={tmp_path}/mine"] * ("out" not in argument), message, tmp_path,
             script="tiny/pretrain.py")
@@ -162,7 +162,7 @@ def test_styles(monkeypatch):
 def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):
     monkeypatch.setattr(pretrain, "steps", 8)
     tokenizer, prompts, calls, rng = pretrain.make_tokenizer(), set(), 0, random.Random(0)
-    conversations = (transcripts.draw(rng) for _ in itertools.count())
+    conversations = (pretrain.draw(rng) for _ in itertools.count())
     for ids, learned in sum(pretrain.batches(conversations, tokenizer), []):
         text = tokenizer.decode(ids)
         said = re.findall(r"<\|assistant\|>(.*?<\|end\|>)", text)
@@ -175,7 +175,7 @@ def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):
 def test_transcripts_say_what_the_environments_say():
     rng, tokenizer, ended = random.Random(0), pretrain.make_tokenizer(), Counter()
     for _ in range(300):
-        _, (prompt, *turns) = transcripts.game(rng)
+        _, (prompt, *turns) = pretrain.game(rng)
         guesses, heard = [turn["content"] for turn in turns[::2]], [turn["content"] for turn in turns[1::2]]
         # The number is not in the transcript: it is any that agrees with all that was heard.
         agree = 0
@@ -190,8 +190,8 @@ def test_transcripts_say_what_the_environments_say():
         assert agree and prompt["role"] == "user" and len(turns) % 2 == 1
     assert ended[True] > 50 and ended[False] > 50
     ask = lambda tools: tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tools=tools)
-    assert ask(transcripts.TOOLS) == ask([get_json_schema(Calculator().calculate)])
-    _, (question, call, reply, _) = next(found for found in (transcripts.arithmetic(rng) for _ in range(100))
+    assert ask(pretrain.TOOLS) == ask([get_json_schema(Calculator().calculate)])
+    _, (question, call, reply, _) = next(found for found in (pretrain.arithmetic(rng) for _ in range(100))
                                          if len(found[1]) == 4)
     arguments = call["tool_calls"][0]["function"]["arguments"]
     assert reply["content"] == Calculator().calculate(**arguments)

@@ -130,9 +130,17 @@ def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature
                                top_k)
     for i, r in enumerate(rollouts):
         r.row = prompts[i // n].row
-        text = tokenizer.decode(r.ids[r.spans[0, 0]:], skip_special_tokens=True)
+        text = text_of(tokenizer, r.sampled_ids.tolist(), r.finish_reason)
         r.completion = text if isinstance(r.row["prompt"], str) else [{"role": "assistant", "content": text}]
     return rollouts
+
+
+def text_of(tokenizer, sampled, finish_reason):
+    """Return the text of sampled ids, without the token that ended them and without padding at the end."""
+    sampled = sampled[:-1] if finish_reason == "stop" else sampled
+    while sampled and sampled[-1] == tokenizer.pad_token_id:
+        sampled = sampled[:-1]
+    return tokenizer.decode(sampled)
 
 
 class Sampler:
@@ -153,10 +161,11 @@ class Sampler:
         s = self.settings
         temperature = s.temperature if temperature is None else temperature
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
-        sampling = n, seeds, length or s.max_completion_length, temperature
+        length = length or s.max_completion_length
         if self.player.make:                                    # there is an environment, or tools
-            return self.player.play(self.engine, prompts, *sampling)
-        return single_answers(self.engine, self.tokenizer, prompts, *sampling)
+            return self.player.play(self.engine, prompts, n, seeds, length, temperature)
+        length = min(length, s.max_turn_length or length)       # a single answer is one turn
+        return single_answers(self.engine, self.tokenizer, prompts, n, seeds, length, temperature)
 
 
 class Engine:

@@ -58,6 +58,7 @@ def keep_rollouts():
             with open(f"{folder}/{script['step']}.jsonl", "w") as file:
                 for r in rollouts:
                     as_lists = {key: getattr(r, key).tolist() for key in ("ids", "spans", "logprobs")}
+                    as_lists["rewards"] = [*r.rewards.items()]
                     file.write(json.dumps(vars(r) | as_lists, default=str) + "\n")
             if isinstance(script.get("sampled"), list):
                 with open(f"{folder}/scores-{script['step']}.json", "w") as file:

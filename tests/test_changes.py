@@ -92,7 +92,6 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
         gaps = [(logprobs(model, row) - torch.tensor(row["logprobs"])).abs().max().item() for row in rows]
     # The policy has left those of the step before, and only the others are compared with the engine.
     assert max(gaps[:16]) < 1e-4 and min(gaps[16:]) > 1e-3
-    assert metrics[2]["sampling/stale_rollouts"] == 16 and metrics[0]["sampling/stale_rollouts"] == 0
     assert metrics[2]["sampling/sampling_logp_difference/max"] < 1e-4
     # A run that goes on is the unbroken one.
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-3"))

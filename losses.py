@@ -489,9 +489,9 @@ def chunks(targets, weight):
 
 def schedule(peak, step, steps, kind, warmup=0):
     """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
-    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). It is 0 before step 0."""
+    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). Before step 0 it is 0."""
     if step < warmup:
-        return max(0.0, peak * (step + 1) / warmup)
+        return peak * (step + 1) / warmup if step >= 0 else 0.0
     progress = (step - warmup) / max(1, steps - warmup)
     decays = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return peak * decays[kind]

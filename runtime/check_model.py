@@ -154,13 +154,15 @@ def model_class(config):
 
 
 def end_tokens(model, tokenizer):
-    """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
+    """Return the ids of the tokens that end a completion, from the generation config, the config or the tokenizer.
 
-    The first of the three that names any counts. Raises ValueError if none does.
+    The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation config.
     """
     named = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
-    with contextlib.suppress(OSError):                          # it may have no generation config
-        named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+    path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
+    if not in_folder or os.path.exists(path):
+        with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
+            named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     for ids in named:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]

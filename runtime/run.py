@@ -343,7 +343,8 @@ class RunLog:
         step, least = self.metrics["step"], min((name.count("/") for name in results), default=0)
         # A resumed run knows the evaluation of the model that it begins with, and which checkpoint is the
         # best.
-        self.state["evaluated"] = {"step": step} | results
+        known = self.state["evaluated"] if self.state["evaluated"].get("step") == step else {}
+        self.state["evaluated"] = known | {"step": step} | results
         self.state["eval_scores"] |= {str(step): value for name, value in results.items()
                                       if name.startswith("eval/mean@")}
         lines = [f"step {step:3d}"]                             # of at most 80 columns

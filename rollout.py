@@ -156,8 +156,7 @@ class Sampler:
         """Return n adjacent Rollouts per data.Prompt.
 
         names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
-        h is a hash of its text, the same on any rank. temperature, length: those of the settings if not
-        given.
+        h is a hash of its text, the same on any rank. temperature, length: by default those of the settings.
         """
         s = self.settings
         temperature = s.temperature if temperature is None else temperature

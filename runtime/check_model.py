@@ -181,9 +181,9 @@ def end_note(model, tokenizer):
     ends = end_tokens(model, tokenizer)
     if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
         return ""
-    names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
-    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}: "
-            "completions of a model that learned the template are cut off at max_completion_length")
+    names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
+    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}; "
+            "a model that writes the latter is cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None):

@@ -191,8 +191,8 @@ class Player:
                 try:
                     environment = self.idle.pop() if self.idle else (yield from self._call(counts, self.make))
                     self.opened[id(environment)] = environment
-                    columns = deepcopy(row) | logging_into(extra, environment.reset)
-                    columns = accepted(environment.reset, columns, f"{self.who}: reset")
+                    columns = accepted(environment.reset, deepcopy(row), f"{self.who}: reset",
+                                       logging_into(extra))
                     returned = yield from self._call(counts, environment.reset, **columns)
                     row, ids = self._opening(prompt, returned)
                 except CannotBegin as error:

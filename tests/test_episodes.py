@@ -723,7 +723,7 @@ def test_a_class_that_is_no_environment_is_refused(tmp_path, source, told):
 def test_an_environment_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"environment: no such file: {tmp_path}/none.py"):
         player(tmp_path / "none.py", "Game")
-    with pytest.raises(ValueError, match="environment must be file.py:Class, not 'game'"):
+    with pytest.raises(ValueError, match="environment must be file.py:Class or package.module:Class, not 'game'"):
         player("", environment="game")
 
 

@@ -515,6 +515,40 @@ def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, mo
         assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
 
 
+def test_functions_of_a_file_share_a_process_that_runs_it_once(scorer, tmp_path):
+    source = ("import os\nwith open(__file__ + '.log', 'a') as log: log.write('run\\n')\n"
+              "def reward(completions, **_): return [float(os.getpid())] * len(completions)\n"
+              "def compute_score(solution_str): return {'pid': float(os.getpid()), 'length': len(solution_str)}\n")
+    path = f"{tmp_path}/my_reward.py"
+    rollouts, own = [rollout(row, "abc") for row in ROWS], scorer(source, reward=f"{path}:reward, {path}")
+    own(rollouts)
+    assert len(own.processes) == 1 and rollouts[0].parts["reward"] == rollouts[0].parts["pid"] != os.getpid()
+    assert rollouts[3].parts["length"] == 3 and (tmp_path / "my_reward.py.log").read_text() == "run\n"
+
+
+def test_the_share_without_an_answer_is_logged(scorer):
+    """By the task's own number, and by any reward; not where rows have no answer."""
+    rows, texts = [{"prompt": "p", "answer": "1"}] * 3, ["Answer: 2", "I do not know", "Answer: 1"]
+    for scores in (scorer(), scorer("def reward(completions): return [0.0] * len(completions)")):
+        rollouts = [rollout(row, text) for row, text in zip(rows, texts)]
+        scores(rollouts)
+        assert [r.answered for r in rollouts] == [True, False, True]
+        metrics = rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
+        assert metrics["rewards/no_answer"] == rewards.evaluation(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
+        assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
+    rollouts = [rollout({"prompt": "p"}, text) for text in texts]
+    scores(rollouts)
+    assert "eval/rewards/no_answer" not in rewards.evaluation(rollouts, 3)
+
+
+def test_large_scores_keep_their_differences(scorer):
+    """In float32 these two would be one."""
+    source = "def reward(completions): return [1e7 + 0.25 * len(c) for c in completions]"
+    rollouts = [rollout(ROWS[0], text) for text in ("a", "ab")]
+    scorer(source)(rollouts)
+    assert [r.score for r in rollouts] == [1e7 + 0.25, 1e7 + 0.5] == [r.rewards[0] for r in rollouts]
+
+
 def test_scorer_keeps_parts_and_timeouts(scorer):
     source = ("def reward(data_source, solution_str, ground_truth):\n"
               "    while solution_str == 'hang': pass\n"

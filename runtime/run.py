@@ -31,7 +31,7 @@ from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
 from runtime.check_model import end_note
 from runtime.check_settings import check_run, check_suits
-from runtime.user_code import source_file, specs
+from runtime.user_code import source_of, specs
 
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
@@ -104,8 +104,9 @@ class Run:
         checksums = {"train_prompts": checkpoint.checksum_of_rows(row for _, row in train_set.named),
                      "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
         for key in CODE:
-            paths = {source_file(spec.rpartition(":")[0]) for spec in specs(getattr(s, key)) if ":" in spec}
-            for path in sorted(paths):
+            for path in sorted({*map(source_of, specs(getattr(s, key)))}):
+                if not path.endswith(".py"):                    # an installed module
+                    continue
                 check(os.path.isfile(path), f"{key}: no such file: {path}")
                 checksums[key] = checksums.get(key, 0) ^ checkpoint.checksum(path)
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}

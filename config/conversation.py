@@ -22,7 +22,7 @@ environment = ""                # file.py:Class; if empty, an answer is one turn
 tools = ""                      # file.py:function,... that the model may call, with or without an environment
 max_turns = 0                   # answers in an episode; 0 sets no limit except max_completion_length, which
                                 # counts all turns and replies
-max_turn_length = 0             # in tokens; a longer turn is cut off, which ends the episode; 0 sets no limit
+max_turn_length = 0             # in tokens; a longer turn, or single answer, is cut off; 0 sets no limit
 max_environments = 0            # instances per rank; further episodes wait for one; 0 sets no limit
 environment_workers = 0         # threads for environments; only without any (0) does a run repeat bit for bit
 environment_timeout = 0.0       # seconds for a call that is async or in a thread; 0 sets no limit

@@ -221,7 +221,7 @@ class Elsewhere:
 
 class Bound:
     def __init__(self):
-        self.made, self.loose = Elsewhere().made, lambda: 1
+        self.found, self.loose = Elsewhere().made, lambda: 1
 
     def reset(self, **row): ...
 
@@ -675,7 +675,7 @@ def test_strings_are_numbers_where_the_type_hint_is_one(games, given, got):
 
 def test_tools_are_the_bound_methods_as_in_trl(games):
     plays = player(games, "Bound")
-    assert [tool["function"]["name"] for tool in plays.tools] == ["look", "made", "whose"]
+    assert [tool["function"]["name"] for tool in plays.tools] == ["made", "look", "whose"]
     (r,) = played(games, "Bound", [{}], [[call("look") + call("made") + call("whose") + "<|end|>", "b<|end|>"]])
     assert [message["content"] for message in r.completion[1:4]] == ["seen", "from elsewhere", "Bound"]
 

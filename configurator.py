@@ -10,9 +10,11 @@ written stops the script, because a typo must not cost a training run.
 import ast
 import contextlib
 import difflib
+import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 import time
 import tokenize
@@ -22,6 +24,7 @@ from types import SimpleNamespace
 
 # The names of the settings that config files and the command line set, once configure has run.
 given = set()
+# The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
@@ -35,18 +38,12 @@ def tell_launcher(message, later=0):
         json.dump({"message": {"message": message, "extraInfo": about}}, file)
 
 
-def refuse(message):
-    """End the process with a message that its user can act on, and with exit code 2."""
-    message = f"{os.path.basename(sys.argv[0])}: {message}"
-    tell_launcher(message)
-    # If stderr is closed, there is still the exit code.
-    with contextlib.suppress(Exception):
-        print(message, file=sys.stderr)
-    sys.exit(2)
-
-
 def fail(message):
-    refuse(printable(message).replace("\n", r"\n"))             # on one line
+    """End the process with a message on one line that its user can act on, and with exit code 2."""
+    message = f"{os.path.basename(sys.argv[0])}: " + printable(message).replace("\n", r"\n")
+    tell_launcher(message)
+    print(message, file=sys.stderr)
+    sys.exit(2)
 
 
 def check(ok, message):
@@ -64,43 +61,47 @@ def input_errors():
         fail(error)
 
 
-def did_you_mean(name, names, dashes=""):
-    nearest = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1, cutoff=0.4)
-    return f"; did you mean {dashes}{nearest[0]}?" if nearest else ""
-
-
 def read_layout(path):
-    """The script's [key, comment lines] in order, then those of the files that its block imports with *.
+    """The script's [key, comment lines, default] in order, then those of the files that its block imports
+    with *. The key of a heading is ''. What the script itself assigns is listed only there.
 
-    The key of a heading is ''. What the script itself assigns is listed only there.
+    A default is a node of Python's syntax tree. The script is not run.
     """
     with tokenize.open(path) as script:
         statements = ast.parse(script.read()).body
         script.seek(0)
-        parts = [(token.start, "", token.string.lstrip("#").strip())
+        parts = [(token.start, "", token.string.lstrip("#").strip(), None)
                  for token in tokenize.generate_tokens(script.readline) if token.type == tokenize.COMMENT]
-    rules = [start for start, _, text in parts if start[1] == 0 and set(text) == {"-"}]
+    rules = [start for start, _, text, _ in parts if start[1] == 0 and set(text) == {"-"}]
     assert len(rules) >= 2, f"{path}: the settings belong between two comment lines of dashes"
-    parts += [((node.lineno, node.col_offset), ast.unparse(getattr(node, "targets", [node])[0]), "")
+    parts += [((node.lineno, node.col_offset), ast.unparse(getattr(node, "targets", [node])[0]), "",
+               getattr(node, "value", None))
               for node in statements if isinstance(node, (ast.Assign, ast.ImportFrom))]
     layout = []
-    for start, key, text in sorted(part for part in parts if rules[0] < part[0] < rules[1]):
+    for start, key, text, default in sorted(part for part in parts if rules[0] < part[0] < rules[1]):
         # A comment is a heading if it starts at the margin, otherwise it is about the key above it.
         if key or not layout or (start[1] == 0 and layout[-1][0]):
-            layout.append([key, []])
+            layout.append([key, [], default])
         if not key:
             layout[-1][1].append(text)
-    for place, (statement, _) in enumerate(layout[:]):
+    for place, (statement, *_) in enumerate(layout[:]):
         if statement.endswith(" import *"):
-            # The script has imported it, so Python knows where it is.
-            file = Path(sys.modules[statement.split()[1]].__file__)
-            imported, own = read_layout(file), {key for key, _ in layout if key}
-            above = {key for key, _ in layout[:place] if key} & {key for key, _ in imported}
-            assert not above, f"{path}: `{statement}` overwrites {', '.join(above)}, which stands above it"
-            layout.append(["", [file.name]])
-            layout += [[key, lines if key else [f"{file.name}: {lines[0]}", *lines[1:]]]
-                       for key, lines in imported if key not in own]
+            file = Path(importlib.util.find_spec(statement.split()[1]).origin)
+            imported, own = read_layout(file), {key for key, *_ in layout if key}
+            above = {key for key, *_ in layout[:place] if key} & {key for key, *_ in imported}
+            check(not above, f"{path}: `{statement}` overwrites {', '.join(above)}, which stands above it")
+            layout += [[key, lines if key else [f"{file.name}: {lines[0]}", *lines[1:]], default]
+                       for key, lines, default in imported if key not in own]
     return layout
+
+
+def read_defaults(path):
+    """A script's settings and their defaults, as far as these are literals, without running it."""
+    found = {}
+    for key, _, default in read_layout(path):
+        with contextlib.suppress(ValueError, TypeError):        # an expression, or no setting
+            found[key] = ast.literal_eval(default)
+    return found
 
 
 def show_help(docstring, layout, settings):
@@ -109,7 +110,7 @@ def show_help(docstring, layout, settings):
     # The width is limited, so that one long default does not move all comments to the right.
     width = min(48, max(map(len, flags.values()), default=0))
     heading = []
-    for key, lines in layout:
+    for key, lines, _ in layout:
         if not key:
             heading = ["", *lines]
         elif key in flags:
@@ -122,18 +123,11 @@ def read_config(given, script):
     """Yields (place, key, source of the value). The file is parsed, never run: it can only set values."""
     folders = Path(), Path(script).parent, Path(__file__).parent
     path = next((folder / given for folder in folders if os.path.isfile(folder / given)), None)
-    if not path:
-        there = Path(given).parent
-        names = [str(there / file.name) for folder in folders for file in (folder / there).glob("*.py")]
-        fail(f"cannot read {given} (no such file){did_you_mean(given, names)}")
+    check(path, f"cannot read {given} (no such file)")
     try:
-        tree = ast.parse(Path(path).read_bytes())
-        # This raises an error now if a value is nested too deeply.
-        ast.unparse(tree)
+        tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
         fail(f"{path}:{error.lineno or 1}: {error.msg}")
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        fail(f"cannot read {path} ({type(error).__name__}: {error})")
     for node in tree.body[ast.get_docstring(tree) is not None:]:
         match node:
             case ast.Assign(targets=[ast.Name(id=key)], value=value):
@@ -144,7 +138,7 @@ def read_config(given, script):
 
 def read_value(source, kind):
     """The literal in `source` as a `kind`, or None if it is not one. 1 is taken for 1.0, 1e5 for 100000."""
-    with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError):
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
         value = ast.literal_eval(source)
         fits = type(value) is kind or {type(value), kind} == {int, float}
         if fits and kind(value) == value and value not in (math.inf, -math.inf):
@@ -154,43 +148,40 @@ def read_value(source, kind):
 def configure(namespace, argv=None, choices={}):
     """Applies the command line to `namespace`, a script's globals(), and returns all settings in order.
 
-    The settings are the attributes of what it returns. choices: {setting: what it may be}, besides its default.
+    The settings are the attributes of what it returns. choices: {setting: what it may be}; its default may be
+    something else.
     """
     argv = sys.argv[1:] if argv is None else argv
     layout = read_layout(namespace["__file__"])
-    settings = {key: namespace[key] for key, _ in layout
+    settings = {key: namespace[key] for key, *_ in layout
                 if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
     if "--help" in argv or "-h" in argv:
-        with contextlib.suppress(BrokenPipeError):
-            show_help(namespace["__doc__"] or "", layout, settings)
-            sys.stdout.flush()
-            sys.exit()
-        os._exit(0)                                             # a pager has closed the pipe
-    on_command_line = set()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # a pager may close the pipe
+        show_help(namespace["__doc__"] or "", layout, settings)
+        sys.exit()
+    on_command_line = [arg.partition("=")[0] for arg in argv]
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         if arg.endswith(".py") and not arg.startswith("--"):
-            found, seen = read_config(arg, namespace["__file__"]), set()
+            found = read_config(arg, namespace["__file__"])
         elif arg.startswith("--") and equals:
-            found, seen = [("", key, text)], on_command_line
+            found = [("", key, text)]
         else:
             fail(f"cannot take {arg}; write --{key.lstrip('-')}={text or 'value'}, or config/name.py")
         for place, key, text in found:
             dashes = "" if place else "--"
             if key not in settings:
-                nearest = did_you_mean(key, settings, dashes)
-                fail(f"{place}unknown setting {dashes}{key}{nearest} (--help lists all)")
-            if key in seen:
-                fail(f"{place}{dashes}{key} given twice")
-            seen.add(key)
+                nearest = difflib.get_close_matches(key.replace("-", "_").lower(), settings, 1, 0.4)
+                hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else ""
+                fail(f"{place}unknown setting {dashes}{key}{hint} (--help lists all)")
+            check(on_command_line.count(f"--{key}") < 2, f"--{key} given twice")
             given.add(key)
             kind = type(settings[key])
             # On the command line a string needs no quotes, and true no capital.
             bare = {str: repr, bool: str.capitalize}.get(kind, str)
             settings[key] = read_value(text if place else bare(text), kind)
-            if settings[key] is None:
-                literal = "a literal and " if place else ""
-                fail(f"{place}{dashes}{key} must be {literal}{MUST_BE[kind]}, not `{text:.200}`")
+            check(settings[key] is not None,
+                  f"{place}{dashes}{key} must be {MUST_BE[kind]}, not `{text:.200}`")
             check(key not in choices or settings[key] in (*choices[key], namespace[key]),
                   f"{key}={settings[key]}: choose {', '.join(choices.get(key, ()))}")
     namespace.update(settings)

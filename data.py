@@ -55,23 +55,20 @@ def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read
         return (named if eval_file else one_side(path, named, split))[:count or None]
     if task not in GENERATORS:
         raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k or file, not {task!r}")
-    if not isinstance(difficulty, int) or not 1 <= difficulty <= 100:
+    if difficulty not in range(1, 101):
         raise ValueError(f"difficulty must be a whole number from 1 to 100, not {difficulty!r}")
-    if count > 1_000_000:
-        raise ValueError(f"{split}_prompts={count}: a task generates at most 1,000,000 problems")
     wanted = count or {"train": 4096, "eval": 128}[split]
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
-    while len(rows) < wanted:
+    while len(rows) < wanted and misses < 20_000:
         text, columns = GENERATORS[task](rng, difficulty)
-        name = ", ".join(parts := [text, columns["hidden"]] if "hidden" in columns else [text])
+        parts = [text, columns["hidden"]] if "hidden" in columns else [text]
+        name, misses = ", ".join(parts), misses + 1
         sides = {columns.pop("only", split), *("eval" if held_out(part) else "train" for part in parts)}
         if name not in rows and sides == {split}:
             rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
-        elif (misses := misses + 1) == 20_000:
-            if rows and not count:
-                break
-            raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
-                             f"problems, not {count}: lower {split}_prompts or raise difficulty")
+    if not rows or len(rows) < count:
+        raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
+                         f"problems, not {count}: lower {split}_prompts or raise difficulty")
     return list(rows.items())
 
 
@@ -93,15 +90,10 @@ def gsm8k_rows(split):
             file.write(content)
         # The file appears whole or not at all, even if another process is writing it as well.
         os.replace(part, path)
-    rows = []
-    for where, row in read_rows(path):
-        if not isinstance(row.get("question"), str) or "####" not in str(row.get("answer")):
-            raise ValueError(f"{where}: not a row of GSM8K; remove the file, then it is fetched again")
-        text = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
-        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        rows.append((where, {"prompt": [{"role": "user", "content": text}], "answer": answer,
-                             "source": "gsm8k", "solution": row["answer"]}))
-    return rows
+    ask = ' Let\'s think step by step and output the final answer after "####".'
+    return [(where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
+                     "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
+                     "source": "gsm8k", "solution": row["answer"]}) for where, row in read_rows(path)]
 
 
 def reader(s):
@@ -134,7 +126,8 @@ def answer_of(where, row):
     truths = row | {"reward_model.ground_truth": judged.get("ground_truth")}
     for key in ANSWERS:
         truth = truths.get(key)
-        if is_answer(truth):
+        several = truth if isinstance(truth, list) else [truth]
+        if several and all(map(is_answer, several)):
             return [*map(str, truth)] if isinstance(truth, list) else str(truth)
         # What verl's form holds may be anything that a reward understands; then it is no answer.
         if truth is not None and key != "reward_model.ground_truth":
@@ -166,16 +159,15 @@ def read_rows(path):
             return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
         with open(whole, "rb") as file:
             lines = [(f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip()]
-    # pyarrow has errors of its own.
-    except Exception as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
     return [(where, json_row(where, line)) for where, line in lines]
 
 
 def json_row(where, line):
     try:
-        row = json.loads(line.decode().removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
+        row = json.loads(line)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not an object")
@@ -188,28 +180,17 @@ unescaped = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 def check_row(where, row):
     """Raises ValueError for a row that cannot be used; the message begins with `where`."""
-    prompt = row.get("prompt")
+    prompt, text = row.get("prompt"), unescaped(row)
     if prompt is None:
         raise ValueError(f"{where}: no prompt; the columns are {', '.join(row) or 'none'}")
     if not isinstance(prompt, (str, list)):
-        kind = type(prompt).__name__
-        raise ValueError(f"{where}: prompt must be a string or a list of messages, not {kind}")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    for message in messages:
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str)
-                and isinstance(message.get("content"), str)):
+        raise ValueError(f"{where}: prompt must be a string or a list of messages, not {prompt!r:.100}")
+    for message in prompt if isinstance(prompt, list) else ():
+        if not (isinstance(message, dict)
+                and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise ValueError(f"{where}: a message needs a role and a content, both strings: {message!s:.100}")
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(f"{where}: tool_calls must be a list of objects, not {calls!r:.100}")
-    if prompt is not NO_PROMPT and not any(message["content"].strip() for message in messages):
+    if prompt is not NO_PROMPT and not whole_text(prompt).strip():
         raise ValueError(f"{where}: empty prompt")
-    try:
-        json.dumps(prompt)
-    # A parquet file may hold bytes and dates.
-    except TypeError as error:
-        raise ValueError(f"{where}: the prompt cannot be written as JSON: {error}") from error
-    text = unescaped(row)
     if text != text.encode(errors="ignore").decode():
         raise ValueError(f"{where}: half a surrogate pair, which cannot be encoded")
     if taken := {"prompts", "completions"} & row.keys():
@@ -218,12 +199,9 @@ def check_row(where, row):
 
 
 def is_answer(value):
-    # A text that says something, a number other than NaN and infinity, or a list of these.
-    if isinstance(value, list):
-        return value != [] and all(is_answer(one) and not isinstance(one, list) for one in value)
-    if isinstance(value, str):
-        return bool(value.strip())
-    return isinstance(value, numbers.Number) and value - value == 0
+    # A text that says something, or a number other than NaN and infinity.
+    return bool(value.strip()) if isinstance(value, str) else (
+        isinstance(value, numbers.Number) and math.isfinite(value))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -244,16 +222,13 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     for a string with a system prompt.
     """
     texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in named]
-    templated = [chat and not isinstance(row["prompt"], str) for _, row in named]
-    ids, two_bos = [None] * len(texts), [tokenizer.bos_token_id] * 2
-    for by_template in set(templated):
-        places = [i for i, other in enumerate(templated) if other == by_template]
-        # All at once, which is faster. A template has written the special tokens itself.
-        encoded = tokenizer([texts[i] for i in places], add_special_tokens=not by_template).input_ids
-        for i, one in zip(places, encoded):
-            # A string may begin with the very token that the tokenizer puts in front of it.
-            ids[i] = one[1:] if one[:2] == two_bos else one
-    return [Prompt(row, one) for (_, row), one in zip(named, ids)]
+    # All at once, which is faster. A template writes the special tokens itself.
+    encoded = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
+    # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
+    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(plain)] == plain)]
+    return [Prompt(row, ids if (chat and isinstance(row["prompt"], list)) or ids[:len(start)] == start
+                   else start + ids) for (_, row), ids in zip(named, encoded)]
 
 
 def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
@@ -265,7 +240,7 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     messages = ([{"role": "system", "content": system_prompt}] if system_prompt else []) + prompt
     continued = messages[-1]["role"] == "assistant"
     if not chat:
-        return "\n".join(message["content"] for message in messages) + "\n" * (not continued)
+        return whole_text(messages) + ("" if continued else "\n")
     if tokenizer.chat_template is None:
         raise ValueError("chat=True, but the tokenizer has no chat template; --chat=false joins the messages")
     try:
@@ -301,9 +276,10 @@ class Prompts:
         if count > size:
             raise ValueError(f"prompts_per_step={count} is more than the {size} training rows")
         while len(drawn) < count:
-            places = range(position, position := position + count - len(drawn))
+            places = range(position, position + count - len(drawn))
             rows = [epoch_order(size, place // size, seed, self.s.shuffle)[place % size] for place in places]
             drawn += [prompt for prompt in self.encoded(rows) if len(prompt.ids) <= self.s.max_prompt_length]
+            position = places.stop
         return drawn, position
 
 

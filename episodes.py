@@ -183,7 +183,7 @@ class Environment:
     def _inspect(self, functions):
         # Makes the first instance and finds out what it has.
         closing.callback(self.close)
-        instance, error, _ = outcome(self.make, self.settings.environment_timeout)
+        instance, error, _ = outcome(self.make, self.settings.call_timeout)
         if error:
             raise ValueError(f"{self.key}: {self.name}() {self.told(error)}")
         self.opened[id(instance)] = instance
@@ -236,7 +236,7 @@ class Environment:
 
     def told(self, error):
         """Return what a message says of an error of a call."""
-        return (f"took more than environment_timeout={self.settings.environment_timeout:g} seconds"
+        return (f"took more than call_timeout={self.settings.call_timeout:g} seconds"
                 if isinstance(error, TimeUp) else str(error))
 
     def broken(self, problem, row):
@@ -314,7 +314,7 @@ class Episode:
     def _at_rest(self):
         # Whether the environment can be asked. After a call that took too long, it may still be at work in a
         # thread, which nothing can end.
-        return self.ended != "error" and not (self.spent and self.settings.environment_workers)
+        return self.ended != "error" and not (self.spent and self.settings.call_workers)
 
     def _call(self, function, /, *args, **kwargs):
         # Returns what a function of the environment returns. Raises Failed or TimeUp.
@@ -503,7 +503,7 @@ class Table:
 
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
-        self.threads = Threads(self.settings.environment_workers, self.settings.environment_timeout)
+        self.threads = Threads(self.settings.call_workers, self.settings.call_timeout)
         self.begun = 0                          # Episodes, which is the number of the next one
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
@@ -531,8 +531,8 @@ class Table:
         episode, key, place = self.playing[number]
         try:
             wish = episode.send(value)
-            while not (self.settings.environment_workers or isinstance(wish, Request)):
-                wish = episode.send(outcome(wish, self.settings.environment_timeout))
+            while not (self.settings.call_workers or isinstance(wish, Request)):
+                wish = episode.send(outcome(wish, self.settings.call_timeout))
         except StopIteration as end:
             self.groups[key][place] = end.value
             del self.playing[number]

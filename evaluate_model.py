@@ -67,8 +67,9 @@ with input_errors():
     # The length is known only now.
     check_model(base, length=longest)
     compute_dtype, _ = distributed.precision(dtype, 0, device)
-    settings.reward_model, settings.reward_step_timeout = "", 0.0       # settings of a training run
+    settings.reward_model = ""                                  # a setting of a training run
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
+    scorer.budget = math.inf                                    # it scores all completions at once
     print(f"loading {base} into the engine", flush=True)
     rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                  float32_head=float32_head)

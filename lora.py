@@ -79,7 +79,7 @@ class Merged(torch.autograd.Function):
 
 
 class Adapted(nn.Linear):
-    """A linear layer with the weights of a plain one, and with an adapter of A [rank, in] and B [out, rank]."""
+    """A linear layer with the weights of a plain one, and an adapter of A [rank, in] and B [out, rank]."""
     on = True                                               # a switch for all layers; Base turns it off
 
     def __init__(self, plain, A, B):
@@ -153,13 +153,9 @@ def adapt(policy, layers, rank, folder=None):
         policy.hf.set_submodule(name, Adapted(part, *pair))
     policy.adapters = Adapters(policy, {name: policy.hf.get_submodule(name) for name in linear}, rank)
     if dist.get_rank() == 0:
-        print(f"lora_rank={rank}: {len(linear)} linear layers have adapters", file=sys.stderr)
-        # For example experts that are stored as one tensor.
-        left = sorted({name for layer in layers for owner, part in layer.named_modules()
-                       if not isinstance(part, Adapted)
-                       for name, x in part.named_parameters(owner, recurse=False) if x.dim() > 1})
-        if left:
-            print(f"lora_rank={rank}: without an adapter, and frozen, are {', '.join(left)}", file=sys.stderr)
+        kinds = sorted({name.rpartition(".")[2] for name in linear})
+        print(f"lora_rank={rank}: {len(linear)} linear layers have adapters ({', '.join(kinds)}); everything "
+              "else is frozen", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- folders

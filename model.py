@@ -191,13 +191,12 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
     loaded, or whose logprobs would not be those that transformers computes. A collective.
     """
     what, config = f"model={path}", AutoConfig.from_pretrained(path)
-    check_cut(what, config, sequence_group)
-    policy = on_all_ranks(what, lambda: Policy(
-        read_model(what, model_class(config), path, config), float32_head)).requires_grad_(trained)
+    read = lambda: Policy(read_model(what, model_class(config), path, config), float32_head)
+    policy = on_all_ranks(what, read, sequence_group).requires_grad_(trained)
     if adapter or not trained:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
-    return shard(policy, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter)
+    return shard(policy, mesh, dtype, gradient_checkpointing, adapter)
 
 
 def load_reference(path, policy, mesh, dtype):
@@ -229,53 +228,42 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
     transformers' class for token classification reads its checkpoints as well, if the family has one.
     """
     what, config = f"critic_model={path}", AutoConfig.from_pretrained(path, num_labels=1)
-    check_cut(what, config, sequence_group)
 
     def read():
         hf = read_model(what, model_class(config), path, config, has_head=False)
-        head = read_model(what, ValueHead, path, config, may_lack=["score.weight", "score.bias"])
-        hf.score = head.score
+        hf.score = read_model(what, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score
         return Critic(hf)
 
-    return shard(on_all_ranks(what, read), what, mesh, dtype, gradient_checkpointing, sequence_group)
+    return shard(on_all_ranks(what, read, sequence_group), mesh, dtype, gradient_checkpointing)
 
 
-def check_cut(what, config, sequence_group):
-    # Raises ValueError if the ranks that share a row cannot divide the heads of the model's attention.
-    P, config = sequence_group.size() if sequence_group else 1, config.get_text_config()
-    heads = config.num_attention_heads
-    of_keys = getattr(config, "num_key_value_heads", None) or heads
-    if heads % P or of_keys % P:
-        raise ValueError(f"{what}: sequence_parallel_size={P} does not divide its {heads} heads of queries "
-                         f"and {of_keys} of keys")
-
-
-def on_all_ranks(what, read):
-    """The Policy or Critic that read() returns on rank 0, on every rank; compared with transformers there.
+def on_all_ranks(what, read, sequence_group):
+    """The Policy or Critic that read() returns on rank 0, on every rank, after it was compared there.
 
     On the other ranks its parameters are on the meta device, without numbers. A ValueError of rank 0 is
-    raised on every rank. A collective.
+    raised on every rank. sequence_group: the ranks that share each of its rows, or None. A collective.
     """
     network, bare, problem = None, None, ""
     if dist.get_rank() == 0:
         try:
             network = read()
-            network.packed = check_same(what, network)
-            without = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in network.parameters()}
-            bare = copy.deepcopy(network, without)
+            network.packed = check_same(what, network, sequence_group.size() if sequence_group else 1)
+            bare = copy.deepcopy(network, {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad)
+                                           for x in network.parameters()})
         except ValueError as error:
             problem = str(error)
     bare, problem = distributed.from_master((bare, problem))
     if problem:
         raise ValueError(problem)
-    return network or bare
+    network = network or bare
+    network.sequence_group = sequence_group
+    return network
 
 
-def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, adapter=None):
-    """Put a Policy or Critic under FSDP2: each layer as a unit, the rest as the root.
+def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
+    """Put a Policy or Critic from on_all_ranks under FSDP2: each layer as a unit, the rest as the root.
 
-    network: what on_all_ranks returns. Parameters that read images are frozen. Raises ValueError if
-    sequence_group cannot share its rows.
+    Parameters that read images are frozen.
     """
     hf, (decoder,) = network.hf, network.decoder
     if hf.generation_config:
@@ -288,14 +276,6 @@ def shard(network, what, mesh, dtype, gradient_checkpointing, sequence_group, ad
     layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
     images = [part for part in hf.base_model.children()
               if part is not decoder and not text & {*part.parameters()}]
-    network.sequence_group = sequence_group                     # the ranks that share each of its rows
-    if not network.packed and sequence_group:
-        P = sequence_group.size()
-        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
-                         "read earlier tokens, and on each rank they would see only its part of a row")
-    if not network.packed and dist.get_rank() == 0:
-        print(f"{what}: in a packed row its sequences would see each other, so each sequence gets a row of "
-              "its own, padded to the longest, which takes longer", file=sys.stderr)
     hf.set_attn_implementation("packed")
     if gradient_checkpointing:
         for layer in layers:
@@ -341,34 +321,25 @@ def offload(optimizer, device):
 
 
 @torch.no_grad()
-def check_same(what, network):
+def check_same(what, network, P):
     """Compare a network with transformers; return whether one of its rows may hold several sequences.
 
     network: whole, on the CPU, in float32. Three short sequences, of which two begin with the same tokens,
     are computed in one packed row and, if that differs, each in a row of its own. Raises ValueError if that
-    differs as well, if the network does not run, or if it does not tell its attention the sliding window of
-    its config.
+    differs as well, if the network does not run, if it does not tell its attention the sliding window of its
+    config, or if P ranks cannot share its rows.
     """
     hf, config = network.hf, network.hf.config.get_text_config()
     ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
-    # The third is shorter. No token sees what follows it, so it may be repeated up to the others' length.
-    rows = torch.tensor(np.stack([np.resize(one.ids, 14) for one in three])).long()
-    windows = set()
+    windows, heads = set(), set()
 
-    def attention(*arguments, sliding_window=None, **named):
+    def attention(module, query, key, *rest, sliding_window=None, **named):
         # The sequences are too short to reach a window, so this only notes its size.
         windows.add(sliding_window)
-        return packed_attention(*arguments, sliding_window=sliding_window, **named)
-
-    def theirs():
-        if isinstance(network, Critic):                                 # whose new head returns 0
-            found = network.decoder[0](input_ids=rows, use_cache=False).last_hidden_state
-        else:
-            table = hf(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-            found = table.gather(2, rows[:, 1:, None])[:, :, 0]
-        return torch.cat([found[s, :len(one.logprobs)] for s, one in enumerate(three)])
+        heads.add((query.shape[1], key.shape[1]))
+        return packed_attention(module, query, key, *rest, sliding_window=sliding_window, **named)
 
     def ours(packed):
         found = {}
@@ -378,7 +349,7 @@ def check_same(what, network):
         return torch.cat([found[s] for s in range(3)])
 
     try:
-        expected = theirs()
+        expected = by_transformers(network, [one.ids for one in three])
         AttentionInterface.register("compared", attention)
         hf.set_attn_implementation("compared")
         for packed in (True, False):
@@ -394,4 +365,27 @@ def check_same(what, network):
     window = getattr(config, "sliding_window", None) or math.inf
     if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
         raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
+    if not packed and P > 1:
+        raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
+                         "read earlier tokens, and on each rank they would see only its part of a row")
+    for queries, keys in heads:
+        if queries % P or keys % P:
+            raise ValueError(f"{what}: sequence_parallel_size={P} does not divide its {queries} heads of "
+                             f"queries and {keys} of keys")
+    if not packed:
+        print(f"{what}: in a packed row its sequences would see each other, so each sequence gets a row of "
+              "its own, padded to the longest, which takes longer", file=sys.stderr)
     return packed
+
+
+def by_transformers(network, sequences):
+    """What transformers computes of sequences of at most 14 tokens: a policy's logprobs, [C], or a critic's
+    hidden states, [C, H], of all tokens except the first of each."""
+    # No token sees what follows it, so a short sequence may be repeated up to the others' length.
+    rows = torch.tensor(np.stack([np.resize(ids, 14) for ids in sequences])).long()
+    if isinstance(network, Critic):                                     # whose new head returns 0
+        found = network.decoder[0](input_ids=rows, use_cache=False).last_hidden_state
+    else:
+        table = network.hf(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        found = table.gather(2, rows[:, 1:, None])[:, :, 0]
+    return torch.cat([found[s, :len(ids) - 1] for s, ids in enumerate(sequences)])

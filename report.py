@@ -8,7 +8,6 @@ The page needs neither a network nor a server. runtime/report.html is its templa
 the rules of health. Of a long run the page shows a part: curves are thinned out, but keep their peaks, and
 samples are those of evenly spaced steps.
 """
-import ast
 import contextlib
 import glob
 import json
@@ -18,6 +17,7 @@ import re
 import sys
 from collections import defaultdict
 
+from configurator import read_defaults
 from runtime.health import findings, series
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -50,13 +50,8 @@ def read_run(folder):
     with open(f"{folder}/config.json", "rb") as config, open(f"{folder}/metrics.jsonl", "rb") as metrics:
         settings = {"script": ", ".join(map(os.path.basename, scripts))} | json.load(config)
         lines = [*filter(None, map(parsed, metrics))]
-    shared = [os.path.join(HERE, "config", name) for name in ("conversation.py", "shared.py")]
-    for path in [*scripts, *shared]:
-        with open(path, "rb") as file:
-            for node in ast.parse(file.read()).body:
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                    with contextlib.suppress(ValueError):
-                        defaults.setdefault(node.targets[0].id, ast.literal_eval(node.value))
+    for path in scripts:
+        defaults |= read_defaults(path)
     return lines, {k: v for k, v in settings.items() if k not in ("checksums", "out_dir", "resume")}, defaults
 
 

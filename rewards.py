@@ -1,6 +1,6 @@
 """Rewards: one score for each completion, from a verifier of final answers or from a function of yours.
 
-    load_reward   returns the task's own reward, math_verify, or a function of yours ("file.py:function")
+    load_reward   finds the task's own reward, math_verify, or a function of yours ("file.py:function")
     score         calls a reward on completions and checks what it returns
     Scorer        scores rollouts by the rewards and the reward model that a run's settings name
     evaluation    returns mean@k, pass@k and maj@k of scored rollouts
@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from fractions import Fraction
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +28,8 @@ from tasks.check_answer import check_answer, extract_answer, plain, value
 from losses import group_std
 from runtime import STARTED_IN
 from runtime.distributed import gathered
-from runtime.user_code import (Failed, TimeUp, UserProcess, accepted, at_once, listed, load_from,
-                               logging_into, name_of, outcome, shown, source_file, specs)
+from runtime.user_code import (Failed, Threads, TimeUp, UserProcess, accepted, load_from, logging_into,
+                               name_of, outcome, shown, source_file, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -40,7 +41,7 @@ from runtime.user_code import (Failed, TimeUp, UserProcess, accepted, at_once, l
 
 
 def content(completion):
-    """Returns the text of a completion: the string, or the content of the last message."""
+    """Return the text of a completion: the string, or the content of the last message."""
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
@@ -50,197 +51,180 @@ NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
 
 
 def accuracy(prompts, completions, answer, **columns):
-    """Returns 1.0 for each completion that ends with the row's number as its answer, otherwise 0.0."""
+    """Return 1.0 for each completion that ends with the row's number as its answer, otherwise 0.0."""
     found = [NUMBER.search(content(completion)) for completion in completions]
     return [float(bool(n) and Fraction(n[1]) == Fraction(truth)) for n, truth in zip(found, answer)]
 
 
 def exact_accuracy(prompts, completions, answer, **columns):
-    """Returns 1.0 for each completion whose final answer has the value of the row's `answer`, otherwise 0.0.
+    """Return 1.0 for each completion whose final answer has the value of the row's `answer`, otherwise 0.0.
 
     tasks/check_answer.py reads LaTeX, units, intervals and more.
     """
     return [float(check_answer(content(completion), truth)) for completion, truth in zip(completions, answer)]
 
 
-exact_accuracy.__name__ = "accuracy"            # the name under which it is logged
-
-
 def math_verify(prompts, completions, answer, **columns):
-    """Does what exact_accuracy does, and asks the package math-verify where exact values do not decide."""
+    """Do what exact_accuracy does, and ask the package math-verify where exact values do not decide."""
     return [float(check_answer(content(completion), truth, algebra=True))
             for completion, truth in zip(completions, answer)]
 
 
-# Each call gets one completion, so a comparison that hangs costs no other completion its score.
-math_verify.at_once = 0
+# The rewards of tasks that do not take exact_accuracy.
+OWN = {"algebra": accuracy, "arithmetic": accuracy}
 
 
-def load_reward(spec, task, workers=0):
-    """Returns the reward that `spec` names, "file.py:function" or "math_verify", or the task's own for "".
+class Reward(NamedTuple):
+    """A reward function, and how it is called."""
+    name: str                   # under which it is logged
+    function: object            # "file.py:function", or a function of ours
+    verl: bool = False          # it has verl's form, otherwise TRL's
+    each: bool = False          # a call scores one completion, not all of them
+    at_once: bool = False       # it is async: its calls run at the same time
+    environments: bool = False  # it reads the environments of the episodes, as in TRL
 
-    A function with verl's parameters (data_source, solution_str, ground_truth) is adapted; any other must be
-    in TRL's form. workers: how many calls of an async function, or of one in verl's form, run at once; 0
-    means 64 for the former and 1 for the latter. A reward that is called for each completion has an attribute
-    `at_once`, the number of calls that run at once, or 0 if each call is made alone. Raises ValueError if
-    there is no such function, if its file raises, if workers is more than 1 for a function that is called for
-    all completions together, or if the package of math_verify is missing.
+
+def load_reward(spec, task):
+    """Return the Reward that `spec` names, "file.py:function" or "math_verify", or the task's own for "".
+
+    A function with verl's parameters (data_source, solution_str, ground_truth) has verl's form, and any other
+    TRL's. Raises ValueError if there is no such function, if its file raises, or if the package of
+    math_verify is missing.
     """
     if not spec:
-        return {"algebra": accuracy, "arithmetic": accuracy}.get(task, exact_accuracy)
+        return Reward("accuracy", OWN.get(task, exact_accuracy))
     if spec == "math_verify":
         try:
             importlib.import_module(spec)
         except ImportError as error:
             raise ValueError("reward=math_verify needs the package math-verify: pip install "
                              f"'math-verify[antlr4_13_2]' ({error})") from error
-        return math_verify
+        # A comparison that hangs costs no other completion its score.
+        return Reward(spec, math_verify, each=True)
     function = load_from(spec, "reward", "function", " or math_verify")
-    verl = {"data_source", "solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
-    reward = verl_reward(function) if verl else function
-    later = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
-    if workers > 1 and not (later or verl):
-        raise ValueError(f"reward_workers={workers}: {name_of(function)} scores all completions in one call; "
-                         "only a function that is async or in verl's form is called for each")
-    if later or workers > 1:
-        reward = functools.update_wrapper(functools.partial(reward), reward)
-        reward.at_once = workers or 64
-    return reward
+    parameters = inspect.signature(function).parameters.keys()
+    verl = {"data_source", "solution_str", "ground_truth"} <= parameters
+    at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
+    return Reward(name_of(function), spec, verl, verl or at_once, at_once, "environments" in parameters)
 
 
-def verl_reward(compute_score):
-    # Makes a reward of verl's compute_score(data_source, solution_str, ground_truth, extra_info=None). It is
-    # called for one completion at a time.
-    def reward(prompts, completions, **columns):
-        row = {key: values[0] for key, values in columns.items()}
-        row = {"data_source": row.get("source"), "extra_info": None, **row,
-               "solution_str": content(completions[0])}
-        if {"reward_model", "ground_truth", "answer"} & row.keys():
-            # Where a model scores verl's row, it has no truth: {"style": "model"}.
-            model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
-            truths = [model.get("ground_truth"), row.get("ground_truth"), row.get("answer")]
-            row["ground_truth"] = next((truth for truth in truths if truth is not None), None)
-        returned = compute_score(**accepted(compute_score, row))
-        return listed(returned) if inspect.isawaitable(returned) else [returned]
-    reward.__name__, reward.at_once = name_of(compute_score), 0
-    return reward
+def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0):
+    """Yield (parts, steps, logged) for each completion of these columns, or the Failed or TimeUp of its call.
+
+    alone: whether each completion is scored by a call of its own. stop: whether to end with the first error.
+    workers: how many calls of an async function run at the same time; 0 means 64. Each of these has `timeout`
+    seconds; nothing can stop another function. For the rest see `score`.
+    """
+    completions, at_once = columns["completions"], reward.at_once and not alone
+    function = reward.function
+    if not callable(function):
+        function = load_from(function, "reward", "function")
+    logged, threads, ended = [{} for _ in completions], Threads(workers or 64, timeout), {}
+    groups = [[i] for i in range(len(completions))] if alone or at_once else [[*range(len(completions))]]
+
+    def call(group):
+        arguments = {key: [values[i] if key == "environments" else copy.deepcopy(values[i]) for i in group]
+                     for key, values in columns.items()}
+        if reward.verl:
+            arguments = verl_arguments({key: values[0] for key, values in arguments.items()})
+        arguments |= logging_into([logged[i] for i in group], function)
+        return functools.partial(function, **accepted(function, arguments, f"reward {reward.name}"))
+
+    for group in groups if at_once else ():
+        threads.start(group[0], call(group))
+    for group in groups:
+        while at_once and group[0] not in ended:
+            ended |= {i: result for i, *result in threads.finished(wait=True)}
+        returned, error, _ = ended[group[0]] if at_once else outcome(call(group), timeout)
+        if not error:
+            values = checked(reward, [returned] if reward.verl else returned, [completions[i] for i in group])
+            yield from [(*pair, logged[i]) for pair, i in zip(values, group)]
+        elif len(group) == 1:
+            yield error
+            if stop:
+                return
+        else:
+            # Calls for each completion tell which one is to blame; if none is, it is all of them together.
+            results = [*judge(reward, columns, True, stop, timeout=timeout)]
+            if not any(isinstance(one, Failed) for one in results):
+                results[0] = error
+            yield from results
 
 
-def judge(reward, columns, timeout=0.0, seconds=math.inf):
-    # Returns (parts, steps, what it logged) for each completion of these columns. Where calls run at once,
-    # each has `timeout` seconds and all together have `seconds`, and the error of a call that fails stands in
-    # place of its result.
-    completions = columns["completions"]
-    logged = [{} for _ in completions]
-
-    def call(places):
-        arguments = {key: [values[place] for place in places] for key, values in columns.items()}
-        logs = logging_into([logged[place] for place in places], reward)
-        return functools.partial(reward, **accepted(reward, arguments | logs))
-
-    if getattr(reward, "at_once", 0):
-        values = at_once([call([i]) for i in range(len(completions))], reward.at_once, timeout, seconds)
-        return [value if isinstance(value, (TimeUp, Failed)) else
-                (*checked(reward, value, [completion])[0], log)
-                for value, completion, log in zip(values, completions, logged)]
-    returned, error, _ = outcome(call(range(len(completions))))
-    if error:
-        raise error
-    return [(*pair, log) for pair, log in zip(checked(reward, returned, completions), logged)]
-
-
-def judge_there(spec, task, workers=0):
-    # Runs in a UserProcess. Returns the function that it calls, and what score wants to know of the reward.
-    reward = load_reward(spec, task, workers)
-    return functools.partial(judge, reward), {
-        "__name__": name_of(reward), "at_once": getattr(reward, "at_once", None),
-        "takes_environments": takes_environments(reward)}
-
-
-def takes_environments(reward):
-    # As in TRL, a reward may read the environments of the episodes, which are in the run's own process.
-    return "environments" in inspect.signature(reward).parameters
+def verl_arguments(row):
+    # Returns verl's arguments for a completion of this row.
+    model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+    # Where a model scores verl's row, it has no truth: {"style": "model"}.
+    truths = [model.get("ground_truth"), row.get("ground_truth"), row.get("answer")]
+    arguments = {"data_source": row.get("data_source", row.get("source")),
+                 "solution_str": content(row["completions"]), "extra_info": row.get("extra_info")}
+    if {"reward_model", "ground_truth", "answer"} & row.keys():
+        arguments["ground_truth"] = next((truth for truth in truths if truth is not None), None)
+    return arguments
 
 
 TIMED_OUT = "the reward took too long"
 
 
-def score(reward, rows, completions, timeout=0.0, budget=math.inf, unscored=False, environments=None):
-    """Returns (parts, steps, logged, problem) for each completion.
+def score(reward, columns, process=None, timeout=0.0, budget=math.inf, workers=0, unscored=False):
+    """Return (parts, steps, logged, problem) for each completion.
 
     parts is {name: value}, with NaN for a part that is None. A reward without named parts has one part, with
-    the function's name, or none if it returned None. steps: pairs (character, score). logged: {name: value},
+    the reward's name, or none if it returned None. steps: pairs (character, score). logged: {name: value},
     what the reward logged. problem: why the reward failed, or "".
 
-    completions: one for each row, in the form that a reward gets. environments: what the episodes ended with,
-    for a reward that reads them. The reward gets copies of the rows. In a UserProcess a call has `timeout`
-    seconds; 0 sets no limit. If a call for all completions takes longer, each completion is scored by a call
-    of its own. If that one takes longer as well, the completion gets 0.0, and so do all that are left after
-    `budget` seconds. With unscored=True these completions get no parts, nor do those for which the reward
-    raises.
+    columns: {name: one value per completion}, of which the reward gets copies. process: the UserProcess in
+    which a call has `timeout` seconds; 0 sets no limit. If a call for all completions takes longer or ends
+    the process, each completion is scored by a call of its own. If that one takes longer as well, the
+    completion gets 0.0, and so do all that have no score `timeout` seconds after the end of `budget`. With
+    unscored=True these completions get no parts, nor do those for which the reward raises.
 
     Raises RuntimeError if the reward raises and unscored is False (the message shows the completion), or if
-    it returns anything but one finite number, None, dict of these or list of pairs for each
-    completion. Raises ValueError if a column is missing.
+    it returns anything but one finite number, None, dict of these or list of pairs for each completion.
+    Raises ValueError if a column is missing.
     """
-    shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
-    end, several = time.monotonic() + budget, getattr(reward, "at_once", None)
-
-    def call(chosen):
-        columns = {key: [rows[i][key] for i in chosen] for key in shared}
-        columns["prompts"] = [rows[i]["prompt"] for i in chosen]
-        columns["completions"] = [completions[i] for i in chosen]
-        if not hasattr(reward, "within"):
-            more = {"environments": [environments[i] for i in chosen]} if environments else {}
-            return judge(reward, copy.deepcopy(columns) | more)
-        in_turn = math.ceil(len(chosen) / several) if several else 1
-        seconds = min(in_turn * timeout or math.inf, end - time.monotonic())
-        if seconds <= 0:
-            raise TimeoutError
-        # Calls that run at once have limits of their own, so this one only ends a process that hangs.
-        limit = seconds + timeout * bool(several)
-        found = reward.within(limit if limit < math.inf else None, columns, timeout, seconds)
-        if any(isinstance(one, TimeoutError) for one in found):
-            reward.end()                                        # because the call may still be running
-        return found
-
-    found, problem = [], None
-    try:
-        found = [] if several == 0 else call(range(len(rows)))
-    except TimeoutError:
-        pass
-    except (Failed, ChildProcessError) as error:
-        problem = error
-    for i in range(len(found), len(rows)):
+    completions, end = columns["completions"], time.monotonic() + budget
+    alone, results = reward.each and not reward.at_once, []
+    while (done := len(results)) < len(completions):
+        rest, left = {key: values[done:] for key, values in columns.items()}, end - time.monotonic()
+        # Calls that run at once have limits of their own, and the process one for all of them.
+        limit = timeout if timeout and (alone or not reward.at_once) else math.inf
         try:
-            found += call([i])
-        except (TimeoutError, Failed, ChildProcessError) as error:
-            found.append(error)
-            if not (unscored or isinstance(error, TimeoutError)):
-                break
-    failures = [(i, one) for i, one in enumerate(found) if isinstance(one, (Failed, ChildProcessError))]
-    # The reward may have raised for all completions together and for none of them alone.
-    failures += [(0, problem)] if problem else []
-    if failures and not unscored:
-        i, error = failures[0]
-        raise RuntimeError(f"reward {name_of(reward)} {error}; the completion is "
-                           f"{content(completions[i])[:500]!r}"
-                           + ", in a list of messages" * (not isinstance(completions[i], str))) from error
-    names = dict.fromkeys(name for one in found if isinstance(one, tuple) for name in one[0])
-    failed = {} if unscored else dict.fromkeys(names or [name_of(reward)], 0.0)
-    return [(*one, "") if isinstance(one, tuple) else
-            (failed, [], {}, TIMED_OUT) if isinstance(one, TimeoutError) else
-            (failed, [], {}, f"the reward {one}") for one in found]
+            if left <= 0:
+                raise TimeUp
+            arguments = reward, rest, alone, not unscored, workers, timeout
+            results.extend(process.results(limit, end + timeout, judge, *arguments) if process
+                           else judge(*arguments))              # it keeps what came before an error
+        except (TimeUp, Failed) as error:                       # the process has ended
+            results += [error] if alone else []
+            alone = True
+        blamed = [pair for pair in zip(results, completions) if isinstance(pair[0], Failed)]
+        if blamed and not unscored:
+            (error, completion), *_ = blamed
+            where = "" if isinstance(completion, str) else ", in a list of messages"
+            raise RuntimeError(f"reward {reward.name} {error}; the completion is "
+                               f"{content(completion)[:500]!r}{where}") from error
+    if limit == math.inf and process and any(isinstance(one, TimeUp) for one in results):
+        process.end()                                           # because these calls may still be running
+    names = dict.fromkeys(name for one in results if isinstance(one, tuple) for name in one[0])
+    failed = {} if unscored else dict.fromkeys(names or [reward.name], 0.0)
+    return [(*one, "") if isinstance(one, tuple) else (failed, [], {}, TIMED_OUT if isinstance(one, TimeUp)
+                                                       else f"the reward {one}") for one in results]
 
 
 def total(parts, weights):
-    """Returns the weighted part "score" or, if there is none, the weighted sum of the parts, without NaN.
+    """Return the weighted part "score" or, if there is none, the weighted sum of the parts, without NaN.
 
     A part that `weights` does not name has the weight 1. The result is NaN if all parts are.
     """
     counted = {"score": parts["score"]} if "score" in parts else parts
-    values = [weights.get(name, 1.0) * value for name, value in counted.items() if not math.isnan(value)]
-    return sum(values) if values else math.nan
+    return known(weights.get(name, 1.0) * value for name, value in counted.items())
+
+
+def known(values):
+    # Returns the sum of those that are not NaN, or NaN if there is none.
+    some = [value for value in values if not math.isnan(value)]
+    return sum(some) if some else math.nan
 
 
 def checked(reward, returned, completions):
@@ -248,9 +232,9 @@ def checked(reward, returned, completions):
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
-        raise RuntimeError(f"reward {name_of(reward)} returned {what}, not a list of {len(completions)}, one "
-                           "for each completion")
-    return [parts_of(name_of(reward), *pair) for pair in zip(returned, completions)]
+        raise RuntimeError(f"reward {reward.name} returned {what}, not a list of {len(completions)}, one for "
+                           "each completion")
+    return [parts_of(reward.name, *pair) for pair in zip(returned, completions)]
 
 
 def parts_of(name, value, completion):
@@ -297,7 +281,8 @@ class Scorer:
     multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
     used. A reward that returned None counts as 0. If the reward model cannot score a completion, the
     completion has no score, unless the model's weight is 0. What belongs to no turn or step is given to the
-    last token in `rewards`. weights: {name: weight} of reward_weights.
+    last token in `rewards`. weights: {name: weight} of reward_weights. budget: the seconds that the
+    calls of a reward have in all, save for the last one.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     player: the episodes.Player that plays what is scored; at the end of each episode it calls the rewards
@@ -306,50 +291,63 @@ class Scorer:
     """
 
     def __init__(self, settings, device, dtype, player, tokenizer=None):
-        self.settings, self.environment, self.tokenizer = settings, player.rewards_as, tokenizer
-        self.player, self.weights = player, part_weights(settings.reward_weights)
-        self.unscored = settings.reward_errors == "unscored"
-        self.rewards, self.judging, self.model = [], [], None   # judging: rewards that take environments
-        if settings.reward != "none" and (settings.reward or not self.environment):
-            for spec in specs(settings.reward):
-                if not spec and settings.reward:
-                    raise ValueError(f"reward={settings.reward}: nothing stands on one side of a comma")
-                self._load(spec)
-        names = [name_of(reward) for reward in self.rewards + self.judging]
+        s, self.settings, self.environment, self.tokenizer = settings, settings, player.rewards_as, tokenizer
+        self.player, self.weights = player, part_weights(s.reward_weights)
+        self.budget = 9 * s.call_timeout or math.inf            # with the last call, ten times call_timeout
+        self.unscored, self.model = s.reward_errors == "unscored", None
+        self.processes = {}                                     # {Reward: the UserProcess that calls it}
+        own = s.reward != "none" and (s.reward or not self.environment)
+        self.rewards = [self._load(spec) for spec in specs(s.reward)] if own else []
+        names = [reward.name for reward in self.rewards]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"reward={settings.reward}: two of them are called {twice[0]}")
+            raise ValueError(f"reward={s.reward}: two of them are called {twice[0]}")
+        self.judging = [reward for reward in self.rewards if reward.environments]
+        if self.judging and not player.make:
+            raise ValueError(f"reward {self.judging[0].name} takes environments, but none is given")
         if self.judging:
-            if not player.make:
-                raise ValueError(f"reward {name_of(self.judging[0])} takes environments, but none is given")
             player.judge = self._judge
-        if settings.reward_model:
+        if s.reward_model:
             # Only those who use a reward model wait for this import.
             from runtime.reward_model import RewardModel
-            self.model = RewardModel(settings.reward_model, device, dtype, settings.token_budget)
+            self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
         if not (names or self.model or self.environment):
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
     def _load(self, spec):
         # A function of the user's may do anything, so it gets a process of its own. It is called here if it
         # has no time limit, where a debugger finds it, and if it reads environments or stands in their file.
-        s, named = self.settings, (spec, self.settings.task, self.settings.reward_workers)
-        file, place = spec.rpartition(":")[0], s.environment.rpartition(":")[0]
-        if spec and s.reward_timeout and not (place and source_file(file) == source_file(place)):
-            process = UserProcess(STARTED_IN, judge_there, *named)
-            if not process.takes_environments:
-                self.rewards.append(process)
-                return
+        s = self.settings
+        file, place = (one.rpartition(":")[0] for one in (spec, s.environment))
+        if s.reward and not spec:
+            raise ValueError(f"reward={s.reward}: nothing stands on one side of a comma")
+        if spec and s.call_timeout and not (place and source_file(file) == source_file(place)):
+            process = UserProcess(STARTED_IN, map, load_reward, [spec], [s.task])
+            [reward] = process.results(math.inf, math.inf, *process.first)
+            if not reward.environments:
+                self.processes[reward] = process
+                return reward
             process.end()
-        reward = load_reward(*named)
-        (self.judging if takes_environments(reward) else self.rewards).append(reward)
+        return load_reward(spec, s.task)
 
     def _judge(self, rollout, environment):
         # Scores an episode before its environment is reset for the next one.
-        rollout.judged = [score(reward, [rollout.row], [rollout.completion], unscored=self.unscored,
-                                environments=[environment])[0] for reward in self.judging]
+        columns = columns_of([rollout]) | {"environments": [environment]}
+        for reward in self.judging:
+            self._add(rollout, *score(reward, columns, unscored=self.unscored)[0])
+
+    def _add(self, rollout, named, steps, logged, problem):
+        # Adds to a rollout what a reward returned for it; `_score` gives the tokens their share.
+        if steps and self.player.make:
+            raise RuntimeError(f"reward {min(named)} scores characters of a completion, but an episode has "
+                               "several messages")
+        if len(self.rewards) > 1 and (clash := {*rollout.parts, "score"} & named.keys()):
+            raise RuntimeError(f"reward={self.settings.reward}: a part of one of them may not be called "
+                               f"{min(clash)}: this names the whole score or another's part")
+        rollout.parts, rollout.problem = rollout.parts | named, rollout.problem or problem
+        rollout.extra |= logged
 
     def check_with(self, prompts):
-        """Tries a first turn and two made-up completions, so that what is broken shows before training.
+        """Try a first turn and two made-up completions, so that what is broken shows before training.
 
         prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
         the reward model cannot be used.
@@ -359,7 +357,8 @@ class Scorer:
         def made_up(row, text):
             message = [{"role": "assistant", "content": text}]
             return SimpleNamespace(row=row, completion=text if isinstance(row["prompt"], str) else message,
-                                   finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[], extra={})
+                                   finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[], extra={},
+                                   parts={}, problem="")
 
         trial = [*map(made_up, [prompt.row for prompt in prompts * 2], ("Answer: 0", ""))]
         try:
@@ -370,15 +369,16 @@ class Scorer:
         # A judge may fail now and then, so one failure of two is accepted where failures are.
         if all(problems) if self.unscored else any(problems):
             raise ValueError(f"{max(problems)} for a made-up completion: reward={self.settings.reward}, "
-                             f"reward_timeout={self.settings.reward_timeout:g}")
-        names = {*trial[0].parts, *trial[1].parts, *map(name_of, self.rewards + self.judging)}
+                             f"call_timeout={self.settings.call_timeout:g}")
+        names = {*trial[0].parts, *trial[1].parts, *(reward.name for reward in self.rewards)}
         # The parts of a reward that reads environments are not known yet.
         if (strange := self.weights.keys() - names) and not self.judging:
             raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        if self.rewards == [accuracy] and not (self.model or self.weights or self.player.make):
+        plain = self.rewards == [Reward("accuracy", accuracy)]
+        if plain and not (self.model or self.weights or self.player.make):
             # The answers are numbers, and no code of the user's runs that might hang or raise.
             scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
             for r, right in zip(rollouts, scores):
@@ -388,46 +388,38 @@ class Scorer:
 
     def _score(self, rollouts):
         # Scores by any rewards, with or without an environment and a reward model.
-        s, rows = self.settings, [rollout.row for rollout in rollouts]
-        completions = [rollout.completion for rollout in rollouts]
-        columns = [score(reward, rows, completions, s.reward_timeout, s.reward_step_timeout or math.inf,
-                         self.unscored) for reward in self.rewards]
-        if self.model:
-            by_model = self.model.score([row["prompt"] for row in rows], completions)
+        s, columns = self.settings, columns_of(rollouts)
+        results = [score(reward, columns, self.processes.get(reward), s.call_timeout, self.budget,
+                         s.call_workers, self.unscored) for reward in self.rewards if not reward.environments]
+        by_model = self.model and self.model.score(columns["prompts"], columns["completions"])
         weight = lambda name: self.weights.get(name, 1.0)
-        for i, rollout in enumerate(rollouts):
-            results = vars(rollout).pop("judged", []) + [column[i] for column in columns]
+        for i, r in enumerate(rollouts):
             # What the environment gave at each turn, or a reward at each step. If get_reward returned None,
             # a NaN says that the environment gave nothing.
-            given = rollout.rewards if self.environment else {}
-            own = defaultdict(float, {token: weight(self.environment) * one for token, one in given.items()
-                                      if not math.isnan(sum(given.values()))})
-            parts, rollout.problem = {}, ""
-            for named, steps, logged, problem in results:
-                if steps and self.player.make:
-                    raise RuntimeError(f"reward {min(named)} scores characters of a completion, but an "
-                                       "episode has several messages")
-                if len(results) > 1 and (clash := {*parts, "score"} & named.keys()):
-                    raise RuntimeError(f"reward={s.reward}: a part of one of them may not be called "
-                                       f"{min(clash)}: this names the whole score or another's part")
-                parts, rollout.problem = parts | named, rollout.problem or problem
-                rollout.extra |= logged
-                for token, one in self._at_tokens(rollout, steps):
+            given = r.rewards if self.environment else {}
+            earned, own = sum(given.values()), defaultdict(float)
+            if not math.isnan(earned):
+                own |= {token: weight(self.environment) * one for token, one in given.items()}
+            # What the rewards said that have read the environment is there already.
+            r.parts, r.problem = (r.parts, r.problem) if self.judging else ({}, "")
+            for named, steps, *more in [result[i] for result in results]:
+                self._add(r, named, steps, *more)
+                for token, one in self._at_tokens(r, steps):
                     own[token] += weight(min(named)) * one
-            value = total(parts, self.weights)
+            score_of_all = total(r.parts, self.weights)
             if self.environment:
-                parts |= {self.environment: sum(given.values())}
-                if own:
-                    value = sum(own.values()) + (0 if math.isnan(value) else value)
+                r.parts = r.parts | {self.environment: earned}
+                score_of_all = known([score_of_all, weight(self.environment) * earned])
             if self.model:
-                parts, factor = parts | {"reward_model": by_model[i]}, weight("reward_model")
-                value = (factor and factor * by_model[i]) + (0 if math.isnan(value) else value)
-            unscored = rollout.finish_reason == "error" or self.unscored and rollout.problem
-            rollout.score, rollout.parts = math.nan if unscored else value, parts
-            rest, last = rollout.score - sum(own.values()), len(rollout.logprobs) - 1
+                r.parts = r.parts | {"reward_model": by_model[i]}
+                scaled = weight("reward_model") * by_model[i] if weight("reward_model") else 0.0
+                score_of_all = scaled + known([score_of_all, 0.0])
+            unscored = r.finish_reason == "error" or self.unscored and r.problem
+            r.score, last = math.nan if unscored else score_of_all, len(r.logprobs) - 1
+            rest = r.score - sum(own.values())
             if not own or not abs(rest) < 1e-9:                 # more than rounding leaves
                 own[last] += rest
-            rollout.rewards = dict(own)
+            r.rewards = dict(own)
 
     def _at_tokens(self, rollout, steps):
         # Yields (sampled token, its reward) for pairs (character of the completion, reward).
@@ -438,20 +430,26 @@ class Scorer:
             yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
 
 
+def columns_of(rollouts):
+    # Returns what a reward may be given for these rollouts: {name: a value for each}.
+    rows = [r.row for r in rollouts]
+    shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
+    return {key: [row[key] for row in rows] for key in shared} | {
+        "prompts": [row["prompt"] for row in rows], "completions": [r.completion for r in rollouts]}
+
+
 def part_weights(text):
-    """Returns {name: weight} for the text "name:weight,name:weight". Raises ValueError for any other text."""
+    """Return {name: weight} for the text "name:weight,name:weight". Raises ValueError for any other text."""
     pairs = [pair.rpartition(":") for pair in text.split(",") if pair]
-    try:
+    with contextlib.suppress(ValueError):
         weights = {name: float(number) for name, _, number in pairs}
-    except ValueError:
-        weights = {"": 0.0}
-    if "" in weights or not all(abs(weight) <= 1e9 for weight in weights.values()):
-        raise ValueError(f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5")
-    return weights
+        if "" not in weights and all(abs(weight) <= 1e9 for weight in weights.values()):
+            return weights
+    raise ValueError(f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5")
 
 
 def part_means(rollouts, prefix, of="parts"):
-    """Returns {prefix/name/mean: mean} of the numbers of each name, without NaN; the mean of none is 0.
+    """Return {prefix/name/mean: mean} of the numbers of each name, without NaN; the mean of none is 0.
 
     of: "parts" for the parts of the score, or "extra" for what was logged.
     """
@@ -463,7 +461,7 @@ def part_means(rollouts, prefix, of="parts"):
 
 
 def evaluation(rollouts, k, name="eval"):
-    """Returns mean@k, pass@k and maj@k of scored rollouts, where each prompt has k adjacent ones.
+    """Return mean@k, pass@k and maj@k of scored rollouts, where each prompt has k adjacent ones.
 
     mean@k  the mean score
     pass@k  the mean over prompts of the best of k scores; for scores of 0 and 1 this is how often any of the
@@ -506,8 +504,8 @@ def evaluation(rollouts, k, name="eval"):
 def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
     """Sample k completions per prompt, with the same seeds every time, score them, and log what evaluation returns.
 
-    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for its
-    share of the prompts. A collective.
+    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for
+    its share of the prompts. A collective.
     """
     own = range(dist.get_rank(), len(prompts), dist.get_world_size())
     with log.timed("eval"):
@@ -552,7 +550,7 @@ def episode_metrics(rollouts, engines):
 
 
 def sample_lines(rollouts, n, tokenizer):
-    """Returns a step's lines of samples.jsonl: the first of n rollouts of each of the first eight prompts."""
+    """Return a step's lines of samples.jsonl: the first of n rollouts of each of the first eight prompts."""
     return [{"prompt": r.row["prompt"],
              "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
              "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
@@ -562,7 +560,7 @@ def sample_lines(rollouts, n, tokenizer):
 
 
 def conversation(completion):
-    """Returns a completion as one text, in which brackets surround what the policy did not say."""
+    """Return a completion as one text, in which brackets surround what the policy did not say."""
     if isinstance(completion, str):
         return completion
     texts = []

@@ -70,7 +70,7 @@ def run_under_trl():
                      "learning_rate": 1e-4, "warmup_steps": 5, "adam_beta2": 0.95}
         model, tokenizer = work, AutoTokenizer.from_pretrained(work)
         rows = data.load_rows("algebra", "train", 4096, 0, 1)
-        reward = rewards.load_reward("", "algebra")
+        reward = rewards.load_reward("", "algebra").function
     times, began = [], [0.0]
 
     def now():

@@ -33,7 +33,7 @@ WORKLOADS = {
     "default": [],
     "skewed": ["--prompts_per_step=16", "--max_completion_length=192", f"--reward={__file__}:even_letters"],
     "environment": ["--prompts_per_step=16", f"--environment={__file__}:Slow", "--max_prompt_length=96",
-                    "--max_completion_length=160", "--environment_workers=WORKERS"]}
+                    "--max_completion_length=160", "--call_workers=WORKERS"]}
 WAYS = {"train_grpo.py": ["train_grpo.py"],
         "max_staleness=1": ["train_async.py", "--max_staleness=1"],
         "2, in flight": ["train_async.py", "--max_staleness=2", "--in_flight=true"]}

@@ -78,7 +78,7 @@ class Paced:
 def seconds(sampler, name, rows, threads=0):
     """The time that these episodes take, and their tokens."""
     settings = {key: value for key, value in vars(shared).items() if not key.startswith("_")}
-    settings |= {"environment": f"{folder}/game.py:{name}", "environment_workers": threads,
+    settings |= {"environment": f"{folder}/game.py:{name}", "call_workers": threads,
                  "max_completion_length": 900, "max_prompt_length": 32}
     player = Player(SimpleNamespace(**settings), tokenizer, eos_ids)
     prompts = encode_rows(tokenizer, list(enumerate(rows)))

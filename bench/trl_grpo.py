@@ -105,7 +105,7 @@ config = GRPOConfig(
     num_generations=num_generations, max_completion_length=max_completion_length, shuffle_dataset=False,
     loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon, max_grad_norm=grad_clip,
     logging_steps=updates_per_step, disable_tqdm=True, report_to=[], save_strategy="no")
-trainer = GRPOTrainer(policy, rewards.load_reward(reward, task), config, Dataset.from_list(rows),
+trainer = GRPOTrainer(policy, rewards.load_reward(reward, task).function, config, Dataset.from_list(rows),
                       processing_class=tokenizer, callbacks=[Log()], optimizers=(optimizer, scheduler))
 before = evaluate()
 trainer.train()

@@ -11,8 +11,6 @@ chat_template = ""              # a file with a Jinja template that takes the pl
 response_template = ""          # a JSON file that says how calls and thinking are read from an answer
 chat_template_kwargs = ""       # a JSON object of what the template takes: {"enable_thinking": false}
 # reward
-reward_timeout = 10.0           # seconds for a batch and then for each completion alone; 0 sets no limit
-reward_workers = 0              # calls of a reward at a time; 0 is 64 if it is async, and 1 in verl's form
 reward_errors = "stop"          # stop the run if a call raises, or unscored: its completion gets no score, as
                                 # does one whose call takes too long
 reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; one
@@ -24,6 +22,10 @@ max_turns = 0                   # answers in an episode; 0 sets no limit except 
                                 # counts all turns and replies
 max_turn_length = 0             # in tokens; a longer turn, or single answer, is cut off; 0 sets no limit
 max_environments = 0            # instances per rank; further episodes wait for one; 0 sets no limit
-environment_workers = 0         # threads for environments; only without any (0) does a run repeat bit for bit
-environment_timeout = 0.0       # seconds for a call that is async or in a thread; 0 sets no limit
+# all code of yours
+call_timeout = 60.0             # seconds for a call of your code: a reward (a batch, then each completion
+                                # alone), a judge, an environment or tool that is async or in a thread; 0 sets
+                                # no limit and calls rewards in this process
+call_workers = 0                # calls of async rewards at a time (0: 64), and threads for environments; only
+                                # with 0 do episodes repeat bit for bit
 # ------------------------------------------------------------------------------------------------------------

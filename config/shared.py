@@ -8,7 +8,6 @@ from config.conversation import *  # prompts, reward, episodes
 train_prompts = 0               # rows to generate or to take; 0 generates 4096, or takes all not held out
 eval_prompts = 128              # held-out prompts, over all ranks; 0 generates 128, or takes all of them
 shuffle = True                  # each epoch has its own order; False keeps that of the rows: a curriculum
-reward_step_timeout = 600.0     # seconds for a step on a rank; what is left then scores 0; 0 sets no limit
 reward_model = ""               # a folder or hub id of a sequence-classification model with one label
 # engine
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
@@ -29,7 +28,6 @@ sequence_parallel_size = 1      # ranks that each hold a part of every micro-bat
 shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; with 0, all ranks
 offload_optimizer = False       # keep Adam's moments in host memory between updates, 8 bytes per parameter
 timeout = 3600.0                # seconds after which a rank that stands still stops the run; with 0, never
-max_skipped_updates = 5         # the run stops after this many updates in a row whose gradient is not finite
 # evaluation, checkpoints and output
 eval_interval = 10              # in steps; the first and the last model are always evaluated; with 0 no other
 eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k

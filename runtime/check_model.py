@@ -5,6 +5,7 @@ What a model folder says about its model, and which models are refused before th
     check_trainable  the same, if by its config the model can also be trained
     load_tokenizer   its tokenizer
     end_tokens       the tokens that end a completion
+    end_note         a sentence, if the chat template writes none of them
 """
 import contextlib
 import functools
@@ -46,6 +47,12 @@ def located(path):
     return here if os.path.exists(here) else path
 
 
+@functools.cache
+def read_config(path):
+    """The config in a model's folder or of a hub id. It is read once, for all checks; nothing changes it."""
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
 def check_model(path, key="model", tokenizer=True, length=0):
     """The folder (or hub id) of the model that `path` names, if it has all that a model needs.
 
@@ -54,21 +61,23 @@ def check_model(path, key="model", tokenizer=True, length=0):
     ValueError if it is not found or cannot be used. Weights are checked when they are loaded.
     """
     path = located(path)
-    in_folder = os.path.isdir(path)
+    in_folder, what = os.path.isdir(path), f"{key}={path}"
     if not in_folder and path.startswith((".", "/", "~", "out/")):
-        raise ValueError(f"{key}={path}: no such folder")
+        raise ValueError(f"{what}: no such folder")
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
-        raise ValueError(f"{key}={path}: no tokenizer in this folder")
-    if in_folder and "adapter_config.json" in os.listdir(path):
-        raise ValueError(f"{key}={path}: the folder holds an adapter (adapter_config.json) and not a model; "
+        raise ValueError(f"{what}: no tokenizer in this folder")
+    if os.path.exists(f"{path}/adapter_config.json"):
+        raise ValueError(f"{what}: the folder holds an adapter (adapter_config.json) and not a model; "
                          f"python lora.py {path} writes one")
-    with reading(f"{key}={path}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
+    with reading(f"{what}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
         plain, _ = transformers.PreTrainedConfig.get_config_dict(path)
         if "auto_map" in plain and plain.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ValueError("it needs code of its own (trust_remote_code), which is never run")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    check_length(key, path, config, length)
+        limit, why = longest_row(read_config(path).get_text_config())
+    if length > limit:
+        raise ValueError(f"{what}: a prompt and its completion (max_completion_length) may have {length} "
+                         f"tokens, the model takes {limit:g}: {why}")
     return path
 
 
@@ -78,34 +87,29 @@ def has_tokenizer(path):
         file.startswith(("tokenizer", "vocab", "spiece")) for file in os.listdir(path))
 
 
-def check_length(key, path, config, length):
-    config = config.get_text_config()
+def longest_row(config):
+    """How many tokens a model with this config reads in a row, and why no more."""
     longest = getattr(config, "max_position_embeddings", None) or math.inf
-    # Older configs call it rope_scaling.
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type"))
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, factor = rope.get("rope_type"), rope.get("factor") or 1
     original = (rope.get("original_max_position_embeddings")
                 or getattr(config, "original_max_position_embeddings", None) or longest)
-    if kind in ("linear", "yarn"):
-        longest = max(longest, original * (rope.get("factor") or 1))
-    chunk = getattr(config, "attention_chunk_size", None) or math.inf
-    for limit, why in (
-            (longest, "it reads no more (max_position_embeddings)"),
-            (chunk, "beyond them its attention is cut into chunks, which is not supported"),
-            (original if kind in ("dynamic", "longrope") else math.inf,
-             f"beyond them its positions depend on the batch (rope_type={kind}), which is not supported")):
-        if length > limit:
-            raise ValueError(f"{key}={path}: a prompt and its completion (max_completion_length) may have "
-                             f"{length} tokens, the model takes {limit:g}: {why}")
+    if chunk := getattr(config, "attention_chunk_size", None):
+        return chunk, "beyond them its attention is cut into chunks, which is not supported"
+    if kind in ("dynamic", "longrope"):
+        return original, (f"beyond them its positions depend on the batch (rope_type={kind}), which is not "
+                          "supported")
+    stretched = original * factor if kind in ("linear", "yarn") else 0
+    return max(longest, stretched), "it reads no more (max_position_embeddings)"
 
 
 def check_trainable(path, key="model", tokenizer=True, length=0):
     """What check_model returns. Also raises ValueError for a model that by its config cannot be trained."""
     path = check_model(path, key, tokenizer, length)
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     if quantised := getattr(config, "quantization_config", None):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        raise ValueError(f"{key}={path}: its weights are quantised ({method}); training needs plain ones")
+        raise ValueError(f"{key}={path}: its weights are quantised ({quantised.get('quant_method')}); "
+                         "training needs plain ones")
     if getattr(config, "is_encoder_decoder", False) or not model_class(config):
         raise ValueError(f"{key}={path}: a {config.model_type} model is not a decoder that generates text")
     return path
@@ -120,17 +124,13 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     if not path:
         return policy_path
     path = check_trainable(path, key, tokenizer=False, length=length)
-    size, policy_size = (AutoConfig.from_pretrained(one).get_text_config().vocab_size
-                         for one in (path, policy_path))
-    # Larger models of some families have more rows in their embedding, which no token needs.
-    if size < policy_size:
-        raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: "
-                         "it has to read the policy's tokens")
+    size, policy_size = (read_config(one).get_text_config().vocab_size for one in (path, policy_path))
     own = load_tokenizer(path, key).get_vocab() if has_tokenizer(path) else {}
-    for token, number in tokenizer.get_vocab().items():
-        if own.get(token, number) != number:
-            raise ValueError(f"{key}={path}: {token!r} is {own[token]} there and {number} in the model: it "
-                             "has to read the policy's tokens")
+    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
+    # Larger models of some families have more rows in their embedding, which no token needs.
+    if size < policy_size or others:
+        raise ValueError(f"{key}={path} has to read the policy's tokens, but it has {size} tokens and the "
+                         f"policy {policy_size}, with other numbers for {others[:5]}")
     return path
 
 
@@ -156,24 +156,32 @@ def model_class(config):
 def end_tokens(model, tokenizer):
     """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
 
-    The first of the three that names any counts. Raises ValueError if none does, if it names what is no token
-    of the model, or if the generation config is damaged.
+    The first of the three that names any counts. Raises ValueError if none does.
     """
-    ids, config = None, AutoConfig.from_pretrained(model)
-    path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
-    if not in_folder or os.path.lexists(path):
-        with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
-            ids = GenerationConfig.from_pretrained(model).eos_token_id
-    for other in (getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
-        ids = other if ids is None else ids
-    if ids is None:
-        raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
-                         "names an end-of-sequence token")
-    ids, size = ids if isinstance(ids, list) else [ids], config.get_text_config().vocab_size
-    if not ids or any(type(one) is not int or not 0 <= one < size for one in ids):
-        raise ValueError(f"model={model}: eos_token_id={ids} in its generation config, config or tokenizer; "
-                         f"a completion ends with a token, from 0 to {size - 1}")
-    return ids
+    named = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
+    with contextlib.suppress(OSError):                          # it may have no generation config
+        named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+    for ids in named:
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
+    raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
+                     "names an end-of-sequence token")
+
+
+def end_note(model, tokenizer):
+    """Return a sentence if the chat template ends a turn with none of the model's end tokens, otherwise ""."""
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "forty-two"}]
+    try:
+        written = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
+    # Templates raise all kinds of errors. One that fails for the run's prompts stops it elsewhere.
+    except Exception:
+        return ""
+    ends = end_tokens(model, tokenizer)
+    if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
+        return ""
+    names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
+    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}: "
+            "completions of a model that learned the template are cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None):
@@ -183,7 +191,7 @@ def load_tokenizer(path, key="model", settings=None):
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    embedded = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    embedded = read_config(path).get_text_config().vocab_size
     # Gemma 3's text models share their tokenizer with larger ones and do not embed its image token.
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     beyond = {token for token, number in tokenizer.get_vocab().items()

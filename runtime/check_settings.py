@@ -4,20 +4,22 @@ Checks that refuse settings before a model is loaded. Each message names the set
 They catch mistakes, and nothing else depends on them. A script of your own may drop settings; the rules that
 read one of these are then left out.
 """
-import contextlib
+import inspect
+from importlib.util import find_spec
 from types import SimpleNamespace
 
-from transformers import AutoConfig
-
 from configurator import check, given
+from runtime.check_model import read_config
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    updates_per_epoch max_steps max_num_gen_batches eval_samples keep_checkpoints max_skipped_updates
-    vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p rollout_ranks
-    sequence_parallel_size layers hidden_size intermediate_size heads steps batch_size""".split()
-ANY_NUMBER = ("seed", "difficulty")         # no other number may be negative
-SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
-    decay""".split()
+    max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p
+    rollout_ranks sequence_parallel_size steps batch_size""".split()
+NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
+    temperature top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip gamma lam
+    max_prompt_length max_turns max_turn_length max_environments max_num_gen_batches overlong_buffer max_staleness
+    train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout call_timeout
+    call_workers show""".split()                # settings of your own may be negative
+SHARES = ("gamma", "lam", "top_p", "vllm_gpu_memory_utilization", "warmup", "decay")
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
            "reward_errors": ("stop", "unscored"), "kl_in": ("loss", "reward", "advantage")}
@@ -25,112 +27,97 @@ CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloa
 SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
               "max_completion_length": 64}
 
+# Each rule names the settings that it reads as its parameters. Where it is false, the message follows the first of
+# them. For a training script four numbers are added to the settings: the ranks that train (trainers), the ranks
+# that sample (samplers), the engines, and the passes over a step's completions.
+RULES = (
+    (lambda task, train_file, eval_file: task == "file" or not train_file and not eval_file,
+     "train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
+    # evaluate_model.py takes 0 for these two; it has no trainers.
+    (lambda temperature, trainers: temperature > 0, "must be above 0"),
+    (lambda max_prompt_length, trainers: max_prompt_length > 0, "must be above 0"),
+    (lambda token_budget, max_prompt_length, max_completion_length:
+     max_prompt_length + max_completion_length <= token_budget,
+     "less than max_prompt_length + max_completion_length"),
+    # A call with a limit says more than the watchdog, so its limit has to be reached first.
+    (lambda timeout, call_timeout: timeout == 0 or timeout > 10 * call_timeout, "not above 10 * call_timeout"),
+    # ranks
+    (lambda vllm_tensor_parallel_size, samplers: samplers % vllm_tensor_parallel_size == 0,
+     "does not divide the {samplers} ranks that sample"),
+    (lambda vllm_tensor_parallel_size, engine: vllm_tensor_parallel_size == 1 or engine == "vllm"
+     or engine == "auto" and find_spec("vllm") is not None, "needs engine=vllm"),
+    (lambda sequence_parallel_size, trainers: trainers % sequence_parallel_size == 0,
+     "does not divide the {trainers} ranks that train"),
+    (lambda shard_ranks, trainers: trainers % (shard_ranks or 1) == 0,
+     "does not divide the {trainers} ranks that train"),
+    (lambda prompts_per_step, engines: prompts_per_step % engines == 0, "does not divide by {engines}"),
+    (lambda max_staleness, in_flight: max_staleness > 0 or not in_flight,
+     "with in_flight=True: engines that wait for the trainers have nothing in flight"),
+    # updates
+    (lambda num_epochs, updates_per_step: updates_per_step % num_epochs == 0, "does not divide updates_per_step"),
+    (lambda updates_per_step, prompts_per_step, num_generations, passes:
+     passes * prompts_per_step * num_generations % updates_per_step == 0,
+     "does not divide the completions per step"),
+    (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, "leaves the policy no step"),
+    # the loss
+    (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
+     "with old_logprobs=engine the ratio corrects already"),
+    (lambda correction_low, correction_high: correction_low < correction_high, "is not below correction_high"),
+    (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, "needs a kl_coef above 0"),
+    (lambda kl_estimator, kl_in, kl_coef: kl_coef == 0 or (kl_in == "loss") != (kl_estimator == "k1"),
+     "with kl_in={kl_in}: in the loss the gradient of k1 is 0 in expectation, elsewhere only k1 has the "
+     "gradient of the KL"),
+    (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_in:
+     not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_in != "loss"),
+     "but entropy_coef or a KL in the loss moves the policy there too"),
+    # the advantage
+    (lambda num_generations, advantage: num_generations > 1 or advantage in ("reinforce++", "none"),
+     "advantage={advantage} compares a prompt's completions"),
+    (lambda advantage, kl_in, kl_coef: advantage != "none" or kl_coef > 0 and kl_in == "advantage",
+     "teaches nothing without kl_in=advantage and a kl_coef above 0"),
+    (lambda advantage, kl_in, kl_coef:
+     advantage not in ("grpo_process", "gdpo") or kl_coef == 0 or kl_in != "reward",
+     "takes the rewards of steps or parts: kl_in=reward changes none"),
+    # what a step of DAPO trains on
+    (lambda max_num_gen_batches, advantage:
+     max_num_gen_batches == 0 or advantage not in ("reinforce++", "gdpo", "grpo_process", "none"),
+     "leaves out prompts that teach something with advantage={advantage}"),
+    (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
+     "more than max_completion_length={max_completion_length}"),
+    (lambda overlong_buffer, advantage: not overlong_buffer or advantage not in ("grpo_process", "gdpo"),
+     "advantage={advantage} cannot take such a penalty"))
+
 
 def check_values(settings):
-    """Check each of a script's settings by itself."""
-    for key, value in vars(settings).items():
-        if type(value) in (int, float) and key not in ANY_NUMBER:
-            check(value > 0 or key not in POSITIVE, f"{key}={value}: must be above 0")
-            check(value >= 0, f"{key}={value}: must not be negative")
-            check(value <= 1e9, f"{key}={value}: must not be above 1e9")
-        check(key not in ("beta1", "beta2") or value < 1, f"{key}={value}: must be from 0 to below 1")
+    """Check each of a script's settings by itself, and by the rules those that have to fit each other."""
+    values = vars(settings)
+    for key, value in values.items():
+        check(key not in POSITIVE or value > 0, f"{key}={value}: must be above 0")
+        check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
-        check(key not in CHOICES or value in CHOICES[key],
-              f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
-        # A byte of the command line that is not UTF-8 becomes half a surrogate pair.
-        check(key != "system_prompt" or value == value.encode(errors="ignore").decode(),
-              f"{key}={value}: not UTF-8")
-        check(key != "reward_workers" or not value or ":" in settings.reward,
-              f"reward_workers={value} needs a reward of your own, file.py:function")
-        check(key not in ("train_file", "eval_file") or not value or settings.task == "file",
-              f"{key}={value}: it is read only with --task=file")
-
-
-def divides(s, key, number, what):
-    value = getattr(s, key)
-    return number % (value or 1) == 0, f"{key}={value} does not divide the {number} {what}"
-
-
-def below_timeout(s, key):
-    # Whatever has a limit of its own says more than the watchdog, so its limit has to be reached first.
-    return not 0 < s.timeout <= getattr(s, key), f"timeout={s.timeout}: not above {key}={getattr(s, key)}"
-
-
-# Each rule returns whether several settings fit together, and a message for when they do not. check_run adds
-# trainers, samplers and engines, which are numbers of ranks, to the settings.
-RULES = (
-    lambda s: (s.trainers > 0, f"rollout_ranks={s.samplers} leaves no trainer: there are "
-               f"{s.trainers + s.samplers} ranks (torchrun --nproc_per_node=2 train_async.py has two)"),
-    # Only evaluate_model.py takes 0 for these two.
-    lambda s: (s.temperature > 0, f"temperature={s.temperature}: must be above 0"),
-    lambda s: (s.max_prompt_length > 0, f"max_prompt_length={s.max_prompt_length}: must be above 0"),
-    lambda s: (s.max_prompt_length + s.max_completion_length <= s.token_budget,
-               f"token_budget={s.token_budget}: less than max_prompt_length + max_completion_length"),
-    lambda s: below_timeout(s, "reward_step_timeout"),
-    lambda s: below_timeout(s, "environment_timeout") if s.environment or s.tools else (True, ""),
-    lambda s: divides(s, "vllm_tensor_parallel_size", s.samplers, "ranks that sample"),
-    lambda s: divides(s, "sequence_parallel_size", s.trainers, "ranks that train"),
-    lambda s: divides(s, "shard_ranks", s.trainers, "ranks that train"),
-    lambda s: (s.prompts_per_step % s.engines == 0,
-               f"prompts_per_step={s.prompts_per_step} does not divide by {s.engines}"),
-    lambda s: divides(s, "updates_per_step", s.prompts_per_step * s.num_generations, "completions per step"),
-    lambda s: divides(s, "updates_per_epoch", s.prompts_per_step * s.num_generations, "completions per step"),
-    lambda s: (s.critic_warmup_steps < s.max_steps,
-               f"critic_warmup_steps={s.critic_warmup_steps} leaves the policy no step"),
-    lambda s: (s.max_staleness > 0 or not s.in_flight, "in_flight=True with max_staleness=0: "
-               "engines that wait for the trainers have nothing in flight"),
-    # the loss
-    lambda s: (s.epsilon < 1, f"epsilon={s.epsilon}: must be below 1"),
-    lambda s: (s.dual_clip == 0 or s.dual_clip > 1 + s.epsilon_high,
-               f"dual_clip={s.dual_clip}: not over 1 + epsilon_high"),
-    lambda s: (s.dual_clip == 0 or s.loss_type in ("clip", "gspo"),
-               f"dual_clip={s.dual_clip} would do nothing with loss_type={s.loss_type}"),
-    lambda s: (s.old_logprobs == "trainer" or s.loss_type != "gpg",
-               "old_logprobs=engine would do nothing: gpg has no ratio"),
-    lambda s: (s.old_logprobs == "trainer" or s.engine_correction == "none", f"engine_correction="
-               f"{s.engine_correction}: with old_logprobs=engine the ratio corrects already"),
-    lambda s: (s.correction_low < s.correction_high,
-               f"correction_low={s.correction_low} is not below correction_high={s.correction_high}"),
-    lambda s: (s.kl_coef > 0 or not s.reference_model,
-               f"reference_model={s.reference_model} needs a kl_coef above 0"),
-    lambda s: (s.kl_coef == 0 or (s.kl_in == "loss") != (s.kl_estimator == "k1"),
-               f"kl_estimator={s.kl_estimator} with kl_in={s.kl_in}: in the loss the gradient of k1 is 0 in "
-               "expectation, elsewhere only k1 has the gradient of the KL"),
-    lambda s: (not s.skip_zero_advantage or s.entropy_coef == 0 and (s.kl_coef == 0 or s.kl_in != "loss"),
-               "skip_zero_advantage=True, but entropy_coef or a KL in the loss moves the policy there too"),
-    # the advantage
-    lambda s: (s.num_generations > 1 or s.advantage in ("reinforce++", "none"), "num_generations=1: "
-               f"advantage={s.advantage} compares a prompt's completions"),
-    lambda s: (s.advantage != "none" or s.kl_coef > 0 and s.kl_in == "advantage",
-               "advantage=none teaches nothing without kl_in=advantage and a kl_coef above 0"),
-    lambda s: (s.advantage not in ("grpo_process", "gdpo") or s.kl_coef == 0 or s.kl_in != "reward",
-               f"advantage={s.advantage} takes the rewards of steps or parts: kl_in=reward changes none"),
-    # what a step of DAPO trains on
-    lambda s: (s.advantage not in ("reinforce++", "gdpo", "none") or not s.filter_groups,
-               f"filter_groups=True leaves out prompts that teach something with advantage={s.advantage}"),
-    lambda s: (s.filter_groups or s.max_num_gen_batches == 1,
-               f"max_num_gen_batches={s.max_num_gen_batches}: above 1 it needs --filter_groups=true"),
-    lambda s: (s.overlong_buffer <= s.max_completion_length, f"overlong_buffer={s.overlong_buffer}: "
-               f"more than max_completion_length={s.max_completion_length}"),
-    lambda s: (s.advantage not in ("grpo_process", "gdpo") or not s.overlong_buffer,
-               f"overlong_buffer={s.overlong_buffer}: advantage={s.advantage} cannot take such a penalty"))
+        if key in CHOICES:
+            check(value in CHOICES[key], f"{key}={value}: choose {', '.join(CHOICES[key])}")
+    for rule, message in RULES:
+        names = [*inspect.signature(rule).parameters]
+        if values.keys() >= {*names}:
+            check(rule(*(values[name] for name in names)),
+                  f"{names[0]}={values[names[0]]}: {message.format(**values)}")
 
 
 def check_run(settings, trainers):
     """Check all settings of a training script. trainers: how many ranks train."""
-    check_values(settings)
     # Ranks that train also sample, each for prompts of its own, unless there are ranks for the engines alone.
     samplers = getattr(settings, "rollout_ranks", 0)
-    engines = max(1, samplers // settings.vllm_tensor_parallel_size) if samplers else trainers
-    s = SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers, engines=engines)
-    for rule in RULES:
-        with contextlib.suppress(AttributeError):
-            check(*rule(s))
+    check(trainers > 0, f"rollout_ranks={samplers} leaves no trainer: there are {trainers + samplers} ranks "
+                        "(torchrun --nproc_per_node=2 train_async.py has two)")
+    engines = samplers // (settings.vllm_tensor_parallel_size or 1) or trainers
+    check_values(SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers,
+                                 engines=engines, passes=getattr(settings, "num_epochs", 1)))
 
 
 def check_suits(s, base):
     """Refuse defaults that nobody set and that do not suit the model in this folder (or of this hub id)."""
-    suits = getattr(AutoConfig.from_pretrained(base), "suits", {})
+    suits = getattr(read_config(base), "suits", {})
     left = [f"{key}={value}" for key, value in SUITS_TINY.items()
             if getattr(s, key, None) == value != suits.get(key) and key not in given]
     check(not left, f"{', '.join(left)}: the default, which suits the tiny model and not model={s.model}. "

@@ -18,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from configurator import refuse, tell_launcher
+from configurator import fail, tell_launcher
 from runtime import closing, make_lenient
 
 
@@ -49,7 +49,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
         # With a role, WORLD_SIZE is that of its group.
         here = min(int(os.environ.get(size, 1)) for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if here > gpus:
-            refuse(f"{here} processes of this node form one group and need a GPU each, but it has {gpus}: "
+            fail(f"{here} processes of this node form one group and need a GPU each, but it has {gpus}: "
                    "torchrun's nproc_per_node is too large")
         torch.cuda.set_device(device)
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
@@ -57,7 +57,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
     except (ValueError, RuntimeError) as error:
-        refuse(f"the processes cannot join in the way that their environment says: {error}")
+        fail(f"the processes cannot join in the way that their environment says: {error}")
     world_size = dist.get_world_size()
     # If a size does not divide the ranks, it is ignored here. For ranks that train, check_run refuses it
     # next; ranks that are only engines do not need it.

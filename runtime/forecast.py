@@ -13,7 +13,6 @@ The forecast counts tensors. CUDA, NCCL and vLLM's graphs take one to three GB m
 process itself takes more. Layers are assumed to keep for the backward pass what those of Llama and Qwen keep.
 """
 import argparse
-import ast
 import functools
 import importlib.util
 import os
@@ -21,11 +20,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
-from config import shared
-from configurator import configure, input_errors
-from runtime.check_model import ROOT, located, model_class, reading
+from configurator import configure, input_errors, read_defaults
+from runtime.check_model import ROOT, located, model_class, read_config, reading
 from runtime.check_settings import check_run
 
 # The most logits that are held at once: those of losses.LOGITS, which a test compares.
@@ -41,24 +38,23 @@ ADVICE = ("It does not fit. An update takes less memory with gradient_checkpoint
 def shape(path):
     """The sizes of the model with this config: its widths, and how many parameters its parts have."""
     with reading(f"model={path}: its config"), torch.device("meta"):
-        config = AutoConfig.from_pretrained(located(path))
+        config = read_config(located(path))
         hf = model_class(config)(config)
-    decoder, head = hf.get_decoder(), hf.get_output_embeddings()
+    decoder, head, first = hf.get_decoder(), hf.get_output_embeddings(), hf.get_input_embeddings()
     text = config.get_text_config()
     text = [*getattr(text, "per_layer_config", [text])][0]      # in Gemma 4 each layer has its own
     named = lambda key, default: np.max(getattr(text, key, None) or default).item()
     count = lambda *parts: sum(p.numel() for p in {p for part in parts for p in part.parameters()})
     layers = next((part for part in decoder.modules() if isinstance(part, torch.nn.ModuleList)), [decoder])
-    H, heads = text.hidden_size, named("num_attention_heads", 1)
+    H, heads, trained = text.hidden_size, named("num_attention_heads", 1), count(decoder, head)
     d, inner = named("head_dim", H // heads), named("intermediate_size", 4 * H)
     return SimpleNamespace(
         V=text.vocab_size, H=H, heads=heads, Q=d * heads, K=d * named("num_key_value_heads", heads),
         # The width of the MLP that a token passes through; with experts, of those that it is sent to.
         I=named("num_experts_per_tok", 1) * named("moe_intermediate_size", inner),
         head_norms=text.model_type.startswith("qwen3"), depth=len(layers), head=head.weight.numel(),
-        own_head=head.weight.numel() * (hf.get_input_embeddings().weight is not head.weight),
-        whole=count(hf), trained=count(decoder, head), layer=max(map(count, layers)),
-        root=count(decoder, head) - sum(map(count, layers)),
+        own_head=0 if first.weight is head.weight else head.weight.numel(), whole=count(hf), trained=trained,
+        layer=max(map(count, layers)), root=trained - sum(map(count, layers)),
         # What adapters of rank 1 would have.
         ends=sum(sum(part.weight.shape) for layer in layers for part in layer.modules()
                  if type(part) is torch.nn.Linear))
@@ -72,32 +68,30 @@ def kept_by_layer(m, b, full=True):
     normalised input as well. Matrix products keep their input, attention its queries, keys, values and
     output, and the MLP gate, up, silu(gate) and their product.
     """
-    normed = 2 * m.H + (m.Q + m.K) * m.head_norms
-    return (4 + b * full) * normed + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I) + 4 * m.heads
+    normed = 2 * m.H + (m.Q + m.K if m.head_norms else 0)
+    return (4 + (b if full else 0)) * normed + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I) + 4 * m.heads
 
 
-def update_peaks(m, s, b, shards, cuda):
-    """What an update holds besides weights, gradients and Adam's moments, when it may hold most.
-
-    Returns {role: bytes} for each of three moments: where logits are computed, where a layer's backward pass
-    runs, and where the gradients of FSDP's root (the embedding, the head and the last norm) are added up.
-    """
-    T, full, again = s.token_budget / s.sequence_parallel_size, not s.lora_rank, s.gradient_checkpointing
+def update_peak(m, s, b, shards, cuda):
+    """Bytes that an update holds besides weights, gradients and Adam's moments, at the highest of three
+    moments: where logits are computed, where a layer's backward pass runs, and where the gradients of FSDP's
+    root (the embedding, the head and the last norm) are added up."""
+    T, full = s.token_budget / s.sequence_parallel_size, not s.lora_rank
     layer = kept_by_layer(m, b, full)
-    kept = {"gathered weights": b * m.root, "activations": T * m.depth * (b * m.H if again else layer)}
+    kept, recomputed = (b * m.H, layer) if s.gradient_checkpointing else (layer, 0)
     # The forward pass holds three chunks of logits. The backward pass holds one, in bfloat16 copies of it as
-    # well, and the gradient of the head: in float32, and in bfloat16 twice.
+    # well, one more for an entropy bonus, and the gradient of the head: in float32, and in bfloat16 twice.
     chunk = 4 * min(LOGITS["cuda" if cuda else "cpu"], m.V * T)
-    back = (1 + (s.entropy_coef > 0) + (b < 4) * (0.5 if cuda else 1.5)) * chunk + 16 / b * m.head * full
+    chunks = (2 if s.entropy_coef else 1) + (0 if b == 4 else 0.5 if cuda else 1.5)
+    logits = max(3 * chunk, chunks * chunk + (16 / b * m.head if full else 0))
     # While a layer's backward pass runs, the weights of two layers are gathered: its own and those that come
     # next. The gradients of the layer that is done are being sent to their ranks in float32. The MLP has six
     # tensors instead of the four that it kept.
-    one = (2 * b * m.layer + 4 * (m.layer if full else s.lora_rank * m.ends / m.depth) + b * m.own_head * full
-           + T * (again * layer + 2 * b * m.I + 8 * m.H))
+    sent = 4 * m.layer + b * m.own_head if full else 4 * s.lora_rank * m.ends / m.depth
+    backward = 2 * b * m.layer + sent + T * (recomputed + 2 * b * m.I + 8 * m.H)
     # The root's gradients exist as they are computed, twice for a tied weight, and as they are added up.
-    root = m.root * max(b + 4, 4 + 4 / shards, 0 if m.own_head else 3 * b) * full
-    return [kept | {"logits": max(3 * chunk, back)}, kept | {"layer's backward pass": one},
-            {"root's gradients": root}]
+    root = m.root * max(b + 4, 4 + 4 / shards, 0 if m.own_head else 3 * b) if full else 0
+    return max(b * m.root + T * m.depth * kept + max(logits, backward), root)
 
 
 def forecast(s, ranks, memory, cuda):
@@ -124,40 +118,38 @@ def forecast(s, ranks, memory, cuda):
         raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{alone / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
     parts = {role: [size / shards] * 3 for role, size in held.items()}
-    peaks = update_peaks(m, s, b, shards, cuda)
+    peak = update_peak(m, s, b, shards, cuda)
     if s.offload_optimizer and cuda:
-        peaks.append({"Adam's moments": adam})                  # they come when the rest is no longer needed
+        peak = max(peak, adam)                                  # they come when the rest is no longer needed
     else:
         parts["Adam's moments"] = [adam] * 3
-    highest = max(peaks, key=lambda roles: sum(roles.values()))
-    parts |= {role: [0, size, 0] for role, size in ({"gradients": gradients} | highest).items()}
+    parts |= {"gradients": [0, gradients, 0], "activations": [0, peak, 0]}
     if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
         return parts
     vllm = s.engine != "hf" and (cuda or importlib.util.find_spec("vllm"))
     split, rows = s.vllm_tensor_parallel_size if vllm else 1, s.prompts_per_step * s.num_generations / ranks
     engine, row = b * m.whole / split, 2 * b * m.K * m.depth * (s.max_prompt_length + s.max_completion_length)
-    if not vllm:
-        cache = [min(256, rows) * row, 0, 0]
-    elif cuda:
-        # vLLM takes its share of the GPU, but has to hold 16 rows of the ranks that share an engine.
-        share = s.vllm_gpu_memory_utilization * memory
-        cache = [max(min(16 / split, rows) * row, share - engine), 0, 0]
-    else:
-        cache = [float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 1)) * 2 ** 30] * 3
-    return parts | {"engine": [engine, 0 if vllm and cuda else engine, engine], "KV cache": cache,
-                    "whole tensors": [0, 0, 2 * b * m.head]}
+    parts |= {"engine": [engine] * 3, "KV cache": [min(256, rows) * row, 0, 0],
+              "whole tensors": [0, 0, 2 * b * m.head]}
+    if vllm and cuda:
+        # It takes its share of the GPU, but has to hold 16 rows of the ranks that share an engine. It sleeps
+        # during an update.
+        cache = max(min(16 / split, rows) * row, s.vllm_gpu_memory_utilization * memory - engine)
+        parts |= {"engine": [engine, 0, engine], "KV cache": [cache, 0, 0]}
+    elif vllm:
+        parts["KV cache"] = [float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 1)) * 2 ** 30] * 3
+    return parts
 
 
 def says(s, ranks, memory, cuda, table=True):
     """The forecast as text: a table of roles, a line of phases, and advice if it does not fit."""
     parts, gb = forecast(s, ranks, memory, cuda), lambda size: f"{size / 1e9:.2f}" if size else "-"
-    cells = {f"GB on each of {ranks} ranks": PHASES} | {role: map(gb, parts[role]) for role in parts}
-    phases = ", ".join(f"{phase} {gb(sum(sizes))}" for phase, sizes in zip(PHASES, zip(*parts.values())))
-    lines = [f"{role:24}{a:>10}{b:>10}{c:>10}" for role, (a, b, c) in cells.items()] * table
-    lines.append(f"forecast of memory per rank: {phases} of {gb(memory)} GB")
-    if max(map(sum, zip(*parts.values()))) > memory:
-        lines.append(ADVICE)
-    return "\n".join(lines)
+    peaks = [*map(sum, zip(*parts.values()))]
+    phases = ", ".join(f"{phase} {gb(peak)}" for phase, peak in zip(PHASES, peaks))
+    rows = {f"GB on each of {ranks} ranks": PHASES} | {role: map(gb, parts[role]) for role in parts}
+    lines = [f"{role:24}{a:>10}{b:>10}{c:>10}" for role, (a, b, c) in rows.items()] if table else []
+    return "\n".join([*lines, f"forecast of memory per rank: {phases} of {gb(memory)} GB",
+                      *([ADVICE] if max(peaks) > memory else [])])
 
 
 def device_memory():
@@ -175,12 +167,9 @@ def main():
     parser.add_argument("--memory", type=float)
     own, rest = parser.parse_known_args()
     path = os.path.join(ROOT, own.script)
-    with input_errors(), reading(f"script={own.script}"), open(path) as file:
-        statements = ast.parse(file.read()).body
-    # The script's defaults, without running it.
-    defaults = {node.targets[0].id: node.value.value for node in statements
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}
-    settings = configure(vars(shared) | {"__file__": path, "__doc__": __doc__} | defaults, rest)
+    with input_errors(), reading(f"script={own.script}"):
+        defaults = read_defaults(path)
+    settings = configure(defaults | {"__file__": path, "__doc__": __doc__}, rest)
     check_run(settings, own.ranks)
     memory, cuda = (own.memory * 1e9, True) if own.memory else device_memory()
     with input_errors():

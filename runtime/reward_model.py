@@ -57,7 +57,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, prompts, completions):
-        """Returns the score of each completion as the continuation of its prompt, or NaN where there is none.
+        """Return the score of each completion as the continuation of its prompt, or NaN where there is none.
 
         prompts: strings or lists of messages. completions: a string for a prompt that is a string, to which
         it is appended as it is, or a list of the messages that follow. A conversation has no score if it is

@@ -1,9 +1,9 @@
 """
 Functions and classes of the user's are loaded here from "file.py:name", and called in limited time.
 
-Threads calls them in this process and cannot end a call that does not come back. UserProcess calls one in a
-process of its own, and ends that process with the call. What the function does to signals, the current folder
-or the interpreter stays there.
+Threads calls them in threads of this process, and cannot end a call that does not come back. UserProcess
+calls them in a process of its own, and ends that process with the call. What they do to signals, the current
+folder or the interpreter stays there.
 """
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import queue
 import signal
@@ -19,37 +20,38 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 
 from runtime import STARTED_IN, make_lenient
 
+
 def source_file(path):
-    """Returns the path of a file of this name in STARTED_IN, or else in the project, as its config files need."""
+    """Return the path of a file of this name in STARTED_IN, or else in the project, as config files need."""
     here = os.path.join(STARTED_IN, path)
     project = os.path.dirname(os.path.dirname(__file__))
     return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
 
 
 def specs(text):
-    """Returns the parts of a setting such as "file.py:name,other.py:name"; those of "" are [""]."""
+    """Return the parts of a setting such as "file.py:name,other.py:name"; those of "" are [""]."""
     return [part.strip() for part in text.split(",")]
 
 
 @functools.cache
-def module_of(path, changed):
-    # Returns the module of a file, which runs once for all that is loaded from it, and again once it has
-    # changed. changed: the time of its last change.
+def module_of(path):
+    # Returns the module of a file, which runs once for all that is loaded from it.
     spec = importlib.util.spec_from_file_location(f"user_code_{len(sys.modules)}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     # Like a script it may import modules from its folder, but the project's own come first.
-    sys.path += {os.path.dirname(os.path.abspath(path))} - {*sys.path}
+    if (folder := os.path.dirname(path)) not in sys.path:
+        sys.path.append(folder)
     spec.loader.exec_module(module)
     return module
 
 
 def load_from(spec, key, kind, others=""):
-    """Returns the function or class that a spec "file.py:name" names.
+    """Return the function or class that a spec "file.py:name" names.
 
     The messages need the other arguments: key is the setting, kind is function or Class, and others says what
     else the spec may be. Raises ValueError if the file has nothing of this name, or if it raises.
@@ -61,25 +63,22 @@ def load_from(spec, key, kind, others=""):
     if not os.path.isfile(path):
         raise ValueError(f"{key}: no such file: {given}")
     try:
-        module = module_of(path, os.stat(path).st_mtime_ns)
-        found = getattr(module, name, None)
-        callable(found) and inspect.signature(found)            # some that are written in C have none
+        module = module_of(path)
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {escaped(shown(error))}") from error
-    if not callable(found):
+    if not callable(found := getattr(module, name, None)):
         names = ", ".join(other for other, value in vars(module).items() if callable(value))
         raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {names or 'none'}")
     return found
 
 
-def accepted(function, columns, name=""):
-    # Returns the columns that the function takes. name: what a message calls the function.
+def accepted(function, columns, name):
+    """Return the columns that the function takes. name: how a message calls the function."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
         if p.default is p.empty and p.name not in columns:
-            raise ValueError(f"{name or 'reward ' + name_of(function)} needs a column {p.name}; "
-                             f"the columns are {', '.join(columns)}")
+            raise ValueError(f"{name} needs a column {p.name}; the columns are {', '.join(columns)}")
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return columns
     return {p.name: columns[p.name] for p in named if p.name in columns}
@@ -103,7 +102,7 @@ def escaped(text):
 
 
 def logging_into(stores, function):
-    """Returns log_extra(name, values) and log_metric(name, value), as in TRL, if the function has these
+    """Return log_extra(name, values) and log_metric(name, value), as in TRL, if the function has these
     parameters.
 
     They put what the function logs into the dicts `stores`, one value into each, as numbers or else as text.
@@ -127,11 +126,11 @@ class TimeUp(TimeoutError):
 
 
 class Failed(Exception):
-    """Says that a function of the user's raised an error, which is the __cause__ of this one."""
+    """Says that a function of the user's raised an error, its __cause__, or that it ended its process."""
 
 
 def outcome(function, seconds=0):
-    """Calls a function of the user's and returns (its value, its error or None, the seconds that it took).
+    """Call a function of the user's and return (its value, its error or None, the seconds that it took).
 
     The error is TimeUp or Failed. seconds: how long an async function may take; 0 sets no limit. Nothing can
     stop a function that is not async, but Threads stops waiting for it.
@@ -140,43 +139,35 @@ def outcome(function, seconds=0):
     try:
         value = function()
         if inspect.isawaitable(value):
-            value = awaited(value, seconds)
+            future = asyncio.run_coroutine_threadsafe(listed(value), event_loop("of user code"))
+            [value] = future.result(seconds or None)
     except KeyboardInterrupt:
         raise
-    except TimeUp as error:
-        problem = error
     # sys.exit, for example, must not end the run as if it had come to its end.
     except BaseException as error:
-        problem = Failed(f"raised {escaped(shown(error))}")
+        # An async function that ran out of time can be cancelled; one that raised TimeoutError has ended.
+        late = isinstance(error, TimeoutError) and inspect.isawaitable(value) and future.cancel()
+        value, problem = None, TimeUp() if late else Failed(f"raised {escaped(shown(error))}")
         problem.__cause__ = error
+        problem.add_note(traceback.format_exc())                # which another process cannot send otherwise
     return value, problem, time.perf_counter() - start
 
 
 @functools.cache
-def event_loop():
-    # The whole run has one loop, because a connection belongs to the loop that opened it.
+def event_loop(name):
+    # The whole run has one loop for the user's async functions, because a connection belongs to the loop that
+    # opened it. Threads has another one, because a function that blocks its loop must not stop the clock.
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
 
 
 async def listed(awaitable):
-    """Returns what the awaitable gives, in a list."""
+    """Return the value of the awaitable in a list."""
     try:
         return [await awaitable]
     except (SystemExit, KeyboardInterrupt) as error:            # either would end the loop for all others
         raise RuntimeError(repr(error)) from error
-
-
-def awaited(awaitable, seconds):
-    future = asyncio.run_coroutine_threadsafe(listed(awaitable), event_loop())
-    try:
-        return future.result(seconds or None)[0]
-    except TimeoutError:
-        # The function may have raised this error itself.
-        if not future.cancel():
-            raise
-        raise TimeUp from None
 
 
 class Threads:
@@ -186,64 +177,37 @@ class Threads:
     """
 
     def __init__(self, count, timeout):
-        self.count, self.seconds, self.timeout = count, timeout, timeout or threading.TIMEOUT_MAX
-        self.waiting, self.running, self.ended = deque(), {}, queue.SimpleQueue()
+        self.free, self.timeout = asyncio.Semaphore(count), timeout or threading.TIMEOUT_MAX
+        self.open, self.ended = 0, queue.SimpleQueue()          # open: how many calls have not been returned
 
     def start(self, name, function):
-        """Calls a function as soon as a thread is free. name: what `finished` calls its result."""
-        self.waiting.append((name, function))
-        self._fill()
+        """Call a function as soon as a thread is free. name: how `finished` names its result."""
+        self.open += 1
+        asyncio.run_coroutine_threadsafe(self._call(name, function), event_loop("of Threads"))
 
-    def _fill(self):
-        while self.waiting and len(self.running) < self.count:
-            name, function = self.waiting.popleft()
-            self.running[name] = time.monotonic() + self.timeout
-            threading.Thread(target=self._work, args=(name, function), daemon=True).start()
-
-    def _work(self, name, function):
-        self.ended.put((name, *outcome(function, self.seconds)))
+    async def _call(self, name, function):
+        async with self.free:
+            future = Future()
+            work = lambda: future.set_result(outcome(function, self.timeout))
+            # Not from a pool of threads, because the process would wait at its end for a call that hangs.
+            threading.Thread(target=work, daemon=True).start()
+            await asyncio.wait([asyncio.wrap_future(future)], timeout=self.timeout)
+            self.ended.put((name, *(future.result() if future.done() else (None, TimeUp(), self.timeout))))
 
     def finished(self, wait):
-        """Returns (name, value, error, seconds) for each call that has ended or run out of time.
+        """Return (name, value, error, seconds) for each call that has ended or run out of time.
 
         wait: whether to wait for the first one if there is none yet.
         """
         results = []
-        while self.running:
-            # Calls that have ended come first: a step of the engine may last longer than a call's time limit.
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    left = max(0, min(self.running.values(), default=0) - time.monotonic())
-                    name, value, error, seconds = self.ended.get(wait and not results, left)
-                    # A call that ran out of time earlier is not in `running` any more.
-                    if self.running.pop(name, None):
-                        late = seconds > self.timeout
-                        results.append((name, *((None, TimeUp()) if late else (value, error)), seconds))
-            now = time.monotonic()
-            for name in [name for name, end in self.running.items() if end <= now]:
-                del self.running[name]
-                results.append((name, None, TimeUp(), self.timeout))
-            self._fill()
-            if results or not wait:
-                break
+        while self.open and (wait and not results or not self.ended.empty()):
+            results.append(self.ended.get())
+            self.open -= 1
         return results
 
 
-def at_once(functions, count, timeout, seconds):
-    """Calls functions in `count` threads and returns the value of each, or a TimeUp or Failed in its place.
-
-    Each call has `timeout` seconds, where 0 sets no limit, and all together have `seconds`.
-    """
-    threads, end, results = Threads(count, timeout), time.monotonic() + seconds, {}
-    for number, function in enumerate(functions):
-        threads.start(number, function)
-    while len(results) < len(functions) and time.monotonic() < end:
-        results |= {number: error or value for number, value, error, _ in threads.finished(wait=True)}
-    return [results.get(number, TimeUp()) for number in range(len(functions))]
-
-
 def closer(instance, name):
-    """Returns the environment's method of this name if it needs no arguments, otherwise None."""
+    """Return the environment's method of this name if it needs no arguments, otherwise None."""
     method = getattr(instance, name, None)
     try:
         inspect.signature(method).bind()
@@ -253,31 +217,49 @@ def closer(instance, name):
 
 
 def close(instances, seconds):
-    """Closes environments by close(), or else by release(), and waits at most `seconds` in all."""
-    closers = [closer(one, "close") or closer(one, "release") for one in instances]
-    at_once([*filter(None, closers)], len(closers), 0, seconds)
+    """Close environments by close(), or else by release(), and wait `seconds` at most; with 0 not at all."""
+    calls = Threads(len(instances), seconds)
+    for instance in instances:
+        if method := closer(instance, "close") or closer(instance, "release"):
+            calls.start(id(instance), method)
+    while seconds and calls.finished(wait=True):
+        pass
 
 
 class UserProcess:
-    """Calls the function that make(*arguments) returns, in a new Python process with our sys.path.
+    """Calls functions in a new Python process with our sys.path, which runs in `folder`.
 
-    make returns this function and a dict of attributes for this object. The new process imports make by its
-    name and runs in `folder`. Raises what make raises.
+    first: a function and its arguments with which each such process begins, without a limit of time. The
+    process imports functions by their names.
     """
 
-    def __init__(self, folder, make, *arguments):
-        self.folder, self.made_by, self.process = folder, (make, arguments), None
-        self._start()
+    def __init__(self, folder, *first):
+        self.folder, self.first, self.process = folder, first, None
 
-    def within(self, seconds, *arguments):
-        """Returns function(*arguments). Raises what it raises, or ChildProcessError if its process ends.
+    def results(self, seconds, end, function, *arguments):
+        """Yield what function(*arguments) yields there. Raises what it raises, or Failed if its process ends.
 
-        If the call takes longer than `seconds`, its process is ended and TimeoutError is raised. The next
-        call starts a new process. With None there is no limit.
+        If a result takes longer than `seconds`, or is not there at the time `end` of time.monotonic, the
+        process is ended with all that it has started, and TimeUp is raised. The next call starts a new one.
         """
         if not self.process:
             self._start()
-        return self._answer(arguments, seconds)
+            [*self.results(math.inf, math.inf, *self.first)]
+        try:
+            self.pipe.send((function, arguments))
+            while True:
+                left = min(seconds, end - time.monotonic())
+                if not self.pipe.poll(max(0, left) if left < math.inf else None):
+                    self.end()
+                    raise TimeUp
+                result, error = self.pipe.recv()
+                if error:
+                    raise error
+                if result is None:
+                    return
+                yield result
+        except (EOFError, ConnectionError) as lost:
+            raise Failed(f"ended its process with status {self.end()}") from lost
 
     def _start(self):
         self.pipe, theirs = Pipe()
@@ -288,43 +270,26 @@ class UserProcess:
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()],
                                         stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder)
         theirs.close()
-        vars(self).update(self._answer(self.made_by, None))
-
-    def _answer(self, message, seconds):
-        try:
-            self.pipe.send(message)
-            if not self.pipe.poll(seconds):
-                self.end()
-                raise TimeoutError
-            result, error = self.pipe.recv()
-        except (EOFError, ConnectionError) as lost:
-            raise ChildProcessError(f"ended its process with status {self.end()}") from lost
-        if error:
-            raise error
-        return result
 
     def end(self):
-        """Ends the process and returns its exit status. The next call starts a new process."""
+        """End the process and return its exit status. The next call starts a new process."""
         process, self.process = self.process, None
         os.killpg(process.pid, signal.SIGKILL)                  # and the processes that it has started
         return process.wait()
 
 
 def serve(descriptor):
-    """Answers the messages of the UserProcess that has started this process, until it has gone."""
+    """Answer the messages of the UserProcess that has started this process, until it has gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
     make_lenient()
-    pipe, function = Connection(descriptor), None
+    pipe = Connection(descriptor)
     with contextlib.suppress(EOFError):                         # the UserProcess has gone
         while True:
-            message, result, problem = pipe.recv(), None, None
+            (function, arguments), problem = pipe.recv(), None
             try:
-                if function:
-                    result = function(*message)
-                else:
-                    function, result = message[0](*message[1])
+                for result in function(*arguments):
+                    pipe.send((result, None))
             except BaseException as error:
-                error.add_note(traceback.format_exc())
                 problem = error
-            pipe.send((result, problem))
+            pipe.send((None, problem))                          # it has ended

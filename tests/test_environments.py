@@ -154,7 +154,7 @@ def test_instances_are_reset_again_and_closed_at_the_end(server, write, name, ca
     """As many as there are episodes at a time, for all steps; further ones wait."""
     server.most = expected
     plays = player(f"{write(REMOTE.replace('SERVER', server.url))}:{name}", max_environments=most,
-                   environment_workers=workers)
+                   call_workers=workers)
     for _ in range(3):
         rollouts, engine = played(plays, [list(calls) for _ in range(16)])
         assert len(rollouts) == 16 and {r.finish_reason for r in rollouts} == {"stop"}
@@ -187,7 +187,7 @@ class Odd(Remote):
         await asyncio.sleep(60 * (self.how == "hangs"))
         return super().step(text)
 '''
-    plays = player(f"{write(source)}:Odd", environment_timeout=0.3)
+    plays = player(f"{write(source)}:Odd", call_timeout=0.3)
     rollouts, _ = played(plays, [["a<|end|>", "b<|end|>"]] * 3,
                          [{"how": how} for how in ("well", "lost", "hangs")])
     assert [r.finish_reason for r in rollouts] == ["stop", "error", "timeout"]
@@ -243,7 +243,7 @@ class Slow(Judged):
     # Without a score nobody has to be asked for one.
     ("Judged", ["a<|end|>", "raise<|end|>"], "error", [math.nan])])
 def test_get_reward_is_asked_however_an_episode_ends(write, name, texts, reason, rewards):
-    plays = player(f"{write(JUDGED)}:{name}", environment_timeout=0.3)
+    plays = player(f"{write(JUDGED)}:{name}", call_timeout=0.3)
     # Another one ends well, because a run of nothing but errors stops.
     (r, other), _ = played(plays, [texts, ["last<|end|>"]])
     assert r.finish_reason == reason and other.finish_reason == "stop"
@@ -262,7 +262,7 @@ def test_an_environment_that_is_still_busy_in_a_thread_is_asked_for_nothing(writ
                 return None, 1.0, True
             def get_reward(self): return 100.0 * (1 + self.busy)
         ''')
-    plays = player(f"{source}:Busy", environment_timeout=0.2, environment_workers=2)
+    plays = player(f"{source}:Busy", call_timeout=0.2, call_workers=2)
     judged = []
     plays.judge = lambda rollout, environment: judged.append(rollout)
     (slow, quick), _ = played(plays, [["slow<|end|>"], ["quick<|end|>"]])
@@ -615,7 +615,7 @@ def test_a_file_is_run_once_for_all_that_it_holds(write):
             return [float(os.getpid())] * len(completions)
         ''')
     plays = player(f"{source}:Game")
-    (r,) = scored(plays, lambda: played(plays, [["a<|end|>"]])[0], reward=f"{source}:kinds", reward_timeout=5.0)
+    (r,) = scored(plays, lambda: played(plays, [["a<|end|>"]])[0], reward=f"{source}:kinds", call_timeout=5.0)
     assert r.parts["kinds"] == os.getpid()
     with open(os.path.join(os.path.dirname(source), "log")) as file:
         assert file.read() == "run\n"
@@ -638,7 +638,7 @@ def test_a_reward_of_another_file_reads_environments_in_the_runs_process(moves, 
     plays, ended, end = player(f"{moves}:Game"), [], UserProcess.end
     monkeypatch.setattr(UserProcess, "end", lambda self: ended.append(self) or end(self))
     (r,) = scored(plays, lambda: played(plays, [[call("move", '{"steps": 2}') + "<|end|>", "b<|end|>"]])[0],
-                  reward=f"{other}:where", reward_timeout=5.0)
+                  reward=f"{other}:where", call_timeout=5.0)
     assert r.score == 2.0 + os.getpid() and len(ended) == 1 and ended[0].process is None
 
 

@@ -25,7 +25,7 @@ from test_rollout import ENGINES, identical
 
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
             "tools": "", "max_turn_length": 0, "max_environments": 0,
-            "max_completion_length": 120, "environment_workers": 0, "environment_timeout": 10.0, "reward": "",
+            "max_completion_length": 120, "call_workers": 0, "call_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",
             "reward_workers": 0, "reward_errors": "stop", "reward_weights": ""}
 TOKENIZER = pretrain.make_tokenizer()
@@ -529,12 +529,12 @@ def test_max_completion_length_counts_turns_and_what_is_inserted(games, length, 
 @pytest.mark.parametrize("name, workers", [("Script", 2), ("AsyncScript", 0), ("AsyncScript", 2)])
 def test_a_call_that_hangs_ends_its_episode_alone(games, name, workers):
     rows = [{"replies": [ON, ON, LAST]}, {"replies": [ON, "hang"]}, {"replies": [ON, LAST]}]
-    rollouts = played(games, name, rows, [["a<|end|>"] * 3] * 3, environment_timeout=1.0,
-                      environment_workers=workers)
+    rollouts = played(games, name, rows, [["a<|end|>"] * 3] * 3, call_timeout=1.0,
+                      call_workers=workers)
     assert [r.finish_reason for r in rollouts] == ["stop", "timeout", "stop"]
     # What it had earned before counts.
     assert [[*r.rewards.values()] for r in rollouts] == [[0.5, 0.5, 2.0], [0.5, 0.0], [0.5, 2.0]]
-    assert ("Script: it took more than environment_timeout=1 seconds in turn 2; the row is {"
+    assert ("Script: it took more than call_timeout=1 seconds in turn 2; the row is {"
             in rollouts[1].counts["problem"])
     assert rollouts[1].counts["seconds"] >= 1.0
 
@@ -598,7 +598,7 @@ def test_tools_are_called_and_answer(games):
     turns = [f"I add.{text}<|end|>", call("wait") + call("add", '{"amount": 1}') + "<|end|>", "Done.<|end|>"]
     for workers in (0, 2):
         for name in ("Counter", "AsyncCounter"):
-            (r,) = played(games, name, [{"start": 5}], [turns], environment_workers=workers)
+            (r,) = played(games, name, [{"start": 5}], [turns], call_workers=workers)
             assert parts_of(r) == [
                 "<|system|>Tools: add(amount, times) wait()<|end|>"
                 "<|user|>Go. Start at 5.<|end|><|assistant|>",
@@ -807,7 +807,7 @@ def test_neither_a_result_nor_a_tool_that_was_made_up_is_a_control_token(games):
 
 def test_threads_change_nothing_but_the_order(hf, games):
     prompts = prompts_for([{"answer": mark} for mark in ".!?,"])
-    runs = [player(games, "Echo", eos_ids=ENDS, environment_workers=workers).play(
+    runs = [player(games, "Echo", eos_ids=ENDS, call_workers=workers).play(
         hf, prompts, 4, [5, 9, 1, 3], 120, 0.9) for workers in (0, 4)]
     for alone, threaded in zip(*runs, strict=True):
         assert alone.ids.tolist() == threaded.ids.tolist() and alone.completion == threaded.completion
@@ -818,7 +818,7 @@ def test_threads_change_nothing_but_the_order(hf, games):
 @pytest.mark.parametrize("workers", [0, 4])
 def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
     """As many as there are threads, and never more."""
-    plays, count = player(games, "Busy", environment_workers=workers), 16 if workers else 2
+    plays, count = player(games, "Busy", call_workers=workers), 16 if workers else 2
     plays.make.most = plays.make.calls = 0
     rollouts = plays.play(Says(*[["a<|end|>"] * 3] * count), prompts_for([{"together": workers or 1}]), count,
                           [5], 120, 1.0)
@@ -830,7 +830,7 @@ def test_calls_of_different_episodes_run_at_the_same_time(games, workers):
 def test_the_engine_goes_on_while_an_environment_works(games):
     engine = Says(["a<|end|>"], ["b<|end|>"])
     engine.at_once = 1
-    rollouts = player(games, "Waits", environment_workers=2).play(
+    rollouts = player(games, "Waits", call_workers=2).play(
         engine, prompts_for([{"first": True}, {"first": False}]), 1, [0, 0], 120, 1.0)
     assert [[*r.rewards.values()] for r in rollouts] == [[1.0], [1.0]]
 
@@ -928,12 +928,12 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (START.format("return 'x' * 60", ""), "reset returned so much that the prompt has 66 tokens, more than "
                                           "max_prompt_length=64; the row is {"),
     (START.replace("def", "async def").format("import asyncio; await asyncio.sleep(60)", ""),
-     "reset took more than environment_timeout=0.3 seconds; the row is {"),
+     "reset took more than call_timeout=0.3 seconds; the row is {"),
     (STEP.replace("**row", "number"), "reset needs a column number; the columns are prompt, secret"),
     (STEP.replace(", text", ""), "it raised TypeError: Game.step() takes 1 positional argument"),
     (START.format("", "raise KeyError('lost')"), "it raised KeyError: 'lost' in turn 1; the row is {"),
     (START.replace("def", "async def").format("", "import asyncio; await asyncio.sleep(60)"),
-     "it took more than environment_timeout=0.3 seconds in turn 1; the row is {"),
+     "it took more than call_timeout=0.3 seconds in turn 1; the row is {"),
     (START.format("", "pass"), "step returned None in turn 1, not (observation, reward, done)"),
     (START.format("", "return 'on', 0.0, False, 1, {}"), "step returned ('on', 0.0, False, 1, {}) in turn 1, not"),
     (START.format("", "return 'on', 0.0"), "step returned ('on', 0.0) in turn 1, not"),
@@ -953,7 +953,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
 def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told):
     """With its name, the row and the turn."""
     (tmp_path / "game.py").write_text(source.replace("        \n", "        pass\n"))
-    plays = player(tmp_path / "game.py", "Game", environment_timeout=0.3 if "timeout" in told else 10.0)
+    plays = player(tmp_path / "game.py", "Game", call_timeout=0.3 if "timeout" in told else 10.0)
     prompts = prompts_for([{"secret": 7}])
     with pytest.raises(ValueError) as error:
         plays.check_with(prompts)

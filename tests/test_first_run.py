@@ -134,7 +134,7 @@ def judged(tmp_path):
 def test_a_judge_that_fails_now_and_then(judged, folder, tmp_path):
     server, reward = judged
     metrics, output = train(folder, tmp_path / "run", reward, "--reward_errors=unscored",
-                            "--reward_timeout=20", "--prompts_per_step=8")
+                            "--call_timeout=20", "--prompts_per_step=8")
     unscored = [line["rewards/unscored"] for line in metrics[:2]]
     assert 0 < sum(unscored) < 32 and all(0 < line["reward"] < 1 for line in metrics[:2])
     assert all(line["rewards/judge/mean"] == pytest.approx(line["reward"]) for line in metrics[:2])

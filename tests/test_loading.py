@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoModelForTokenClassification, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
@@ -115,6 +115,10 @@ def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
     assert not save_checkpoint(saved, {"critic": (critic, optimizer)}, load_tokenizer(path), {}, 1, {})
     again = token_values(load_critic(f"{saved}/critic", mesh, torch.float32), rollouts, range(5), 100)
     assert all(torch.equal(values[s], again[s]) for s in values)
+    if name == "qwen3":                                         # a family that transformers has a class for
+        theirs = AutoModelForTokenClassification.from_pretrained(f"{saved}/critic").eval()
+        found = theirs(torch.tensor([sum(lists[0], [])])).logits[0, [p - 1 for p in sampled_places(lists[0])], 0]
+        torch.testing.assert_close(values[0], found.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_parameters_without_a_gradient_do_not_keep_a_run_from_resuming(family, mesh, tmp_path):

@@ -200,14 +200,15 @@ def test_recomputed_layers_have_the_same_gradient(folder, mesh, checkpointing):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name, left", [
-    ("qwen3_moe", "mlp.experts.down_proj, mlp.experts.gate_up_proj"), ("gemma3", ""),
-    ("falcon_h1", "conv1d")])
-def test_what_has_no_adapter_is_frozen_and_named(name, left, mesh, tmp_path, capsys):
+@pytest.mark.parametrize("name, kinds", [
+    ("qwen3_moe", "k_proj, o_proj, q_proj, v_proj"),
+    ("gemma3", "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+    ("falcon_h1", "down_proj, gate_proj, in_proj, k_proj, o_proj, out_proj, q_proj, up_proj, v_proj")])
+def test_what_has_an_adapter_is_named_and_everything_else_frozen(name, kinds, mesh, tmp_path, capsys):
     make(name, str(tmp_path))
     policy = adapted(str(tmp_path), mesh)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("lora_rank=3: ") and left in said and ("frozen" in said) == bool(left)
+    assert said.startswith("lora_rank=3: ") and f"({kinds}); everything else is frozen" in said
     assert not any("vision" in key for key in policy.adapters.layers)
     merged = dict(policy.full_weights(None, "module"))
     plain = load_policy(str(tmp_path), mesh, torch.float32)

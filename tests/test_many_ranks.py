@@ -154,7 +154,7 @@ def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, 
 # ---------------------------------------------------------------- weights from a folder to all ranks and back
 
 def loaded_rows(path, shape):
-    """By the name of each parameter, this rank's rows and the whole."""
+    """By the name of each parameter, this rank's rows and the whole; and what else has to be the same on all."""
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape):])
     policy = load_policy(path, mesh, torch.float32)
     found = {name: [x.to_local().detach().clone(), x.full_tensor().detach()]
@@ -165,7 +165,8 @@ def loaded_rows(path, shape):
     policy.reshard()
     for name, x in policy.hf.named_parameters():
         assert torch.equal(x.to_local(), found[name][0])
-    return found
+    same = [(name, x) for name, x in policy.named_buffers()], [*dict(policy.full_weights(None, "checkpoint"))]
+    return found, same, policy.packed
 
 
 @pytest.mark.parametrize("family, shape", [
@@ -175,7 +176,10 @@ def test_each_rank_has_its_rows(tmp_path, family, shape):
     make(family, tmp_path / "model")
     plain = model_class(AutoConfig.from_pretrained(tmp_path / "model")).from_pretrained(tmp_path / "model")
     ranks = on_ranks(math.prod(shape), tmp_path, loaded_rows, str(tmp_path / "model"), shape)
-    for rank, found in enumerate(ranks):
+    for rank, (found, (buffers, names), packed) in enumerate(ranks):
+        assert names == ranks[0][1][1] and packed and buffers
+        for (name, x), (_, first) in zip(buffers, ranks[0][1][0], strict=True):
+            assert torch.equal(x, first) and x.dtype == torch.float32, name
         assert found.keys() == dict(plain.named_parameters()).keys()
         for name, x in plain.named_parameters():
             rows, whole = found[name]
@@ -461,7 +465,7 @@ def test_a_rank_that_stands_still_stops_the_run(folder, tmp_path, late, places, 
     (tmp_path / "late.py").write_text(LATE)
     started = time.monotonic()
     _, output = train("train_grpo.py", folder, tmp_path / "run", f"--reward={tmp_path}/late.py:{late}",
-                      2, code=1, timeout=3, reward_timeout=0, reward_step_timeout=0)
+                      2, code=1, timeout=3, call_timeout=0)
     # Which of the two is first is chance, and the other may then say that it has lost its peer.
     assert any(place in output for place in places)
     # It shows where its threads stood.
@@ -472,7 +476,7 @@ def test_a_chat_template_that_never_ends_stops_the_run(folder, tmp_path):
     path = shutil.copytree(folder, tmp_path / "model")
     (path / "chat_template.jinja").write_text(2 * "{% for i in range(99999) %}" + 2 * "{% endfor %}")
     _, output = train("train_grpo.py", path, tmp_path / "run", "--reward=none", code=1, timeout=2,
-                      reward_step_timeout=1)
+                      call_timeout=0.1)
     assert "rank 0 has stood still for timeout=2 seconds, in the start: " in output
 
 

@@ -117,7 +117,7 @@ def write_run(folder, count=20, samples=8, tokens=6, text="a", **settings):
     """A made-up run: a script, settings, metrics and samples."""
     os.makedirs(folder)
     randoms = random.Random(0)
-    (folder / "train_made.py").write_text("learning_rate = 1e-4\nseed = 0\ntask = 'algebra'\n")
+    (folder / "train_made.py").write_text("# ---\nlearning_rate = 1e-4\nseed = 0\ntask = 'algebra'\n# ---\n")
     (folder / "config.json").write_text(json.dumps(
         {"learning_rate": 1e-4, "seed": 0, "task": "algebra", "out_dir": str(folder), "checksums": {}}
         | settings))

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import data
 import rewards
 from runtime import reward_model
-from runtime.user_code import UserProcess
+from runtime.user_code import UserProcess, load_from
 from test_data import MESSAGES, VERL, write
 from tiny import pretrain
 
@@ -35,15 +35,29 @@ ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "level": i} for i in range
 TEXTS = [f"Answer: {i}" for i in range(4)]
 
 
-def reward_file(tmp_path, source, workers=0):
+def in_process(spec, task="algebra"):
+    """Returns the Reward of a spec, and a process that calls it."""
+    process = UserProcess(".", map, rewards.load_reward, [spec], [task])
+    return *process.results(math.inf, math.inf, *process.first), process
+
+
+def reward_file(tmp_path, source):
     path = tmp_path / "my_reward.py"
     path.write_text(source)
-    return UserProcess(".", rewards.judge_there, f"{path}:reward", "algebra", workers)
+    return in_process(f"{path}:reward")
+
+
+def found(reward, rows, completions, *arguments, **more):
+    """What rewards.score returns. reward: a function, or a Reward and the process that calls it or None."""
+    reward, process = reward if isinstance(reward, tuple) else (rewards.Reward(reward.__name__, reward), None)
+    columns = rewards.columns_of([SimpleNamespace(row=row, completion=completion)
+                                  for row, completion in zip(rows, completions)])
+    return rewards.score(reward, columns, process, *arguments, **more)
 
 
 def score(*arguments, **more):
     """What rewards.score returns, in columns: totals without weights, parts, who timed out, steps."""
-    parts, steps, _, problems = zip(*rewards.score(*arguments, **more))
+    parts, steps, _, problems = zip(*found(*arguments, **more))
     names = dict.fromkeys(name for own in parts for name in own)
     return ([rewards.total(own, {}) for own in parts],
             {name: [own.get(name, math.nan) for own in parts] for name in names},
@@ -56,13 +70,13 @@ def score(*arguments, **more):
 def test_each_task_has_a_reward(task, name):
     reward = rewards.load_reward("", task)
     # Logs of both have one name for them.
-    assert reward is getattr(rewards, name) and reward.__name__ == name.removeprefix("exact_")
+    assert reward.function is getattr(rewards, name) and reward.name == "accuracy"
 
 
 def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
-    assert score(rewards.exact_accuracy, ROWS, texts, 5)[:3] == (
-        [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, [False] * 4)
+    assert score((rewards.load_reward("", "file"), None), ROWS, texts, 5)[:3] == (
+        [1.0, 0.0, 1.0, 1.0], {"accuracy": [1.0, 0.0, 1.0, 1.0]}, [False] * 4)
 
 
 @pytest.mark.parametrize("text, truth, right", [
@@ -112,8 +126,8 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
         text = text[:max(0, len(text) - rng.randint(1, 8))] if rng.random() < 0.3 else text
         pairs.append((text, row["answer"]))
     texts, truths = zip(*pairs)
-    found = rewards.accuracy(None, texts, truths)
-    assert found == rewards.exact_accuracy(None, texts, truths) and 500 < sum(found) < 1500
+    scores = rewards.accuracy(None, texts, truths)
+    assert scores == rewards.exact_accuracy(None, texts, truths) and 500 < sum(scores) < 1500
 
 
 @pytest.mark.parametrize("spec, message", [
@@ -128,7 +142,7 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     ("syntax.py:reward", "syntax.py raised SyntaxError"),
 ])
 def test_load_reward_errors(tmp_path, monkeypatch, spec, message):
-    monkeypatch.setattr("runtime.user_code.HERE", str(tmp_path))
+    monkeypatch.setattr("runtime.user_code.STARTED_IN", str(tmp_path))
     write(tmp_path / "my_reward.py", "CONSTANT = 1", "def helper(): pass", "def reward(completions): pass")
     write(tmp_path / "broken.py", "1 / 0")
     write(tmp_path / "syntax.py", "def reward(:")
@@ -273,7 +287,7 @@ def test_verl_reward(tmp_path, row, right):
 
 
 def test_verl_reward_without_a_truth(tmp_path):
-    with pytest.raises(RuntimeError, match="needs a column ground_truth"):
+    with pytest.raises(ValueError, match="needs a column ground_truth"):
         score(reward_file(tmp_path, VERL_REWARD), [{"prompt": "1+1?"}], ["2"], 5)
 
 
@@ -328,8 +342,8 @@ def test_a_reward_that_raises(tmp_path):
 # ------------------------------------------------------------------------------------------------ rollouts
 
 
-SETTINGS = {"reward": "", "task": "algebra", "reward_timeout": 5.0, "reward_step_timeout": 0.0,
-            "reward_workers": 0, "reward_errors": "stop", "reward_weights": "", "reward_model": "",
+SETTINGS = {"reward": "", "task": "algebra", "call_timeout": 5.0, "call_workers": 0,
+            "reward_errors": "stop", "reward_weights": "", "reward_model": "",
             "environment": "", "token_budget": 100}
 
 
@@ -427,12 +441,12 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
 def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, monkeypatch):
     rollouts = [rollout(row, f"Answer: {i % 2}") for i, row in enumerate(ROWS)]
     source = "import os\ndef reward(completions): return [os.getpid()] * len(completions)"
-    for own in (scorer(source), scorer(source, reward_timeout=0.0)):
+    for own in (scorer(source), scorer(source, call_timeout=0.0)):
         own(rollouts)
-        assert (rollouts[0].score == os.getpid()) == (own.settings.reward_timeout == 0)
+        assert (rollouts[0].score == os.getpid()) == (own.settings.call_timeout == 0)
     monkeypatch.setattr(subprocess, "Popen", None)
     for other in (scorer(), scorer(task="file")):
-        assert not hasattr(other.rewards[0], "within")
+        assert not other.processes
     monkeypatch.setattr(rewards, "score", None)
     for task in ("algebra", "arithmetic"):                      # single answers with a number
         scorer(task=task)(rollouts)
@@ -444,7 +458,7 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
               "    while solution_str == 'hang': pass\n"
               "    return {'both': {'a': 1, 'b': 2}, 'one': {'a': 3}, 'none': None}[solution_str]\n")
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["both", "hang", "one", "none"])]
-    scorer(source, reward_timeout=0.3)(rollouts)
+    scorer(source, call_timeout=0.3)(rollouts)
     assert [r.problem for r in rollouts] == ["", rewards.TIMED_OUT, "", ""]
     assert [r.score for r in rollouts] == [3.0, 0.0, 3.0, pytest.approx(NAN, nan_ok=True)]
     assert [r.parts for r in rollouts] == [{"a": 1, "b": 2}, {"a": 0, "b": 0}, {"a": 3}, {}]
@@ -489,9 +503,9 @@ def test_check_with_finds_what_is_broken_beforehand(scorer):
             ("def reward(completions): return [1.0]", "returned 1 values, not a list of 2"),
             ("def reward(completions, colour): return [1.0]", "needs a column colour"),
             ("def reward(completions):\n while True: pass",
-             "the reward took too long for a made-up completion: reward=.*, reward_timeout=0.2")]:
+             "the reward took too long for a made-up completion: reward=.*, call_timeout=0.2")]:
         with pytest.raises(ValueError, match=message):
-            scorer(source, reward_timeout=0.2).check_with(prompts_of(ROWS))
+            scorer(source, call_timeout=0.2).check_with(prompts_of(ROWS))
     scorer().check_with(prompts_of(ROWS[:1]))
     with pytest.raises(ValueError, match="no score at all"):
         scorer(reward_model="broken").check_with(prompts_of(ROWS))
@@ -499,13 +513,15 @@ def test_check_with_finds_what_is_broken_beforehand(scorer):
 
 def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
     source = "seen = []\ndef reward(prompts, completions): seen.append((prompts, completions)); return [0, 0]"
-    scorer = functools.partial(scorer, reward_timeout=0.0)      # it is called here
+    scorer = functools.partial(scorer, call_timeout=0.0)        # it is called here
     for rows, prompts, form in [(ROWS, ["What is 0?", "What is 1?"], list),
                                 (ROWS[:1], ["What is 0?"] * 2, list),
                                 ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
         tried = scorer(source, reward_model="some/model")
         tried.check_with(prompts_of(rows))
-        assert tried.rewards[0].__globals__["seen"] == [(prompts, form(["Answer: 0", ""]))]
+        seen = load_from(tried.rewards[0].function, "reward", "function").__globals__["seen"]
+        assert seen == [(prompts, form(["Answer: 0", ""]))]
+        seen.clear()                                            # a file runs once
         assert tried.model.seen == [(prompts, form(["Answer: 0", ""]))]
 
 
@@ -599,8 +615,8 @@ def test_what_a_reward_does_stays_in_its_process(tmp_path, does, scores):
         with pytest.raises(RuntimeError, match=scores):
             score(reward, SUMS[:3], ["a", "x", "b"], 2.0)
     else:
-        found, _, timed_out, _ = score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
-        assert found == scores and timed_out == [score == 0 for score in scores]
+        totals, _, timed_out, _ = score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
+        assert totals == scores and timed_out == [score == 0 for score in scores]
     assert os.getcwd() == here and time.monotonic() - started < 20
     # It goes on with the next call, and what it started ends with it.
     assert score(reward, SUMS[:1], ["a"], 5.0)[0] == [1.0]
@@ -719,80 +735,76 @@ LATER = JUDGE.replace("ASYNC", "async").replace("AWAIT SLEEP", "await asyncio.sl
 PLAIN = JUDGE.replace("ASYNC ", "").replace("AWAIT SLEEP", "time.sleep").replace("AWAIT ", "")
 
 
-def judged(tmp_path, source, name, workers, in_process=True):
+def judged(tmp_path, source, name, here=False):
     (tmp_path / "judge.py").write_text(source)
-    arguments = f"{tmp_path}/judge.py:{name}", "file", workers
-    return UserProcess(".", rewards.judge_there, *arguments) if in_process else rewards.load_reward(*arguments)
+    spec = f"{tmp_path}/judge.py:{name}", "file"
+    return (rewards.load_reward(*spec), None) if here else in_process(*spec)
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("source, name, workers, most", [
     (LATER, "trl", 0, 20), (LATER, "trl", 3, 3), (LATER, "trl", 1, 1),
     (LATER, "verl", 0, 20), (LATER, "verl", 5, 5),
-    (LATER, "judge", 4, 4), (LATER, "method", 4, 4), (PLAIN, "verl", 5, 5), (PLAIN, "verl", 1, 1)])
-def test_calls_at_once(tmp_path, source, name, workers, most, in_process):
-    reward, pairs = judged(tmp_path, source, name, workers, in_process), 10 if most > 1 else 2
+    (LATER, "judge", 4, 4), (LATER, "method", 4, 4), (PLAIN, "verl", 5, 1)])
+def test_calls_at_once(tmp_path, source, name, workers, most, here):
+    reward, pairs = judged(tmp_path, source, name, here), 10 if most > 1 else 2
     started = time.monotonic()
-    totals, parts, late, _ = score(reward, ROWS * (pairs // 2), ["good", "bad"] * pairs, 5.0)
+    totals, parts, late, _ = score(reward, ROWS * (pairs // 2), ["good", "bad"] * pairs, 5.0, workers=workers)
     took = time.monotonic() - started
     assert parts["right"] == [1.0, 0.0] * pairs and max(parts["most"]) == most and not any(late)
     assert 0.2 * 2 * pairs / most <= took < 0.2 * 2 * pairs / most + 2
 
 
 def test_a_call_that_waits_for_its_turn_has_its_time_still_to_come(tmp_path):
-    reward = judged(tmp_path, LATER, "trl", 1)
-    found = rewards.score(reward, ROWS * 2, ["good"] * 8, 0.5)  # 1.6 s in all
-    assert [(own["right"], problem) for own, *_, problem in found] == [(1.0, "")] * 8
+    reward = judged(tmp_path, LATER, "trl")
+    results = found(reward, ROWS * 2, ["good"] * 8, 0.5, workers=1)  # 1.6 s in all
+    assert [(own["right"], problem) for own, *_, problem in results] == [(1.0, "")] * 8
 
 
 def test_a_call_that_was_cut_off_ends_with_its_process(tmp_path):
-    source = ("import os, time\ndef verl(data_source, solution_str, ground_truth):\n"
-              "    time.sleep(60 * (solution_str == 'slow'))\n    return float(os.getpid())")
-    reward = judged(tmp_path, source, "verl", 4)
+    source = ("import asyncio, os\nasync def verl(data_source, solution_str, ground_truth):\n"
+              "    await asyncio.sleep(60 * (solution_str == 'slow'))\n    return float(os.getpid())")
+    reward = judged(tmp_path, source, "verl")
     before, cut_off, after = (score(reward, ROWS, [first, "a", "a", "a"], 0.5)[0]
                               for first in ("a", "slow", "a"))
     assert cut_off == [0.0, *before[1:]] and len({*before, *after}) == 2
 
 
-@pytest.mark.parametrize("source, name, workers", [(LATER, "trl", 0), (LATER, "verl", 0), (PLAIN, "verl", 8)])
-def test_a_call_that_fails_is_unscored(tmp_path, source, name, workers):
-    reward, texts = judged(tmp_path, source, name, workers), ["good", "broken", "slow", "bad"]
+@pytest.mark.parametrize("source, name", [(LATER, "trl"), (LATER, "verl"), (PLAIN, "verl")])
+def test_a_call_that_fails_is_unscored(tmp_path, source, name):
+    reward, texts = judged(tmp_path, source, name), ["good", "broken", "slow", "bad"]
     started = time.monotonic()
-    found = rewards.score(reward, ROWS, texts, 1.0, unscored=True)
+    results = found(reward, ROWS, texts, 1.0, unscored=True)
     assert time.monotonic() - started < 2.5
-    assert [problem for *_, problem in found] == [
+    assert [problem for *_, problem in results] == [
         "", "the reward raised ConnectionError: no answer", rewards.TIMED_OUT, ""]
-    assert [own.get("right") for own, *_ in found] == [1.0, None, None, 0.0]
+    assert [own.get("right") for own, *_ in results] == [1.0, None, None, 0.0]
     # By default it stops the run, and one that is late scores 0 in every part.
     with pytest.raises(RuntimeError, match="raised ConnectionError: no answer; the completion is 'broken'"):
-        rewards.score(reward, ROWS, texts, 1.0)
-    found = rewards.score(reward, ROWS[:2], ["slow", "good"], 1.0)
-    assert found[0] == ({"most": 0.0, "right": 0.0}, [], {}, rewards.TIMED_OUT) and found[1][0]["right"] == 1.0
+        found(reward, ROWS, texts, 1.0)
+    results = found(reward, ROWS[:2], ["slow", "good"], 1.0)
+    assert results[0] == ({"most": 0.0, "right": 0.0}, [], {}, rewards.TIMED_OUT)
+    assert results[1][0]["right"] == 1.0
 
 
 def test_a_batch_that_fails_is_unscored_where_it_fails(tmp_path):
     reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
-    found = rewards.score(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, unscored=True)
-    assert [own for own, *_ in found] == [{"reward": 1.0}, {}, {}, {"reward": 1.0}]
-    assert [bool(problem) for *_, problem in found] == [False, True, True, False]
+    results = found(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, unscored=True)
+    assert [own for own, *_ in results] == [{"reward": 1.0}, {}, {}, {"reward": 1.0}]
+    assert [bool(problem) for *_, problem in results] == [False, True, True, False]
 
 
 def test_calls_at_once_have_a_budget_and_may_block(tmp_path):
     """What was scored before the budget was spent counts."""
-    reward, started = judged(tmp_path, LATER, "trl", 1), time.monotonic()
-    found = rewards.score(reward, ROWS * 5, ["good"] * 20, 1.0, budget=1.0)
-    assert 2 <= sum(own["right"] == 1.0 for own, *_ in found) <= 8 and time.monotonic() - started < 4
+    reward, started = judged(tmp_path, LATER, "trl"), time.monotonic()
+    results = found(reward, ROWS * 5, ["good"] * 20, 1.0, budget=1.0, workers=1)
+    assert 2 <= sum(own["right"] == 1.0 for own, *_ in results) <= 10 and time.monotonic() - started < 4
     blocks = ("import time\nasync def trl(completions, **_):\n"
               "    while completions == ['x']: time.sleep(1)\n    return [1.0]")
-    reward, started = judged(tmp_path, blocks, "trl", 0), time.monotonic()
+    reward, started = judged(tmp_path, blocks, "trl"), time.monotonic()
     assert score(reward, ROWS, ["a", "x", "b", "c"], 0.5)[2][1]
     # It costs the calls beside it their time, and no later one.
     assert score(reward, ROWS, ["a", "b", "c", "d"], 5.0)[0] == [1.0] * 4 and time.monotonic() - started < 10
-
-
-def test_what_is_called_once_for_all_takes_no_workers(tmp_path):
-    with pytest.raises(ValueError, match="reward_workers=4: trl scores all completions in one call"):
-        judged(tmp_path, PLAIN, "trl", 4, in_process=False)
 
 
 def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_path):

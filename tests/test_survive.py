@@ -161,7 +161,7 @@ def waiting_run(folder, tmp_path):
     """A run in the middle of its first step, which ends once there is a file "go on"."""
     (tmp_path / "waiting.py").write_text(WAITING)
     reward = f"--reward={tmp_path}/waiting.py:score"
-    arguments = command("train_grpo.py", folder, tmp_path / "run", reward, reward_timeout=0,
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward, call_timeout=0,
                         save_interval=100)
     (process,) = begin(tmp_path / "out", *arguments, errors=tmp_path / "errors")
     wait_for((tmp_path / "waiting").exists, process)
@@ -400,8 +400,8 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
     skipped = [line["actor/skipped_updates"] for line in lines(tmp_path / "run")[:-1]]
     assert sum(skipped) == 2 and len(skipped) == 12
     output = train(folder, tmp_path / "always", f"--reward={tmp_path}/rewards.py:always", code=1,
-                   max_skipped_updates=3, **settings)
-    assert "3 updates of the actor in a row were skipped" in output and len(lines(tmp_path / "always")) == 2
+                   **settings)
+    assert "5 updates of the actor in a row were skipped" in output and len(lines(tmp_path / "always")) == 4
 
 
 def test_a_full_disk_ends_the_run(mesh, tmp_path, capsys):

@@ -201,7 +201,7 @@ def test_threads_play_the_same_episodes_in_another_order(train, games, tmp_path)
     game = broken_game(tmp_path, games, "        time.sleep(0.01 * (len(text) % 3))")
     alone, output = train(game, "alone", max_steps=1)
     assert said not in output
-    many, output = train(game, "many", max_steps=1, environment_workers=3)
+    many, output = train(game, "many", max_steps=1, call_workers=3)
     assert said in output[:output.index("step   0  ")]
     for key in ("reward", "loss", "grad_norm", "num_tokens", *OWN[:-1]):
         assert many[0][key] == pytest.approx(alone[0][key], rel=1e-4, abs=1e-6), key
@@ -236,7 +236,7 @@ def test_episodes_that_break_have_no_score_and_the_others_train(train, games, tm
             raise KeyError("deaf")
         if self.number == 36:
             await asyncio.sleep(60)""")
-    metrics, output = train(game, script=script, environment_timeout=1)
+    metrics, output = train(game, script=script, call_timeout=1)
     assert metrics[0]["rewards/unscored"] == 0 and metrics[1]["rewards/unscored"] == 3
     assert metrics[1]["episodes/ended/error"] == 3 / 16 and metrics[1]["episodes/ended/timeout"] == 1 / 16
     assert sum(metrics[1][name] for name in ENDED) == pytest.approx(1)
@@ -285,10 +285,9 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
 
 @pytest.mark.parametrize("settings, message", [
     (["--max_turns=-1"], "max_turns=-1: must not be negative"),
-    (["--environment_workers=-1"], "environment_workers=-1: must not be negative"),
-    (["--environment_timeout=-1"], "environment_timeout=-1.0: must not be negative"),
-    (["--environment=GAMES:Letters", "--timeout=5", "--reward_step_timeout=1", "--environment_timeout=5"],
-     "timeout=5.0: not above environment_timeout=5.0"),
+    (["--call_workers=-1"], "call_workers=-1: must not be negative"),
+    (["--call_timeout=-1"], "call_timeout=-1.0: must not be negative"),
+    (["--timeout=50", "--call_timeout=5"], "timeout=50.0: not above 10 * call_timeout=50"),
     (["--environment=GAMES:Letter"], "games.py has no Class Letter; at its top level it has "),
     (["--environment=GAMES:paid"], "paid() raised TypeError"),
     (["--environment=GAMES:Letters", "--chat=false"], "needs chat=True and a tokenizer with a chat template")])

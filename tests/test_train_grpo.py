@@ -262,7 +262,7 @@ def bad(tmp_path_factory, folder):
     (["--reward=BAD/rewards.py:short"], "short"),
     (["--reward=BAD/rewards.py:text"], "text"),
     (["--reward=BAD/rewards.py:wants"], "colour"),
-    (["--reward=BAD/rewards.py:hangs", "--reward_timeout=0.3"], "reward_timeout=0.3"),
+    (["--reward=BAD/rewards.py:hangs", "--call_timeout=0.3"], "call_timeout=0.3"),
     (["--model=BAD/nonsuch"], "no such folder"),
     (["--model=BAD/without_tokenizer"], "no tokenizer"),
     (["--out_dir=BAD/old_run"], "old_run holds metrics.jsonl and is not the folder of a run"),

@@ -21,13 +21,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from losses import group_std
 from runtime import STARTED_IN
-from runtime.distributed import gathered
 from runtime.user_code import (Failed, Threads, TimeUp, UserProcess, accepted, load_from, logging_into,
                                name_of, outcome, shown, source_file, specs)
 
@@ -507,6 +503,8 @@ def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
     sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for
     its share of the prompts. A collective.
     """
+    import torch.distributed as dist                # a reward's process imports this file, and needs no PyTorch
+    from runtime.distributed import gathered
     own = range(dist.get_rank(), len(prompts), dist.get_world_size())
     with log.timed("eval"):
         rollouts = sample([prompts[i] for i in own], k, [f"{name} {i}" for i in own], **sampling)
@@ -521,6 +519,8 @@ def rollout_metrics(rollouts, n, engines):
     n: the number of adjacent rollouts per prompt. engines: how many engines sampled them. The time that
     environments took is given per engine.
     """
+    import torch                                    # as in evaluate
+    from losses import group_std
     lengths = [len(r.logprobs) for r in rollouts]
     scores = np.array([r.score for r in rollouts])
     stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]

@@ -819,9 +819,9 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
         # Where the call failed, the model's score alone would be compared with sums.
         assert [r.score for r in rollouts] == [3.0, pytest.approx(NAN, nan_ok=True), 0.0, 3.0]
         assert [bool(r.problem) for r in rollouts] == [False, True, False, False]
-    assert rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1) | {
+    assert rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 4, 1) | {
         "rewards/unscored": 1, "rewards/right/mean": 2 / 3, "rewards/timeouts": 0} == rewards.rollout_metrics(
-        [SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
+        [SimpleNamespace(**vars(r), counts={}) for r in rollouts], 4, 1)
     # One of the two made-up completions may fail.
     (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
     scorer(**settings).check_with(prompts_of(ROWS))

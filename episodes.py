@@ -89,8 +89,8 @@ class Player:
             rollouts = Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts])
         except RuntimeError as error:
             raise ValueError(error) from error
-        for problem in [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
-            raise ValueError(problem)
+        if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
+            raise ValueError(problems[0])
 
     def read(self, before, sampled, text):
         """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
@@ -275,7 +275,7 @@ class Episode:
 
     def __init__(self, player, prompt, seed, sampling):
         self.player, self.world, self.settings = player, player.environment, player.settings
-        self.prompt, self.row, self.ids, self.seed = prompt, prompt.row, list(prompt.ids), seed
+        self.row, self.ids, self.seed = prompt.row, list(prompt.ids), seed
         self.left, *self.sampling = sampling                    # left: how many tokens may still follow
         # spent: whether the instance of the environment can play no other episode
         self.instance, self.spent, self.ended, self.extra = None, False, "", {}
@@ -294,7 +294,8 @@ class Episode:
                     yield from part()
                 except (Failed, TimeUp) as error:
                     turn, late, told = len(self.spans), isinstance(error, TimeUp), self.world.told(error)
-                    self.ended, self.spent = "timeout" if late and turn else "error", late or not turn
+                    self.ended = "timeout" if late and turn else "error"
+                    self.spent = self.spent or late or not turn
                     told = f"it {told} in turn {turn}" if turn else f"reset {told}"
                     self.counts["problem"] = str(self.world.broken(told, self.row))
             rewards = {self.last: math.nan} if self.ended == "error" else self.rewards
@@ -337,7 +338,7 @@ class Episode:
         if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
             observation, _ = observation
         if observation is None:
-            if not any(message["content"] for message in (*earlier, last)):
+            if not any(message.get("content") for message in (*earlier, last)):
                 raise Failed("gave no prompt, and the row has none")
             return
         if not isinstance(observation, str):
@@ -372,8 +373,8 @@ class Episode:
                 yield from self._reply(turn, said, calls, answer.finish_reason == "length")
 
     def _reply(self, turn, said, calls, cut):
-        # What the environment replies to a turn. cut: whether the turn was cut off.
-        # What is heard are messages as rewards get them, and the text of each for the policy.
+        # What the environment replies to a turn. cut: whether the turn was cut off. heard: messages as
+        # rewards get them, and the text of each for the policy.
         heard, ended = [], "stop"
         if self.world.has_step:
             returned = yield from self._call(self.instance.step, self.text)
@@ -448,12 +449,12 @@ def read_call(hints, number, found):
         found = json.loads(found) if isinstance(found, str) else found
         name, given = str(found["name"]), found.get("arguments") or {}
         given = json.loads(given) if isinstance(given, str) else given
-        if name not in hints:
-            problem = f"there is no tool {name}; there are {', '.join(hints)}"
-        elif not isinstance(given, dict) or deep(given):
+        if not isinstance(given, dict) or deep(given):
             problem = f"the arguments have to be an object, with at most {DEEP} levels"
         else:
-            arguments = {key: as_hinted(value, hints[name].get(key)) for key, value in given.items()}
+            arguments = {key: as_hinted(value, hints.get(name, {}).get(key)) for key, value in given.items()}
+        if name not in hints:
+            problem = f"there is no tool {name}; there are {', '.join(hints)}"
     except Exception as error:
         problem = f"this is no call of a tool: {error!r}"
     return tool_call(number, name, arguments), problem

@@ -15,6 +15,7 @@ process itself takes more. Layers are assumed to keep for the backward pass what
 import argparse
 import functools
 import importlib.util
+import math
 import os
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from configurator import configure, input_errors, read_defaults
+from runtime import STARTED_IN
 from runtime.check_model import ROOT, located, model_class, read_config, reading
 from runtime.check_settings import check_run
 
@@ -72,11 +74,14 @@ def kept_by_layer(m, b, full=True):
     return (4 + (b if full else 0)) * normed + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I) + 4 * m.heads
 
 
-def update_peak(m, s, b, shards, cuda):
+def update_peak(m, s, b, ranks, cuda):
     """Bytes that an update holds besides weights, gradients and Adam's moments, at the highest of three
     moments: where logits are computed, where a layer's backward pass runs, and where the gradients of FSDP's
     root (the embedding, the head and the last norm) are added up."""
-    T, full = s.token_budget / s.sequence_parallel_size, not s.lora_rank
+    # A micro-batch is no larger than a rank's share of an update.
+    rows = math.ceil(s.prompts_per_step * s.num_generations * s.num_epochs / s.updates_per_step / ranks)
+    T = min(s.token_budget, rows * (s.max_prompt_length + s.max_completion_length)) / s.sequence_parallel_size
+    full = not s.lora_rank
     layer = kept_by_layer(m, b, full)
     kept, recomputed = (b * m.H, layer) if s.gradient_checkpointing else (layer, 0)
     # The forward pass holds three chunks of logits. The backward pass holds one, in bfloat16 copies of it as
@@ -90,7 +95,7 @@ def update_peak(m, s, b, shards, cuda):
     sent = 4 * m.layer + b * m.own_head if full else 4 * s.lora_rank * m.ends / m.depth
     backward = 2 * b * m.layer + sent + T * (recomputed + 2 * b * m.I + 8 * m.H)
     # The root's gradients exist as they are computed, twice for a tied weight, and as they are added up.
-    root = m.root * max(b + 4, 4 + 4 / shards, 0 if m.own_head else 3 * b) if full else 0
+    root = m.root * max(b + 4, 4 + 4 / (s.shard_ranks or ranks), 0 if m.own_head else 3 * b) if full else 0
     return max(b * m.root + T * m.depth * kept + max(logits, backward), root)
 
 
@@ -101,7 +106,8 @@ def forecast(s, ranks, memory, cuda):
     GPU. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
     """
     # A script of your own may have dropped these settings.
-    s = SimpleNamespace(**{"kl_coef": 0, "entropy_coef": 0, "reference_model": ""} | vars(s))
+    s = SimpleNamespace(**{"kl_coef": 0, "entropy_coef": 0, "reference_model": "", "updates_per_step": 1,
+                           "num_epochs": 1} | vars(s))
     b = 2 if s.dtype == "bfloat16" or s.dtype == "auto" and cuda else 4
     m, shards = shape(s.model), s.shard_ranks or ranks
     trained = [s.lora_rank * m.ends or m.trained]
@@ -118,7 +124,7 @@ def forecast(s, ranks, memory, cuda):
         raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{alone / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
     parts = {role: [size / shards] * 3 for role, size in held.items()}
-    peak = update_peak(m, s, b, shards, cuda)
+    peak = update_peak(m, s, b, ranks, cuda)
     if s.offload_optimizer and cuda:
         peak = max(peak, adam)                                  # they come when the rest is no longer needed
     else:
@@ -166,7 +172,8 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--memory", type=float)
     own, rest = parser.parse_known_args()
-    path = os.path.join(ROOT, own.script)
+    path = os.path.join(STARTED_IN, own.script)
+    path = path if os.path.exists(path) else os.path.join(ROOT, own.script)
     with input_errors(), reading(f"script={own.script}"):
         defaults = read_defaults(path)
     settings = configure(defaults | {"__file__": path, "__doc__": __doc__}, rest)

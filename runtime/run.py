@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
+from runtime.check_model import same
 from runtime.check_settings import check_run, check_suits
 from runtime.user_code import source_file, specs
 
@@ -78,7 +79,7 @@ class Run:
             self._read_state(kind, critic)
         for key in SAME:
             now, then = getattr(settings, key, ""), self.state["settings"].get(key, "")
-            check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
+            check(same(now, then), f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings.max_steps
         check(self.first_step <= self.max_steps,
               f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")

@@ -433,7 +433,7 @@ def test_a_template_that_leaves_out_the_prompt_is_refused():
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
-            "environment": "", "system_prompt": "", "max_prompt_length": 24, "shuffle": True}
+            "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "", "max_prompt_length": 24, "shuffle": True}
 
 
 class Counting:

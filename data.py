@@ -101,8 +101,8 @@ def gsm8k_rows(split):
 
 
 def reader(s):
-    """A function that reads a file once. s: settings. With an environment rows need no prompt, because its reset
-    may give one."""
+    """A function that reads a file once. s: settings. With an environment rows need no prompt, because its
+    reset may give one."""
     return functools.cache(functools.partial(
         file_rows, prompt_column=s.prompt_column, answer_column=s.answer_column, chat=s.chat,
         default=NO_PROMPT if s.environment else None))
@@ -130,9 +130,10 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, default=None)
                              f"--prompt_column={nearest}")
         row = row | {"prompt": prompt}
         check_row(where, row)
-        source = row.get("data_source", row.get("source"))
-        added = {"answer": answer_of(where, row, answers), "source": source}
-        rows[where] = row | {key: value for key, value in added.items() if value is not None}
+        source, answer = row.get("data_source", row.get("source")), answer_of(where, row, answers)
+        rows[where] = row | ({"source": source} if source is not None else {})
+        if answer is not None or answer_column:
+            rows[where]["answer"] = answer
     if not rows:
         raise ValueError(f"{path}: no rows")
     lacking = [where for where, row in rows.items() if row.get("answer") is None]
@@ -390,8 +391,8 @@ def open_split(tokenizer, s, split, wanted, read, tools):
                        s.eval_file, read)
     prompts = Prompts(tokenizer, named[:count or None], s, tools)
     total = len(prompts.named)
-    # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows it
-    # now, not after hours.
+    # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
+    # it now, not after hours.
     kinds, key = {}, "environment" if s.environment else "tools"
     not_embedded = getattr(tokenizer, "not_embedded", {})
     for name, row in prompts.named:

@@ -110,8 +110,8 @@ def test_a_run_is_resumed_with_another_spelling(folder, tmp_path):
         [*run, f"--train_file={tmp_path}/./rows.jsonl", "--max_steps=2", "--resume=auto"],
         small | {"model": folder + "/"}))
     assert "resumes " in said
-    refused([*run, f"--train_file={tmp_path}/other.jsonl", "--resume=auto", f"--model={folder}", "--engine=hf"],
-            "train_file=", tmp_path)
+    refused(runs.with_defaults([*run, f"--train_file={tmp_path}/other.jsonl", "--resume=auto"], small),
+            f"train_file={tmp_path}/other.jsonl, but ", tmp_path)
 
 
 # ---------------------------------------------------------------- a judge

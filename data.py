@@ -305,15 +305,13 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     continued = messages[-1]["role"] == "assistant"
     if not chat:
         return whole_text(messages) + ("" if continued else "\n")
-    if tokenizer.chat_template is None:
-        raise ValueError("chat=True, but the tokenizer has no chat template; --chat=false joins the messages")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
     # Templates raise all kinds of errors, about the order of roles, for example.
     except Exception as error:
-        raise ValueError(f"{name}: the chat template fails: {error}; the messages are "
-                         f"{messages!r:.300}") from error
+        raise ValueError(f"{name}: the chat template fails: {error}; the messages, which --chat=false only "
+                         f"joins, are {messages!r:.300}") from error
 
 
 class Prompts:
@@ -334,11 +332,9 @@ class Prompts:
         """Returns the next `count` prompts that fit, the same on every rank, and the new position.
 
         position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
-        order (epoch_order), so resuming needs no more. Raises ValueError for more prompts than rows.
+        order (epoch_order), so resuming needs no more.
         """
         size, drawn = len(self.named), []
-        if count > size:
-            raise ValueError(f"prompts_per_step={count} is more than the {size} training rows")
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
             rows = [epoch_order(size, place // size, seed, self.s.shuffle)[place % size] for place in places]

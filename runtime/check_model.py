@@ -47,12 +47,6 @@ def located(path):
     return here if os.path.exists(here) else path
 
 
-def same(one, other):
-    """Whether two values of a setting mean the same; paths may be spelled in different ways."""
-    return one == other or all(isinstance(value, str) for value in (one, other)) and (
-        os.path.realpath(located(one)) == os.path.realpath(located(other)))
-
-
 @functools.cache
 def read_config(path):
     """The config in a model's folder or of a hub id. It is read once, for all checks; nothing changes it."""

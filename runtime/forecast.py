@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from configurator import configure, input_errors, read_defaults
-from runtime import STARTED_IN
 from runtime.check_model import ROOT, located, model_class, read_config, reading
 from runtime.check_settings import check_run
 
@@ -74,13 +73,10 @@ def kept_by_layer(m, b, full=True):
     return (4 + (b if full else 0)) * normed + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I) + 4 * m.heads
 
 
-def update_peak(m, s, b, ranks, cuda):
+def update_peak(m, s, b, T, shards, cuda):
     """Bytes that an update holds besides weights, gradients and Adam's moments, at the highest of three
     moments: where logits are computed, where a layer's backward pass runs, and where the gradients of FSDP's
-    root (the embedding, the head and the last norm) are added up."""
-    # A micro-batch is no larger than a rank's share of an update.
-    rows = math.ceil(s.prompts_per_step * s.num_generations * s.num_epochs / s.updates_per_step / ranks)
-    T = min(s.token_budget, rows * (s.max_prompt_length + s.max_completion_length)) / s.sequence_parallel_size
+    root (the embedding, the head and the last norm) are added up. T: tokens of a micro-batch on a rank."""
     full = not s.lora_rank
     layer = kept_by_layer(m, b, full)
     kept, recomputed = (b * m.H, layer) if s.gradient_checkpointing else (layer, 0)
@@ -95,7 +91,7 @@ def update_peak(m, s, b, ranks, cuda):
     sent = 4 * m.layer + b * m.own_head if full else 4 * s.lora_rank * m.ends / m.depth
     backward = 2 * b * m.layer + sent + T * (recomputed + 2 * b * m.I + 8 * m.H)
     # The root's gradients exist as they are computed, twice for a tied weight, and as they are added up.
-    root = m.root * max(b + 4, 4 + 4 / (s.shard_ranks or ranks), 0 if m.own_head else 3 * b) if full else 0
+    root = m.root * max(b + 4, 4 + 4 / shards, 0 if m.own_head else 3 * b) if full else 0
     return max(b * m.root + T * m.depth * kept + max(logits, backward), root)
 
 
@@ -124,7 +120,11 @@ def forecast(s, ranks, memory, cuda):
         raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{alone / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
     parts = {role: [size / shards] * 3 for role, size in held.items()}
-    peak = update_peak(m, s, b, ranks, cuda)
+    rows = s.prompts_per_step * s.num_generations / ranks
+    longest = s.max_prompt_length + s.max_completion_length
+    # A micro-batch is no larger than a rank's share of an update.
+    share = math.ceil(rows * s.num_epochs / s.updates_per_step) * longest
+    peak = update_peak(m, s, b, min(s.token_budget, share) / s.sequence_parallel_size, shards, cuda)
     if s.offload_optimizer and cuda:
         peak = max(peak, adam)                                  # they come when the rest is no longer needed
     else:
@@ -133,8 +133,8 @@ def forecast(s, ranks, memory, cuda):
     if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
         return parts
     vllm = s.engine != "hf" and (cuda or importlib.util.find_spec("vllm"))
-    split, rows = s.vllm_tensor_parallel_size if vllm else 1, s.prompts_per_step * s.num_generations / ranks
-    engine, row = b * m.whole / split, 2 * b * m.K * m.depth * (s.max_prompt_length + s.max_completion_length)
+    split = s.vllm_tensor_parallel_size if vllm else 1
+    engine, row = b * m.whole / split, 2 * b * m.K * m.depth * longest
     parts |= {"engine": [engine] * 3, "KV cache": [min(256, rows) * row, 0, 0],
               "whole tensors": [0, 0, 2 * b * m.head]}
     if vllm and cuda:
@@ -172,8 +172,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--memory", type=float)
     own, rest = parser.parse_known_args()
-    path = os.path.join(STARTED_IN, own.script)
-    path = path if os.path.exists(path) else os.path.join(ROOT, own.script)
+    path = os.path.join(ROOT, located(own.script))
     with input_errors(), reading(f"script={own.script}"):
         defaults = read_defaults(path)
     settings = configure(defaults | {"__file__": path, "__doc__": __doc__}, rest)

@@ -29,8 +29,7 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
-from runtime.check_model import same
-from runtime.check_settings import check_run, check_suits
+from runtime.check_settings import check_run, check_suits, same
 from runtime.user_code import source_file, specs
 
 # A resumed run must have the same values for these settings; all other settings may change.

@@ -421,8 +421,6 @@ def test_rows_are_a_function_of_seed_and_position():
     data.epoch_order.cache_clear()
     assert steps[::-1] == [drawn(50, 10 * step, 10, 1) for step in reversed(range(9))]
     assert steps[0] != drawn(50, 0, 10, 2) and steps[0] != steps[1] and steps[8][1] == 90
-    with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training rows"):
-        drawn(10, 0, 11, 1)
 
 
 # ------------------------------------------------------------------------------------------------ prompts
@@ -541,7 +539,7 @@ def test_encode_rows_errors(tokenizer):
         data.encode_rows(tokenizer, named(USER, "1+1?"), system_prompt="Be brief.")
     without = copy.deepcopy(tokenizer)
     without.chat_template = None
-    with pytest.raises(ValueError, match="no chat template; --chat=false"):
+    with pytest.raises(ValueError, match="chat_template is not set.*--chat=false only joins"):
         data.encode_rows(without, named(USER))
     without.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(ValueError, match=r"^rows:1: the chat template fails: no such role; .*1\+1\?"):
@@ -559,7 +557,7 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "train_prompts": 0}
     data.load_prompts(strict, SimpleNamespace(**settings))
     write(other, *rows, "", {"prompt": [{"role": "system", "content": "Be brief."}, *prompts[0]]})
-    message = "the chat template fails: System role not supported; the messages are .*Be brief"
+    message = "the chat template fails: System role not supported; the messages, which .* are .*Be brief"
     with pytest.raises(ValueError, match=f"^{other}:9002: {message}"):
         data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
     text = text_of(data.load_rows("algebra", "train", 1)[0])

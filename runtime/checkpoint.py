@@ -46,10 +46,10 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model, optimizer)}; the policy's is "", so that from_pretrained and vLLM can load
-    the folder. Rank 0 holds a whole model in host memory. state: a dict that JSON can hold. arrays: {name: NumPy
-    array}. Afterwards older checkpoints are removed, except the `keep` newest and the best by
-    state["eval_scores"], {step: score}. Returns None, or what went wrong if the checkpoint could not be written
-    (because the disk is full, say); then no older one is removed. A collective.
+    the folder. Rank 0 holds a whole model in host memory. state: a dict that JSON can hold. arrays: {name:
+    NumPy array}. Afterwards older checkpoints are removed, except the `keep` newest and the best by
+    state["eval_scores"], {step: score}. Returns None, or what went wrong if the checkpoint could not be
+    written (because the disk is full, say); then no older one is removed. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master, problem = dist.get_rank() == 0, None
@@ -110,8 +110,8 @@ def first_problem(problem):
 
 
 def write_state(folder, state, arrays={}):
-    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every file,
-    # and waits until the disk has all.
+    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every
+    # file, and waits until the disk has all.
     os.makedirs(f"{folder}/trainer", exist_ok=True)
     if arrays:
         save_arrays(arrays, f"{folder}/trainer/arrays.safetensors")
@@ -227,9 +227,9 @@ def locate_run(out_dir, resume, default):
 
     If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder named
     `default`, with a number after it if the name is taken. The folder is locked. resume=auto takes the newest
-    checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises ValueError
-    for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a folder that
-    cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
+    checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises
+    ValueError for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a
+    folder that cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
     """
     out_dir, resume, default = (
         path if path in ("", "auto") else os.path.normpath(os.path.join(STARTED_IN, os.path.expanduser(path)))
@@ -265,9 +265,9 @@ def locate_run(out_dir, resume, default):
 def lock(out_dir, patience=600):
     """Make a folder, if it is not there, and keep other runs out of it while this process lives.
 
-    Waits up to `patience` seconds for a run that is still in the folder, because the workers of a torchrun that
-    was killed live on until the end of their step. Raises ValueError if that run does not end, or if the folder
-    cannot be written or belongs to no run.
+    Waits up to `patience` seconds for a run that is still in the folder, because the workers of a torchrun
+    that was killed live on until the end of their step. Raises ValueError if that run does not end, or if the
+    folder cannot be written or belongs to no run.
     """
     try:
         os.makedirs(out_dir, exist_ok=True)

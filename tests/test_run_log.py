@@ -73,12 +73,13 @@ def test_the_metrics_of_rollouts():
     row = {"prompt": "?"}
     found = rollout_metrics([sampled(row, "a", 1.0, {"right": 1.0, "short": 0.0}, 2),
                              sampled(row, "b", 0.0, {"right": 0.0}, 6, "length", problem=TIMED_OUT),
-                             sampled(row, "c", math.nan, {"right": math.nan}, 4)], 1)
-    assert found == {"reward": 0.5, "rewards/unscored": 1, "rewards/right/mean": 0.5,
+                             sampled(row, "c", math.nan, {"right": math.nan}, 4)], 3, 1)
+    assert found == {"reward": 0.5, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
+                     "rewards/unscored": 1, "rewards/right/mean": 0.5,
                      "rewards/short/mean": 0.0, "rewards/timeouts": 1,
                      "completions/mean_length": 4.0, "completions/min_length": 2,
                      "completions/max_length": 6, "completions/clipped_ratio": pytest.approx(1 / 3)}
-    assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1)["reward"] == 0.0
+    assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1, 1)["reward"] == 0.0
 
 
 def episode(turns, finish_reason, calls=0, failures=0, seconds=0.0, problem=None):
@@ -94,15 +95,15 @@ def episode(turns, finish_reason, calls=0, failures=0, seconds=0.0, problem=None
 def test_the_metrics_of_episodes():
     rollouts = [episode(1, "stop", seconds=0.5), episode(3, "turns", calls=3, failures=1, seconds=2.0),
                 episode(2, "error", calls=1, problem="lost"), episode(2, "length", seconds=0.5)]
-    found, plain = rollout_metrics(rollouts, 2), [sampled({"prompt": "?"}, "a", 1.0, {})]
-    assert {name: found[name] for name in found.keys() - rollout_metrics(plain, 1).keys()} == {
+    found, plain = rollout_metrics(rollouts, 4, 2), [sampled({"prompt": "?"}, "a", 1.0, {})]
+    assert {name: found[name] for name in found.keys() - rollout_metrics(plain, 1, 1).keys()} == {
         "episodes/turns": 2.0, "episodes/inserted_tokens": 4.0, "episodes/ended/done": 0.25,
         "episodes/ended/length": 0.25, "episodes/ended/turns": 0.25, "episodes/ended/timeout": 0.0,
         "episodes/ended/error": 0.25, "episodes/limited": 2, "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25,
         # Per engine.
         "timing_s/environment": 1.5}
     assert found["completions/mean_length"] == 6.0
-    assert rollout_metrics([episode(1, "stop")], 1)["tools/failure_frequency"] == 0.0
+    assert rollout_metrics([episode(1, "stop")], 1, 1)["tools/failure_frequency"] == 0.0
 
 
 def test_shared_tokens():
@@ -120,7 +121,7 @@ def end_step(log, rollouts, n=2):
     run = SimpleNamespace(log=log, state={"step": log.metrics["step"], "num_tokens": 100}, first_step=-1,
                           engine=SimpleNamespace(allocated=0))
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
-    Run.end_step(run, rollouts, rollout_metrics(rollouts, 1), sample_lines(rollouts, n, numbers))
+    Run.end_step(run, rollouts, rollout_metrics(rollouts, n, 1), sample_lines(rollouts, n, numbers))
     return run.state
 
 
@@ -132,7 +133,6 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
         log.start(step)
         with log.timed("gen"):
             pass
-        log.metrics["reward_std"] = 0.25
         state = end_step(log, [
             sampled(row, [{"role": "assistant", "content": f"{step} {row['answer']} {g}"}], float(g),
                     {"score": float(g)}, problem=TIMED_OUT * (g == i == 0))
@@ -150,7 +150,8 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert {name: value for name, value in metrics[1].items() if name not in timing} == {
         "step": 1, "reward": 0.5, "rewards/unscored": 0, "rewards/score/mean": 0.5, "rewards/timeouts": 1,
         "completions/mean_length": 3.0, "completions/min_length": 3, "completions/max_length": 3,
-        "completions/clipped_ratio": 0.0, "reward_std": 0.25, "num_tokens": 190}
+        "completions/clipped_ratio": 0.0, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
+        "num_tokens": 190}
     assert 0.05 < metrics[1]["perf/max_memory_allocated_gb"] < 100
     assert metrics[2] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
     assert log.state["eval_scores"] == {"2": 0.25}

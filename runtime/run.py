@@ -30,7 +30,7 @@ from tqdm import tqdm
 from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
 from runtime.check_model import end_note
-from runtime.check_settings import check_run, check_suits
+from runtime.check_settings import check_run, check_suits, same
 from runtime.user_code import source_of, specs
 
 # A resumed run must have the same values for these settings; all other settings may change.
@@ -79,7 +79,7 @@ class Run:
             self._read_state(kind, critic)
         for key in SAME:
             now, then = getattr(settings, key, ""), self.state["settings"].get(key, "")
-            check(now == then, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
+            check(same(now, then), f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         self.first_step, self.max_steps = self.state["step"], settings.max_steps
         check(self.first_step <= self.max_steps,
               f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
@@ -372,6 +372,8 @@ class RunLog:
             self.say("\n".join(
                 f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
+        if warning := self.health.same_scores(plain_text(samples[0]["completion"]), samples[0]["truth"]):
+            self.say(warning)
         self.say(f"step {self.metrics['step']:3d}  " + "".join(
             f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE if name in self.metrics)
             + f"{seconds:.1f} s")

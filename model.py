@@ -122,7 +122,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
 
 
 def deal_to_ranks(rollouts, updates):
-    """What this rank computes of each update, as lists of s, and the fraction of tokens that shared prefixes save.
+    """What this rank computes of each update, as lists of s, and the share of tokens that shared prefixes save.
 
     updates: lists of s, the same on every rank. packing.deal gives each rank about the same number of tokens.
     """
@@ -139,9 +139,12 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
     """A policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank. A collective."""
     share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
-    device = next(policy.parameters()).device
-    everyones = distributed.gathered([(s, logps[s].cpu().numpy()) for s in share])
-    return {s: torch.from_numpy(logp).to(device) for s, logp in everyones}
+    device, found = next(policy.parameters()).device, {}
+    # A copy for each rollout would take as long as the computation of a small model.
+    flat = torch.cat([torch.empty(0, device=device), *(logps[s] for s in share)]).cpu().numpy()
+    for share, logp in distributed.gathered([(share, flat)]):
+        found |= zip(share, torch.from_numpy(logp).to(device).split([len(rollouts[s].logprobs) for s in share]))
+    return found
 
 
 def token_values(critic, rollouts, chosen, token_budget):
@@ -266,9 +269,6 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     Parameters that read images are frozen.
     """
     hf, (decoder,) = network.hf, network.decoder
-    if hf.generation_config:
-        # Without this, a generation config that names a temperature cannot be saved.
-        hf.generation_config.do_sample = True
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:

@@ -48,10 +48,11 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
-    networks: {subfolder: (model, optimizer)}; the policy's is "", so that from_pretrained and vLLM can load
-    the folder. state: a dict that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the `keep`
-    newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the checkpoint
-    could not be written (because the disk is full, say); then no older one is removed. A collective.
+    networks: {subfolder: (model, optimizer, or None if nothing trains it)}; the policy's is "", so that
+    from_pretrained and vLLM can load the folder. state: a dict that JSON can hold. arrays: {name: NumPy array}.
+    Afterwards older checkpoints are removed, except the `keep` newest and the best by state["eval_scores"],
+    {step: score}. Returns None, or what went wrong if the checkpoint could not be written (because the disk is
+    full, say); then no older one is removed. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master, problem = dist.get_rank() == 0, None
@@ -62,8 +63,9 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
             break
         tensors = model.full_weights()
         try:
-            os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
-            save_optimizer(trainer, model, optimizer)
+            if optimizer:
+                os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
+                save_optimizer(trainer, model, optimizer)
             if master:
                 if adapters := getattr(model, "adapters", None):
                     adapters.save(os.path.join(part, place), dict(tensors))
@@ -101,7 +103,11 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
 def write_model(hf, tensors, folder):
     # Writes what save_pretrained writes, each file as soon as its tensors are there. tensors: (name, whole
     # tensor) of each parameter of the Hugging Face model.
-    hf.save_pretrained(folder, state_dict={})                   # only the configs
+    hf.config.architectures, hf.config.dtype = [type(hf).__name__], hf.dtype
+    hf.config.save_pretrained(folder)
+    if hf.generation_config:
+        # Its own save_pretrained refuses what some published models have, such as a temperature alone.
+        hf.generation_config.to_json_file(f"{folder}/generation_config.json")
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
     buffers = [(name, x) for name, x in hf.state_dict().items() if name not in parameters]
     files, held = [], {}    # for each file {name: bytes} of its tensors; the tensors of the next file
@@ -217,6 +223,20 @@ def save_optimizer(folder, model, optimizer):
                    for name, parameter in model.named_parameters()
                    for key, x in optimizer.state.get(parameter, {}).items()}
         save_file(moments, f"{folder}/optimizer-{shard:05}.safetensors")
+
+
+def load_optimizers(folder, networks):
+    """Put the optimizers' state from a checkpoint into the optimizers of `networks`, as in save_checkpoint.
+
+    Raises ValueError if a network was not loaded from its folder in the checkpoint, or as load_optimizer does.
+    """
+    for place, (model, optimizer) in networks.items():
+        own = os.path.join(folder, place) if place else folder
+        if not hasattr(model, "adapters") and model.hf.name_or_path != own:
+            raise ValueError(f"resume={folder}: networks[{place!r}] was loaded from {model.hf.name_or_path}, "
+                             f"not from {own}")
+        if optimizer:
+            load_optimizer(own, model, optimizer)
 
 
 def load_optimizer(folder, model, optimizer):

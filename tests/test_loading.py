@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForTokenClassification, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
@@ -229,13 +229,27 @@ def test_a_failed_save_of_several_files_leaves_the_older_ones(folder, mesh, tmp_
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
-def test_a_model_whose_generation_config_names_a_temperature_is_saved(folder, mesh, tmp_path):
-    path = shutil.copytree(folder, tmp_path / "model")
-    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    policy, saved = load_policy(str(path), mesh, torch.float32), str(tmp_path / "checkpoint-1")
+@pytest.mark.parametrize("generation", [{"temperature": 0.6, "top_p": 0.95}, {"do_sample": True, "top_k": 7},
+                                        {}, None])
+def test_a_checkpoint_decodes_like_its_base(folder, mesh, tmp_path, generation):
+    """Also if the base names a temperature, but not that it samples, which GenerationConfig refuses to save."""
+    path, saved = shutil.copytree(folder, tmp_path / "model"), str(tmp_path / "checkpoint-1")
+    os.remove(path / "generation_config.json")
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation | {"max_new_tokens": 9}))
+    policy = load_policy(str(path), mesh, torch.float32)
     networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
-    assert not save_checkpoint(saved, networks, load_tokenizer(folder), {}, 1, {})
-    assert GenerationConfig.from_pretrained(saved).temperature == 0.6
+    assert not save_checkpoint(saved, networks, load_tokenizer(folder), STATE, 1)
+    before, after = (GenerationConfig.from_pretrained(one).to_dict() if generation is not None or one == saved
+                     else GenerationConfig.from_model_config(AutoConfig.from_pretrained(one)).to_dict()
+                     for one in (str(path), saved))
+    assert before == after
+    plain = [AutoModelForCausalLM.from_pretrained(one).eval() for one in (path, saved)]
+    texts = []
+    for hf in plain:
+        torch.manual_seed(0)
+        texts.append([hf.generate(torch.tensor([[5, 6, 7]]), max_length=20).tolist() for _ in range(8)])
+    assert texts[0] == texts[1]
 
 
 def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(folder, mesh, monkeypatch):

@@ -148,7 +148,8 @@ def read_value(source, kind):
 def configure(namespace, argv=None, choices={}):
     """Applies the command line to `namespace`, a script's globals(), and returns all settings in order.
 
-    The settings are the attributes of what it returns. choices: {setting: what it may be}, besides its default.
+    The settings are the attributes of what it returns. choices: {setting: what it may be}; its default may be
+    something else.
     """
     argv = sys.argv[1:] if argv is None else argv
     layout = read_layout(namespace["__file__"])
@@ -179,7 +180,8 @@ def configure(namespace, argv=None, choices={}):
             # On the command line a string needs no quotes, and true no capital.
             bare = {str: repr, bool: str.capitalize}.get(kind, str)
             settings[key] = read_value(text if place else bare(text), kind)
-            check(settings[key] is not None, f"{place}{dashes}{key} must be {MUST_BE[kind]}, not `{text:.200}`")
+            check(settings[key] is not None,
+                  f"{place}{dashes}{key} must be {MUST_BE[kind]}, not `{text:.200}`")
             check(key not in choices or settings[key] in (*choices[key], namespace[key]),
                   f"{key}={settings[key]}: choose {', '.join(choices.get(key, ()))}")
     namespace.update(settings)

@@ -20,11 +20,11 @@ import inspect
 import json
 import math
 import re
+import types
 import zlib
 from collections import deque
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -35,11 +35,15 @@ from runtime import closing
 from runtime.chat_template import Template, tool_call
 from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer, escaped, load_from,
                                logging_into, name_of, outcome, shown, specs)
-from rollout import Answer, Request, Rollout
+from rollout import Answer, Request, Rollout, text_of
 
-# A tool call in the form that Qwen and many other models use. It is found without its closing tag as well.
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-THOUGHT = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+# What a turn consists of, besides text: thoughts, calls in the form that Qwen and many other models use, and
+# the end of a thought that the template began. What is not closed reaches to the end.
+PART = re.compile(r"<think>(?P<thought>.*?)(?:</think>|\Z)"
+                  r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)|</think>", re.DOTALL)
+# How an argument that is a string is read where the tool's type hint says so.
+READ = {"integer": int, "number": float, "boolean": lambda text: {"true": True, "false": False}[text.lower()]}
+DEEP = 50               # levels of lists and objects: copying what is nested deeper ends in a RecursionError
 
 
 class Player:
@@ -60,6 +64,10 @@ class Player:
                 raise ValueError(f"{self.environment.key} needs chat=True and a tokenizer with a chat "
                                  "template")
             self.template = Template(tokenizer, eos_ids, self.tools)
+        # {tool: {argument: the type that its hint gives it}}
+        self.hints = {tool["name"]: {name: str(more.get("type")) for name, more
+                                     in tool["parameters"]["properties"].items()}
+                      for tool in (one["function"] for one in self.tools or ())}
 
     def check_with(self, prompts):
         """Play a first turn after each of these prompts, so that what is broken shows before any training.
@@ -71,13 +79,13 @@ class Player:
         self.template.check(self.messages(prompts[0].row["prompt"]))
         if self.tools:
             before, said = self.template.example()
-            _, calls = self.read(before, said)
+            _, calls = self.read(before, said, text_of(self.tokenizer, said, "stop"))
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
                     "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
         said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
-        engine = SimpleNamespace(add=asked.append, step=lambda: [
+        engine = types.SimpleNamespace(add=asked.append, step=lambda: [
             Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
         try:
             # There is no room for a second turn.
@@ -87,30 +95,24 @@ class Player:
         for problem in [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
             raise ValueError(problem)
 
-    def read(self, before, sampled):
+    def read(self, before, sampled, text):
         """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
 
-        before: the ids before the turn. sampled: the ids of the turn.
+        before: the ids before the turn. sampled: the ids of the turn. text: of the turn.
         """
-        said = {"role": "assistant", "content": self.tokenizer.decode(sampled, skip_special_tokens=True)}
-        found = []
+        said, found = {"role": "assistant", "content": text}, []
         try:
             if self.make and getattr(self.tokenizer, "response_template", None):
                 parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
                 found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
                 said |= parsed | {"content": parsed.get("content") or ""}
             elif self.tools:
-                # The template may have begun a thought. Thoughts call nothing, also one that was cut off.
-                thinks = self.tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
-                text = "<think>" * thinks + self.tokenizer.decode(
-                    [one for one in sampled if one not in self.eos_ids])
-                thoughts, spoken = THOUGHT.findall(text), THOUGHT.sub("", text).rpartition("</think>")[2]
-                found, said["content"] = CALL.findall(spoken), CALL.sub("", spoken).strip()
-                said |= {"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}
+                begun = self.tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
+                said, found = parsed_turn("<think>" + text if begun else text)
         # A parser may raise anything for text that is not as it expects.
         except Exception as error:
             return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
-        return said, [read_call(self.template.names, number, one) for number, one in enumerate(found)]
+        return said, [read_call(self.hints, number, one) for number, one in enumerate(found)]
 
     def messages(self, prompt, observation=""):
         """Return the messages before the first turn; an observation is added to the last one, as in TRL."""
@@ -188,11 +190,12 @@ class Environment:
             raise ValueError(f"{self.key}: {self.name}() {self.told(error)}")
         self.opened[id(instance)] = instance
         self.idle.append(instance)
-        # As in TRL only methods of the class are tools, not attributes that can be called. They are looked up
-        # in the class because reading a property of the instance may fail before the first reset.
-        methods = {name: getattr(instance, name)
-                   for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
-                   if not name.startswith("_")}
+        # As in TRL tools are bound methods, of the class or of the instance. Nothing else is looked up,
+        # because reading a property may fail before the first reset.
+        kinds = (types.FunctionType, types.MethodType, classmethod)
+        methods = {name: getattr(instance, name) for name in dir(instance) if not name.startswith("_")
+                   and isinstance(inspect.getattr_static(instance, name), kinds)}
+        methods = {name: method for name, method in methods.items() if inspect.ismethod(method)}
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
@@ -239,12 +242,16 @@ class Environment:
         return RuntimeError(f"{self.who}: {problem}; the row is {row!r:.300}")
 
     def checked(self, returned, turn, row):
-        """Return (observation, reward, done), as step has to return them."""
-        if (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[2], (bool, np.bool_))
-                and (returned[2] or isinstance(returned[0], str))):
-            return returned[0], self.number(returned[1], turn, row), bool(returned[2])
-        raise self.broken(f"step returned {shown(returned)} in turn {turn}, not (observation, "
-                          "reward, done): a string, a number, and True or False", row)
+        """Return (observation, reward, how the episode ends or "") for what step returned."""
+        if isinstance(returned, tuple) and len(returned) in (3, 5):
+            # Gymnasium's five values say whether the episode was truncated.
+            observation, reward, done, truncated, *_ = (*returned, False)
+            if all(isinstance(one, (bool, np.bool_)) for one in (done, truncated)) and (
+                    done or truncated or isinstance(observation, str)):
+                return observation, self.number(reward, turn, row), (
+                    "stop" if done else "turns" if truncated else "")
+        raise self.broken(f"step returned {shown(returned)} in turn {turn}, not (observation, reward, done), "
+                          "a string, a number, and True or False, nor Gymnasium's five values", row)
 
     def number(self, reward, turn, row):
         """Return a reward as a float. Raises RuntimeError if it is none that float32 has."""
@@ -325,6 +332,8 @@ class Episode:
         columns = deepcopy(self.row) | logging_into(self.extra, instance.reset)
         columns = accepted(instance.reset, columns, f"{world.who}: reset")
         observation = yield from self._call(instance.reset, **columns)
+        if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
+            observation, _ = observation
         if observation is None:
             if not any(message["content"] for message in (*earlier, last)):
                 raise Failed("gave no prompt, and the row has none")
@@ -352,10 +361,10 @@ class Episode:
             self.versions |= {len(self.logprobs) + start: version for start, version in answer.versions}
             self.ids, self.left = before + answer.ids, self.left - len(answer.ids)
             self.logprobs += answer.logprobs
-            self.text = self.player.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            self.text = text_of(self.player.tokenizer, answer.ids, answer.finish_reason)
             self.last = len(self.logprobs) - 1
             self.rewards[self.last] = 0.0
-            said, calls = self.player.read(before, answer.ids)
+            said, calls = self.player.read(before, answer.ids, self.text)
             self.messages.append(said)
             if not self.ended:
                 yield from self._reply(turn, said, calls, answer.finish_reason == "length")
@@ -363,30 +372,31 @@ class Episode:
     def _reply(self, turn, said, calls, cut):
         # What the environment replies to a turn. cut: whether the turn was cut off.
         # What is heard are messages as rewards get them, and the text of each for the policy.
-        heard, done = [], True
+        heard, ended = [], "stop"
         if self.world.has_step:
             returned = yield from self._call(self.instance.step, self.text)
-            observation, self.rewards[self.last], done = self.world.checked(returned, turn, self.row)
+            observation, self.rewards[self.last], ended = self.world.checked(returned, turn, self.row)
             heard = [({"role": "user", "content": observation}, observation)]
         elif cut:
             said["content"] = self.text                         # including a call, which is not made
         elif calls:
-            said["tool_calls"], done = [call for call, _ in calls], False
+            said["tool_calls"], ended = [call for call, _ in calls], ""
             for call, problem in calls:
                 heard.append((yield from self._result(call, problem)))
-        if cut or done:
-            self.ended = "length" if cut else "stop"
-        elif turn == self.settings.max_turns:
-            self.ended = "turns"
-        else:
+        if cut:
+            ended = "length"
+        elif not ended and turn == self.settings.max_turns:
+            ended = "turns"
+        elif not ended:
             inserted = self.player.template.between(
                 said, [message | {"content": text} for message, text in heard])
             # If the reply and one token of an answer do not fit, the episode ends.
             if len(inserted) >= self.left:
-                self.ended = "length"
-                return
-            self.ids, self.left = self.ids + inserted, self.left - len(inserted)
-            self.messages += [message for message, _ in heard]
+                ended = "length"
+            else:
+                self.ids, self.left = self.ids + inserted, self.left - len(inserted)
+                self.messages += [message for message, _ in heard]
+        self.ended = ended
 
     def _result(self, call, problem):
         # Makes a call of a tool if there is no problem with it. Returns its message, in which a list or an
@@ -417,20 +427,55 @@ class Episode:
             self.rewards[self.last] = math.nan                  # not scored, as in TRL
 
 
-def read_call(names, number, found):
+def parsed_turn(text):
+    # Returns the message of a turn, and the texts of its calls. Thoughts call nothing, also one that was cut
+    # off.
+    thoughts, found, spoken, end = [], [], "", 0
+    for part in PART.finditer(text):
+        spoken, end = spoken + text[end:part.start()], part.end()
+        if part["thought"] is not None:
+            thoughts.append(part["thought"])
+        elif part["call"] is not None:
+            found.append(part["call"])
+        else:
+            spoken, found = "", []
+    said = {"role": "assistant", "content": (spoken + text[end:]).strip()}
+    return said | ({"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}), found
+
+
+def read_call(hints, number, found):
     # Returns a call as transformers writes it, and its problem, or "". number: its place in the turn.
     name, arguments, problem = "unknown", {}, ""
     try:
         found = json.loads(found) if isinstance(found, str) else found
-        name, arguments = str(found["name"]), found.get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if name not in names:
-            problem = f"there is no tool {name}; there are {', '.join(names)}"
-        elif not isinstance(arguments, dict):
-            problem = "the arguments have to be an object"
+        name, given = str(found["name"]), found.get("arguments") or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        if name not in hints:
+            problem = f"there is no tool {name}; there are {', '.join(hints)}"
+        elif not isinstance(given, dict) or deep(given):
+            problem = f"the arguments have to be an object, with at most {DEEP} levels"
+        else:
+            arguments = {key: as_hinted(value, hints[name].get(key)) for key, value in given.items()}
     except Exception as error:
         problem = f"this is no call of a tool: {error!r}"
     return tool_call(number, name, arguments), problem
+
+
+def as_hinted(value, kind):
+    # Returns the number, True or False that a string stands for, if the argument's type hint asks for it.
+    try:
+        return READ[kind](value) if kind in READ and isinstance(value, str) else value
+    except (ValueError, KeyError):
+        return value
+
+
+def deep(value):
+    # Whether lists and objects are nested in more than DEEP levels.
+    level = [value]
+    for _ in range(DEEP):
+        level = [one for each in level if isinstance(each, (list, dict))
+                 for one in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(one, (list, dict)) for one in level)
 
 
 def readable(result):
@@ -442,9 +487,10 @@ def readable(result):
     blocks = [one["text"] for one in result if isinstance(one, dict) and one.get("type") == "text"]
     text = "".join(blocks) if blocks and len(blocks) == len(result) else text
     try:
-        return json.loads(json.dumps(result, default=str)), text
+        value = json.loads(json.dumps(result, default=str))
     except (ValueError, TypeError, RecursionError):
         return text, text
+    return (text if deep(value) else value), text
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 # ---------------------------------------------------------------- advantages
 # Each function is called with (scores, num_generations, lengths=..., rewards=..., parts=..., weights=...) and
-# declares the keywords that it uses. It returns the advantages in float32: [N], or {s: [len]} if each token has
-# an advantage of its own. The statistics are computed in float64.
+# declares the keywords that it uses. It returns the advantages in float32: [N], or {s: [len]} if each token
+# has an advantage of its own. The statistics are computed in float64.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
 #   rewards: for each completion a dict {sampled token: the part of the score that the token was given}.

@@ -12,7 +12,6 @@ The first trainer and the engines wait for each other for at most half of `timeo
 connections break, and the ranks at their other ends say so and end as well.
 """
 import atexit
-import contextlib
 import datetime
 import os
 import pickle
@@ -55,8 +54,6 @@ class Bridge:
         self.rollout_ranks, self.ranks_per_engine = settings.rollout_ranks, settings.vllm_tensor_parallel_size
         self.engines = self.rollout_ranks // self.ranks_per_engine
         kind = rollout.engine_class(settings.engine)
-        if kind is rollout.HFEngine and self.ranks_per_engine > 1:
-            raise ValueError(f"vllm_tensor_parallel_size={self.ranks_per_engine}: engine=hf has one rank")
         self.name, self.naming = f"{kind.name}, {self.engines} apart", kind.naming
 
     def join(self):
@@ -75,8 +72,8 @@ class Bridge:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role.replace(" ", ""))
         if gpus := torch.cuda.device_count():
             os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
-        # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process that
-        # comes here without an error was refused.
+        # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process
+        # that comes here without an error was refused.
         sys.excepthook = self._failed
         atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:
@@ -98,7 +95,7 @@ class Bridge:
             # heard: first how the run begins, then (version, tensors) of each weight sync.
             self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
             for work in (self._listen, self._post):
-                threading.Thread(target=self._in_background, args=[work], daemon=True).start()
+                threading.Thread(target=work, daemon=True).start()
 
     # ------------------------------------------------------------ the trainers' end
 
@@ -106,7 +103,7 @@ class Bridge:
         """Send all engines an object: how the run begins, or which weights follow."""
         if self.speaks:
             for tensor in packed(words):
-                self._wait_for("the engines to listen", self.gloo.broadcast, tensor, 0)
+                self._wait(self.patience, "the engines to listen", self.gloo.broadcast, tensor, 0)
 
     def load_weights(self, named_tensors, version):
         """Send all engines the tensors that Network.full_weights yields. A collective of the trainers."""
@@ -114,8 +111,8 @@ class Bridge:
             self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
             if self.speaks:
                 flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
-                self._wait_for(f"the engines to take the weights of step {version}", self.wire.broadcast,
-                               flat.to(self.device), 0)
+                self._wait(self.patience, f"the engines to take the weights of step {version}",
+                           self.wire.broadcast, flat.to(self.device), 0)
         self.tell((version, None, None))                       # these weights are complete
 
     def take(self, kind, number):
@@ -128,16 +125,11 @@ class Bridge:
             place = 1 + e * self.ranks_per_engine
             what = f"rank {self.trainers - 1 + place} (engine {e}) to send {kind} {number}"
             while key not in box:
-                box |= [unpacked(lambda tensor: self._wait_for(what, self.gloo.recv, [tensor], place, 0))]
+                box |= [unpacked(lambda tensor: self._wait(
+                    self.patience, what, self.gloo.recv, [tensor], place, 0))]
         parts = distributed.from_master([box.pop(key) for box in self.boxes])
         return [r for rollouts, _ in parts for r in rollouts], {
             name: sum(figures[name] for _, figures in parts) / len(parts) for name in parts[0][1]}
-
-    def _wait_for(self, what, begin, *arguments):
-        try:
-            begin(*arguments).wait(self.patience)
-        except RuntimeError as error:
-            self._lost(what, str(error))
 
     def signalled(self):
         """Whether an engine has got a signal to stop."""
@@ -145,10 +137,7 @@ class Bridge:
 
     def close(self):
         """End the engines, because the run is over."""
-        # An engine that is gone already has broken the connection.
-        with contextlib.suppress(RuntimeError):
-            for tensor in packed(None) if self.speaks else ():
-                self.gloo.broadcast(tensor, 0).wait(self.patience)
+        self.tell(None)
 
     # ------------------------------------------------------------ the engines' end
 
@@ -198,26 +187,27 @@ class Bridge:
                 continue
             sizes = [shape.numel() for _, shape in layout]
             flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-            self.wire.broadcast(flat, 0).wait(FOREVER)
+            self._wait(FOREVER, "rank 0 (trainer)", self.wire.broadcast, flat, 0)
             tensors += [(name, piece.view(shape))
                         for (name, shape), piece in zip(layout, flat.cpu().split(sizes))]
         distributed.end(0)
 
     def _hear(self):
-        return unpacked(lambda tensor: self.gloo.broadcast(tensor, 0).wait(FOREVER))
+        return unpacked(lambda tensor: self._wait(
+            FOREVER, "rank 0 (trainer)", self.gloo.broadcast, tensor, 0))
 
     def _post(self):
         while True:
             for tensor in self.outgoing.get():
-                self.gloo.send([tensor], 0, 0).wait(FOREVER)
+                self._wait(FOREVER, "rank 0 (trainer)", self.gloo.send, [tensor], 0, 0)
 
     # ------------------------------------------------------------ failures
 
-    def _in_background(self, work):
+    def _wait(self, patience, what, begin, *arguments):
         try:
-            work()
+            begin(*arguments).wait(patience)
         except RuntimeError as error:
-            self._lost("rank 0 (trainer)", str(error))
+            self._lost(what, str(error))
 
     def _lost(self, what, problem):
         # Another rank stands still, or has ended, which mostly has an earlier cause.
@@ -314,12 +304,11 @@ def kept_ahead(run, settings):
 
 def staleness(rollouts, step):
     """Return by how many steps the policy of `step` is ahead of those that sampled its tokens: mean, max."""
-    ages, counts = [], []
+    ages = []                                                   # of each sampled token
     for r in rollouts:
         starts, versions = np.array(r.versions).T
-        ages += (step - versions).tolist()
-        counts += np.diff(starts, append=len(r.logprobs)).tolist()
-    return float(np.average(ages, weights=counts)), max(ages)
+        ages += np.repeat(step - versions, np.diff(starts, append=len(r.logprobs))).tolist()
+    return sum(ages) / len(ages), max(ages)
 
 
 def buckets(named_tensors, size=BUCKET):

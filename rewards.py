@@ -108,18 +108,18 @@ def load_reward(spec, task):
     return Reward(name_of(function), spec, verl, verl or at_once, at_once, "environments" in parameters)
 
 
-def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0, seconds=math.inf):
+def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0):
     """Yield (parts, steps, logged) for each completion of these columns, or the Failed or TimeUp of its call.
 
     alone: whether each completion is scored by a call of its own. stop: whether to end with the first error.
     workers: how many calls of an async function run at the same time; 0 means 64. Each of these has `timeout`
-    seconds, and none begins after `seconds`; nothing can stop another function. For the rest see `score`.
+    seconds; nothing can stop another function. For the rest see `score`.
     """
     completions, at_once = columns["completions"], reward.at_once and not alone
     function = reward.function
     if not callable(function):
         function = load_from(function, "reward", "function")
-    logged, threads, ended = [{} for _ in completions], Threads(workers or 64, timeout, seconds), {}
+    logged, threads, ended = [{} for _ in completions], Threads(workers or 64, timeout), {}
     groups = [[i] for i in range(len(completions))] if alone or at_once else [[*range(len(completions))]]
 
     def call(group):
@@ -132,9 +132,9 @@ def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0, secon
 
     for group in groups if at_once else ():
         threads.start(group[0], call(group))
-    while threads.open:
-        ended |= {i: result for i, *result in threads.finished(wait=True)}
     for group in groups:
+        while at_once and group[0] not in ended:
+            ended |= {i: result for i, *result in threads.finished(wait=True)}
         returned, error, _ = ended[group[0]] if at_once else outcome(call(group), timeout)
         if not error:
             values = checked(reward, [returned] if reward.verl else returned, [completions[i] for i in group])
@@ -176,8 +176,8 @@ def score(reward, columns, process=None, timeout=0.0, budget=math.inf, workers=0
     columns: {name: one value per completion}, of which the reward gets copies. process: the UserProcess in
     which a call has `timeout` seconds; 0 sets no limit. If a call for all completions takes longer or ends
     the process, each completion is scored by a call of its own. If that one takes longer as well, the
-    completion gets 0.0, and so do all whose call has not begun after `budget` seconds. With unscored=True
-    these completions get no parts, nor do those for which the reward raises.
+    completion gets 0.0, and so do all that have no score `timeout` seconds after the end of `budget`. With
+    unscored=True these completions get no parts, nor do those for which the reward raises.
 
     Raises RuntimeError if the reward raises and unscored is False (the message shows the completion), or if
     it returns anything but one finite number, None, dict of these or list of pairs for each completion.
@@ -192,7 +192,7 @@ def score(reward, columns, process=None, timeout=0.0, budget=math.inf, workers=0
         try:
             if left <= 0:
                 raise TimeUp
-            arguments = reward, rest, alone, not unscored, workers, timeout, left
+            arguments = reward, rest, alone, not unscored, workers, timeout
             results.extend(process.results(limit, end + timeout, judge, *arguments) if process
                            else judge(*arguments))              # it keeps what came before an error
         except (TimeUp, Failed) as error:                       # the process has ended
@@ -281,8 +281,8 @@ class Scorer:
     multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
     used. A reward that returned None counts as 0. If the reward model cannot score a completion, the
     completion has no score, unless the model's weight is 0. What belongs to no turn or step is given to the
-    last token in `rewards`. weights: {name: weight} of reward_weights. budget: the seconds after which no
-    call of a reward begins.
+    last token in `rewards`. weights: {name: weight} of reward_weights. budget: the seconds that the
+    calls of a reward have in all, save for the last one.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     player: the episodes.Player that plays what is scored; at the end of each episode it calls the rewards
@@ -425,7 +425,7 @@ class Scorer:
         # Yields (sampled token, its reward) for pairs (character of the completion, reward).
         ids, text = rollout.sampled_ids, content(rollout.completion)
         for character, reward in steps:
-            begins = lambda t: self.tokenizer.decode(ids[:t + 1], skip_special_tokens=True).startswith(
+            begins = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(
                 text[:character + 1])
             yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
 
@@ -504,8 +504,8 @@ def evaluation(rollouts, k, name="eval"):
 def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
     """Sample k completions per prompt, with the same seeds every time, score them, and log what evaluation returns.
 
-    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for its
-    share of the prompts. A collective.
+    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for
+    its share of the prompts. A collective.
     """
     own = range(dist.get_rank(), len(prompts), dist.get_world_size())
     with log.timed("eval"):

@@ -13,7 +13,8 @@ train_async.py switches weights in between.
 
 The trainer gets the tokens as they were sampled; they are never decoded and encoded again. The logprobs, in
 nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each request
-has its own seed, so a run repeats no matter what else is in the batch.
+has its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU the batch may change
+how logits are rounded, and with that a token.
 """
 import contextlib
 import gc
@@ -91,8 +92,7 @@ class Answer(NamedTuple):
 
 def as_arrays(rollouts):
     """Return Rollouts as {name: array}; all that is not an array in them has to be fit for JSON."""
-    rest = [vars(r) | {key: len(getattr(r, key)) for key in ARRAYS} | {"rewards": [*r.rewards.items()]}
-            for r in rollouts]
+    rest = [vars(r) | {key: len(getattr(r, key)) for key in ARRAYS} for r in rollouts]
     arrays = {key: np.concatenate([getattr(r, key) for r in rollouts]) for key in ARRAYS if rollouts}
     return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
 
@@ -104,8 +104,10 @@ def from_arrays(arrays):
         ends = np.cumsum([one[key] for one in rest])
         for one, part in zip(rest, np.split(arrays[key], ends[:-1])):
             one[key] = part
-    return [Rollout(**one | {"rewards": dict(one["rewards"]), "versions": tuple(map(tuple, one["versions"]))})
-            for one in rest]
+    for one in rest:
+        one["rewards"] = {int(t): reward for t, reward in one["rewards"].items()}
+        one["versions"] = tuple(map(tuple, one["versions"]))
+    return [Rollout(**one) for one in rest]
 
 
 def engine_class(engine):
@@ -128,9 +130,17 @@ def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature
                                top_k)
     for i, r in enumerate(rollouts):
         r.row = prompts[i // n].row
-        text = tokenizer.decode(r.ids[r.spans[0, 0]:], skip_special_tokens=True)
+        text = text_of(tokenizer, r.sampled_ids.tolist(), r.finish_reason)
         r.completion = text if isinstance(r.row["prompt"], str) else [{"role": "assistant", "content": text}]
     return rollouts
+
+
+def text_of(tokenizer, sampled, finish_reason):
+    """Return the text of sampled ids, without the token that ended them and without padding at the end."""
+    sampled = sampled[:-1] if finish_reason == "stop" else sampled
+    while sampled and sampled[-1] == tokenizer.pad_token_id:
+        sampled = sampled[:-1]
+    return tokenizer.decode(sampled)
 
 
 class Sampler:
@@ -145,16 +155,18 @@ class Sampler:
     def __call__(self, prompts, n, names, temperature=None, length=None):
         """Return n adjacent Rollouts per data.Prompt.
 
-        names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where h
-        is a hash of its text, the same on any rank. temperature, length: those of the settings if not given.
+        names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
+        h is a hash of its text, the same on any rank. temperature, length: those of the settings if not
+        given.
         """
         s = self.settings
         temperature = s.temperature if temperature is None else temperature
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
-        sampling = n, seeds, length or s.max_completion_length, temperature
+        length = length or s.max_completion_length
         if self.player.make:                                    # there is an environment, or tools
-            return self.player.play(self.engine, prompts, *sampling)
-        return single_answers(self.engine, self.tokenizer, prompts, *sampling)
+            return self.player.play(self.engine, prompts, n, seeds, length, temperature)
+        length = min(length, s.max_turn_length or length)       # a single answer is one turn
+        return single_answers(self.engine, self.tokenizer, prompts, n, seeds, length, temperature)
 
 
 class Engine:
@@ -163,7 +175,7 @@ class Engine:
     version: the version of the weights, as in Rollout. incoming: a function that returns the named tensors
     of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have.
     """
-    version, incoming, max_length = 0, None, math.inf
+    version, incoming, max_length, serving = 0, None, math.inf, False
 
     def add(self, request):
         if (longest := len(request.ids) + request.max_tokens) > self.max_length:
@@ -186,7 +198,18 @@ class Engine:
         """Returns play(jobs), a list with a result per job. play calls add and step.
 
         If ranks share an engine, the first of them plays the jobs of all, and the others take the same steps.
+        Raises RuntimeError if play calls this again, as an environment might that samples.
         """
+        if self.serving:
+            raise RuntimeError("the run's engine is in the middle of a step and samples for nothing else: an "
+                               "environment that samples needs a model, or a server, of its own")
+        self.serving = True
+        try:
+            return self._serve(jobs, play)
+        finally:
+            self.serving = False
+
+    def _serve(self, jobs, play):
         return play(jobs)
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
@@ -227,10 +250,8 @@ class VLLMEngine(Engine):
                 # If the CPU build lacks a kernel, this fails now and not in the middle of the run.
                 self.generate([[0] * min(8, max_length - 1)], 1, [0], 1, 1.0)
         except Exception as error:
-            # Of a pydantic error the first line says nothing, and what follows the second is noise.
-            reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
             raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
-                             f"{' '.join(reason).partition(' [type=')[0][:300] or repr(error)}") from error
+                             f"{str(error) or repr(error):.300}") from error
         finally:
             gc.freeze()
             gc.enable()
@@ -278,7 +299,7 @@ class VLLMEngine(Engine):
             compute_logits_in_float32(llm, head_logits)
         return llm
 
-    def serve(self, jobs, play):
+    def _serve(self, jobs, play):
         size, place = self.group.world_size, self.group.rank_in_group
         everyones, results = [jobs] * size, None
         if size > 1:

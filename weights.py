@@ -123,46 +123,41 @@ class Network(nn.Module):
             yield from (revert_weight_conversion(self.hf, one) if naming == "checkpoint" else one).items()
 
 
-def compare_logprobs(rollouts, logps, bound, tokenizer, version=None, may_be_stale=False):
+def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
 
     Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
     sync, a wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the
-    worst tokens. Pass an infinite bound for weights that are known to differ. version: that of the policy, or
-    None to compare all rollouts. Rollouts of an older version are not compared, because another policy is
-    their pi_old, and they raise RuntimeError unless they may be stale. docs/metrics.md explains the metrics:
-    importance_sampling_ratio is exp(trainer - engine), and kl is KL(engine || trainer) by k3. A collective,
-    also for a rank without any logprobs.
+    worst tokens. Pass an infinite bound for weights that are known to differ. version: that of the policy;
+    rollouts of another version raise RuntimeError, because another policy is their pi_old. None accepts all.
+    docs/metrics.md explains the metrics: importance_sampling_ratio is exp(trainer - engine), and kl is
+    KL(engine || trainer) by k3. A collective, also for a rank without any logprobs.
     """
-    oldest = {s: min(sampled_by for _, sampled_by in rollouts[s].versions) for s in logps}
-    stale = {s for s in logps if version not in (None, oldest[s])}
-    if stale and not may_be_stale:
-        raise RuntimeError(
-            f"step {version} trains on rollouts of step {oldest[min(stale)]}'s policy: "
-            "take the engine's as old logprobs (train_grpo.py --old_logprobs=engine), or a correction")
-    logps = {s: logp for s, logp in logps.items() if s not in stale}
+    stale = {sampled_by for s in logps for _, sampled_by in rollouts[s].versions} - {version}
+    if stale and version is not None:
+        raise RuntimeError(f"step {version} trains on rollouts of step {min(stale)}'s policy: take the engine's as "
+                           "old logprobs (--old_logprobs=engine), and compare none of these rollouts")
     # On the CPU, where the engine's are, in one transfer.
     ours = torch.cat([*logps.values()]).cpu() if logps else torch.empty(0)                      # [C]
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    sums = torch.stack([torch.tensor(float(len(x))) for x in (stale, gap)]
-                       + [x.sum() for x in (gap, ratio, ratio.square(), ratio - 1 - (ours - theirs))])
+    sums = torch.stack([x.sum() for x in (torch.ones_like(gap), gap, ratio, ratio.square(),
+                                          ratio - 1 - (ours - theirs))])
     peaks = torch.full((4,), -math.inf)
     if len(gap):
         p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
         peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    if sums[1] == 0:                                    # no rank compares a token, so nothing can be wrong
-        sums[1:], peaks = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, -1])
-    gap_mean, ratio_mean, square_mean, kl = (sums[2:] / sums[1]).tolist()
+    if sums[0] == 0:                                    # no rank compares a token, so nothing can be wrong
+        sums, peaks = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, -1])
+    gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
     gap_p99, gap_max, ratio_max, minus_ratio_min = peaks.tolist()
     if not (gap_mean <= bound and math.isfinite(gap_mean)):
         raise RuntimeError(
             f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
             f"The worst tokens here:\n{worst_tokens(rollouts, logps, gap, tokenizer)}")
     return {f"sampling/{name}": value for name, value in {
-        "stale_rollouts": int(sums[0]),
         "sampling_logp_difference/mean": gap_mean, "sampling_logp_difference/p99": gap_p99,
         "sampling_logp_difference/max": gap_max, "importance_sampling_ratio/min": -minus_ratio_min,
         "importance_sampling_ratio/mean": ratio_mean, "importance_sampling_ratio/max": ratio_max,

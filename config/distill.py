@@ -1,6 +1,7 @@
 """On-policy distillation (Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; Lu et al. 2025,
-https://thinkingmachines.ai/blog/on-policy-distillation): the student samples, and the advantage of each of its
-tokens is the teacher's logprob minus its own, so that it minimises KL(student || teacher). No score is used.
+https://thinkingmachines.ai/blog/on-policy-distillation): the student samples, and the advantage of each of
+its tokens is the teacher's logprob minus its own, so that it minimises KL(student || teacher). No score is
+used.
 
     torchrun train_grpo.py config/distill.py --reference_model=TEACHER
 

@@ -6,10 +6,12 @@ environment's message, the beginning of the next turn) is the difference of two 
 conversation, one with the message and one without it. Nothing is encoded twice, so no token can change. That
 is right only for templates that never rewrite earlier turns; check() refuses the others.
 """
+import datetime
 import functools
 
-# Marks where a text is cut before it is encoded; a character of Unicode's private use area.
-CUT = "\ue000"
+# Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
+# in this order.
+CUT = "\ue000\uf8ff\ue001\uf8fe"
 # Turns to try a template with, by the tag with which it ends a thought. With tools, Gemma 4's template writes
 # what a turn says after the result of its call, and its thinking before the call.
 THOUGHTFUL = {"</think>": {"content": "<think>\nwhy\n</think>\n\nbecause"},
@@ -27,8 +29,7 @@ class Template:
         self.tokenizer, self.eos_ids, self.tools = tokenizer, set(eos_ids), tools
         self.names = [tool["function"]["name"] for tool in tools or ()]
         # Tokenizers also add runs of spaces and line ends, which control nothing.
-        added = tokenizer.get_added_vocab()
-        self.control = sorted((one for one in added if len(one.strip()) > 1), key=len)[::-1]
+        self.control = {one for text, one in tokenizer.get_added_vocab().items() if len(text.strip()) > 1}
         # Where the template itself ends the thinking before a turn, the policy does not think.
         thinks = not self._render([{"role": "user", "content": "?"}], True).rstrip().endswith("</think>")
         tried = THOUGHTFUL | (WITH_TOOLS if tools else {})
@@ -65,12 +66,15 @@ class Template:
         return ids[:begin], ids[begin:]
 
     def defused(self, text):
-        """The text with a CUT inside everything in it that reads like a control token."""
-        for token in self.control:
-            # Two that overlap take two rounds.
-            while token in text:
-                text = text.replace(token, token[:len(token) // 2] + CUT + token[len(token) // 2:])
-        return text.encode(errors="replace").decode()
+        """Return the text with a CUT inside everything in it that is encoded as a control token."""
+        text = text.encode(errors="replace").decode()
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # A tokenizer that normalises finds a control token in other characters as well.
+        cuts = [(start + end) // 2 for one, (start, end) in zip(found.input_ids, found.offset_mapping)
+                if one in self.control and end - start > 1]
+        parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None])]
+        # Two that overlap take two rounds.
+        return CUT.join(map(self.defused, parts)) if cuts else text
 
     def check(self, messages):
         """Raises ValueError if the template cannot be used for several turns after these messages."""
@@ -128,9 +132,20 @@ class Template:
         return messages, ids[:ends[-1] + 1]
 
     def _encode(self, messages, asked):
-        # Each part between CUTs is encoded by itself.
-        parts = self.tokenizer(self._render(messages, asked).split(CUT), add_special_tokens=False).input_ids
-        return [one for part in parts for one in part]
+        # What follows a CUT is encoded by itself.
+        text, *parts = self._render(messages, asked).split(CUT)
+        return self._ids(text) + [one for part in parts for one in self._behind_a_cut(part)]
+
+    def _behind_a_cut(self, part):
+        # Some tokenizers put a space before a text, so the part is encoded with a character before it.
+        for before in "1.":
+            first, both = self._ids(before), self._ids(before + part)
+            if both[:len(first)] == first:
+                return both[len(first):]
+        return self._ids(part)
+
+    def _ids(self, text):
+        return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def _render(self, messages, asked):
         # The text of the messages and, if the policy is asked, of the beginning of its turn.
@@ -141,6 +156,17 @@ class Template:
         except Exception as error:
             raise ValueError(f"the chat template fails with {error!r:.200}; the messages are "
                              f"{messages!r:.500}") from error
+
+
+def stop_clock(tokenizer, clock):
+    """Let the chat template print this date and time, in ISO format, where it asks for the present ones.
+
+    Otherwise the beginning of an episode that goes on at midnight would no longer be its prompt. Returns
+    whether the template asks for them.
+    """
+    tokenizer.apply_chat_template = functools.partial(
+        tokenizer.apply_chat_template, strftime_now=datetime.datetime.fromisoformat(clock).strftime)
+    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def tool_call(number, name, arguments):

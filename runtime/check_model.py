@@ -5,6 +5,7 @@ What a model folder says about its model, and which models are refused before th
     check_trainable  the same, if by its config the model can also be trained
     load_tokenizer   its tokenizer
     end_tokens       the tokens that end a completion
+    end_note         a sentence, if the chat template writes none of them
 """
 import contextlib
 import functools
@@ -128,8 +129,8 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size or others:
-        raise ValueError(f"{key}={path} has to read the policy's tokens, but its vocabulary has {size} tokens "
-                         f"and that of the model {policy_size}, with other numbers for {others[:5]}")
+        raise ValueError(f"{key}={path} has to read the policy's tokens, but it has {size} tokens and the "
+                         f"policy {policy_size}, with other numbers for {others[:5]}")
     return path
 
 
@@ -165,6 +166,22 @@ def end_tokens(model, tokenizer):
             return ids if isinstance(ids, list) else [ids]
     raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
                      "names an end-of-sequence token")
+
+
+def end_note(model, tokenizer):
+    """Return a sentence if the chat template ends a turn with none of the model's end tokens, otherwise ""."""
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "forty-two"}]
+    try:
+        written = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
+    # Templates raise all kinds of errors. One that fails for the run's prompts stops it elsewhere.
+    except Exception:
+        return ""
+    ends = end_tokens(model, tokenizer)
+    if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
+        return ""
+    names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
+    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}: "
+            "completions of a model that learned the template are cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None):

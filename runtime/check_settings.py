@@ -5,6 +5,7 @@ They catch mistakes, and nothing else depends on them. A script of your own may 
 read one of these are then left out.
 """
 import inspect
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 from configurator import check, given
@@ -43,6 +44,8 @@ RULES = (
     # ranks
     (lambda vllm_tensor_parallel_size, samplers: samplers % vllm_tensor_parallel_size == 0,
      "does not divide the {samplers} ranks that sample"),
+    (lambda vllm_tensor_parallel_size, engine: vllm_tensor_parallel_size == 1 or engine == "vllm"
+     or engine == "auto" and find_spec("vllm") is not None, "needs engine=vllm"),
     (lambda sequence_parallel_size, trainers: trainers % sequence_parallel_size == 0,
      "does not divide the {trainers} ranks that train"),
     (lambda shard_ranks, trainers: trainers % (shard_ranks or 1) == 0,

@@ -33,14 +33,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import GenerationConfig
 
 from runtime import STARTED_IN
 from runtime.distributed import gathered, range_of_rows
 
-# A file of weights has at most this many bytes, unless a single tensor has more. In a save rank 0 holds one
-# file in memory.
-FILE_BYTES = 5 * 10 ** 9
+FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
@@ -49,10 +47,11 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model, optimizer, or None if nothing trains it)}; the policy's is "", so that
-    from_pretrained and vLLM can load the folder. state: a dict that JSON can hold. arrays: {name: NumPy array}.
-    Afterwards older checkpoints are removed, except the `keep` newest and the best by state["eval_scores"],
-    {step: score}. Returns None, or what went wrong if the checkpoint could not be written (because the disk is
-    full, say); then no older one is removed. A collective.
+    from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict that
+    JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the `keep`
+    newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the
+    checkpoint could not be written (because the disk is full, say); then no older one is removed. A
+    collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master, problem = dist.get_rank() == 0, None
@@ -101,39 +100,15 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
 
 
 def write_model(hf, tensors, folder):
-    # Writes what save_pretrained writes, each file as soon as its tensors are there. tensors: (name, whole
-    # tensor) of each parameter of the Hugging Face model.
-    hf.config.architectures, hf.config.dtype = [type(hf).__name__], hf.dtype
-    hf.config.save_pretrained(folder)
-    if hf.generation_config:
-        # Its own save_pretrained refuses what some published models have, such as a temperature alone.
-        hf.generation_config.to_json_file(f"{folder}/generation_config.json")
+    # Writes a model folder. tensors: (name, whole tensor) of each parameter of the Hugging Face model.
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
-    buffers = [(name, x) for name, x in hf.state_dict().items() if name not in parameters]
-    files, held = [], {}    # for each file {name: bytes} of its tensors; the tensors of the next file
-
-    def write():
-        save_file(held, f"{folder}/{len(files)}.part", {"format": "pt"})
-        files.append({name: x.nbytes for name, x in held.items()})
-        held.clear()
-
-    # A tensor of the checkpoint may be made of several parameters, but these belong to one layer.
-    layer_of = lambda item: re.match(r".*?\.\d+\.|.*", item[0])[0]
-    for _, layer in itertools.groupby(itertools.chain(tensors, buffers), layer_of):
-        for name, tensor in revert_weight_conversion(hf, dict(layer)).items():
-            if held and sum(x.nbytes for x in held.values()) + tensor.nbytes > FILE_BYTES:
-                write()
-            held[name] = tensor.cpu().contiguous()
-    write()
-    names = (["model.safetensors"] if len(files) == 1 else
-             [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))])
-    for i, name in enumerate(names):
-        os.rename(f"{folder}/{i}.part", f"{folder}/{name}")
-    if len(files) > 1:
-        total = {"total_parameters": hf.num_parameters(), "total_size": sum(sum(x.values()) for x in files)}
-        places = {key: name for name, sizes in zip(names, files) for key in sizes}
-        with open(f"{folder}/model.safetensors.index.json", "w") as file:
-            json.dump({"metadata": total, "weight_map": places}, file, indent=2)
+    buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
+    whole = {name: x.cpu() for name, x in tensors}
+    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
+    generation, hf.generation_config = hf.generation_config, GenerationConfig()
+    hf.save_pretrained(folder, state_dict=whole | buffers, max_shard_size=FILE_SIZE)
+    hf.generation_config = generation
+    generation.to_json_file(f"{folder}/generation_config.json")
 
 
 def first_problem(problem):
@@ -142,8 +117,8 @@ def first_problem(problem):
 
 
 def write_state(folder, state, arrays={}):
-    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every file,
-    # and waits until the disk has all.
+    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every
+    # file, and waits until the disk has all.
     os.makedirs(f"{folder}/trainer", exist_ok=True)
     if arrays:
         save_arrays(arrays, f"{folder}/trainer/arrays.safetensors")
@@ -273,9 +248,9 @@ def locate_run(out_dir, resume, default):
 
     If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder named
     `default`, with a number after it if the name is taken. The folder is locked. resume=auto takes the newest
-    checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises ValueError
-    for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a folder that
-    cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
+    checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises
+    ValueError for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a
+    folder that cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
     """
     out_dir, resume, default = (
         path if path in ("", "auto") else os.path.normpath(os.path.join(STARTED_IN, os.path.expanduser(path)))
@@ -311,9 +286,9 @@ def locate_run(out_dir, resume, default):
 def lock(out_dir, patience=600):
     """Make a folder, if it is not there, and keep other runs out of it while this process lives.
 
-    Waits up to `patience` seconds for a run that is still in the folder, because the workers of a torchrun that
-    was killed live on until the end of their step. Raises ValueError if that run does not end, or if the folder
-    cannot be written or belongs to no run.
+    Waits up to `patience` seconds for a run that is still in the folder, because the workers of a torchrun
+    that was killed live on until the end of their step. Raises ValueError if that run does not end, or if the
+    folder cannot be written or belongs to no run.
     """
     try:
         os.makedirs(out_dir, exist_ok=True)

@@ -4,8 +4,8 @@ The frame of a run: how it begins or resumes, what it logs, how it saves, stops 
     Run       the settings, the folder and the state of a run, from the start or from a checkpoint
     RunLog    its metrics and samples, for files, TensorBoard and the console
 
-All training scripts share this file, and no algorithm has to change it. checkpoint.py finds the folder and writes
-the checkpoints.
+All training scripts share this file, and no algorithm has to change it. checkpoint.py finds the folder and
+writes the checkpoints.
 """
 import atexit
 import contextlib
@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
+from runtime.check_model import end_note
 from runtime.check_settings import check_run, check_suits
 from runtime.user_code import source_file, specs
 
@@ -49,11 +50,11 @@ CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
-    settings: what configure returned. script: the training script's __file__. critic: whether the script trains
-    a critic. state: what a script of your own wants to find again in run.state when it is resumed, with the
-    values of a new run; run.state is saved as JSON with each checkpoint, and run.arrays, {name: NumPy array}, as a
-    file of its own. Stops the script with a message if the settings do not fit each other, the folder or the
-    checkpoint. A collective.
+    settings: what configure returned. script: the training script's __file__. critic: whether the script
+    trains a critic. state: what a script of your own wants to find again in run.state when it is resumed,
+    with the values of a new run; run.state is saved as JSON with each checkpoint, and run.arrays, {name:
+    NumPy array}, as a file of its own. Stops the script with a message if the settings do not fit each other,
+    the folder or the checkpoint. A collective.
     """
 
     def __init__(self, settings, script, critic=False, **state):
@@ -116,6 +117,7 @@ class Run:
                              f"{self.resumed}, so this would not be the same run")
         self.changed = [key for key in CODE if not same.get(key, True)]
         self.state["checksums"] = checksums
+        self.end_note = end_note(base, train_set.tokenizer) if s.chat else ""
         memory, cuda = forecast.device_memory()
         self.forecast = forecast.says(s, self.world_size, memory, cuda, table=cuda)
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
@@ -155,6 +157,8 @@ class Run:
             f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
             f"The run has {self.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} completions "
             f"per held-out prompt.\n{printable(data_note)}\n{self.forecast}")
+        if self.end_note:
+            say(self.end_note)
         if (s.environment or s.tools) and s.call_workers:
             say("call_workers: turns begin when the environments answer, so the run does not repeat bit "
                 "for bit")
@@ -238,8 +242,8 @@ class Run:
         """Write a checkpoint of this step. A collective.
 
         A run that has made no step yet writes none. The exception is a run that was resumed in a new folder
-        and stops at once, because the new folder has no checkpoint yet. If a save fails, the script stops, and
-        the older checkpoints stand.
+        and stops at once, because the new folder has no checkpoint yet. If a save fails, the script stops,
+        and the older checkpoints stand.
         """
         self._check_state()
         step = self.state["step"]
@@ -273,8 +277,8 @@ class RunLog:
     """Writes metrics.jsonl and TensorBoard events, samples.jsonl, config.json and a copy of the script, and
     prints to the console.
 
-    settings: a dict of the run's settings. state: run.state; the log begins at its step, and drops the lines of
-    that step and of later ones, because the run writes them again. Only rank 0 writes. The line of a step
+    settings: a dict of the run's settings. state: run.state; the log begins at its step, and drops the lines
+    of that step and of later ones, because the run writes them again. Only rank 0 writes. The line of a step
     consists of `metrics`, a dict of figures that all ranks agree on, and of what `add` was given, summed or
     averaged over all ranks when the step ends. A disk that is full ends the run.
     """
@@ -337,7 +341,8 @@ class RunLog:
         """Log the results of an evaluation, and show those over all prompts on the console."""
         self.metrics |= results
         step, least = self.metrics["step"], min((name.count("/") for name in results), default=0)
-        # A resumed run knows the evaluation of the model that it begins with, and which checkpoint is the best.
+        # A resumed run knows the evaluation of the model that it begins with, and which checkpoint is the
+        # best.
         self.state["evaluated"] = {"step": step} | results
         self.state["eval_scores"] |= {str(step): value for name, value in results.items()
                                       if name.startswith("eval/mean@")}

@@ -173,13 +173,12 @@ async def listed(awaitable):
 class Threads:
     """Calls functions in at most `count` threads at a time, with `timeout` seconds for each; 0 sets no limit.
 
-    budget: seconds for all of them. Python cannot end a thread, so a call that takes too long goes on, and
-    what it returns is dropped. open: how many calls have no result yet.
+    Python cannot end a thread, so a call that takes too long goes on, and what it returns is dropped.
     """
 
-    def __init__(self, count, timeout, budget=math.inf):
-        self.free, self.open, self.ended = asyncio.Semaphore(count), 0, queue.SimpleQueue()
-        self.timeout, self.end = timeout or threading.TIMEOUT_MAX, time.monotonic() + budget
+    def __init__(self, count, timeout):
+        self.free, self.timeout = asyncio.Semaphore(count), timeout or threading.TIMEOUT_MAX
+        self.open, self.ended = 0, queue.SimpleQueue()          # open: how many calls have not been returned
 
     def start(self, name, function):
         """Call a function as soon as a thread is free. name: how `finished` names its result."""
@@ -188,14 +187,12 @@ class Threads:
 
     async def _call(self, name, function):
         async with self.free:
-            seconds, future = min(self.timeout, self.end - time.monotonic()), Future()
-            if seconds > 0:
-                # Not a pool of threads, because the process would wait at its end for a call that hangs.
-                call = threading.Thread(target=lambda: future.set_result(outcome(function, seconds)))
-                call.daemon = True
-                call.start()
-                await asyncio.wait([asyncio.wrap_future(future)], timeout=seconds)
-            self.ended.put((name, *(future.result() if future.done() else (None, TimeUp(), seconds))))
+            future = Future()
+            work = lambda: future.set_result(outcome(function, self.timeout))
+            # Not from a pool of threads, because the process would wait at its end for a call that hangs.
+            threading.Thread(target=work, daemon=True).start()
+            await asyncio.wait([asyncio.wrap_future(future)], timeout=self.timeout)
+            self.ended.put((name, *(future.result() if future.done() else (None, TimeUp(), self.timeout))))
 
     def finished(self, wait):
         """Return (name, value, error, seconds) for each call that has ended or run out of time.

@@ -16,14 +16,14 @@ from unicodedata import normalize
 
 # A line per language, or for related ones: words for `answer`, and words for `is`. Add a line for yours.
 LANGUAGES = [
-    (r"answer|ans(?<![a-z]ans)|correct option|correct choice", "is|are|equals|would be"),
-    ("答案|答", "是|为|為|应[是为]|應[是為]|等于"),
+    (r"answer|ans(?<![a-z]ans)|(?:correct|right|best) (?:option|choice)", "is|are|equals|would be"),
+    ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于"),
     ("答え|解答|正解", "は"),
     ("정답|답", "은|는"),
-    ("respuesta|resposta|risposta|răspunsul|răspuns", "es|és|é|è|são|son|sono|este"),
+    ("respuesta|resposta|risposta|răspunsul|răspuns|opción correcta", "es|és|é|è|são|son|sono|este"),
     ("réponse", "est|sont|vaut"),
-    ("antwort|antwoord|svaret|svar|vastaus", "ist|lautet|är|er"),
-    ("ответ|відповідь|отговор|odpowiedź|odpověď|odpoveď", "равен|это|є|е|je|jest|wynosi"),
+    ("antwort|antwoord|svaret|svar|vastaus|richtige option", "ist|lautet|är|er"),
+    ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď|odpoveď", "равен|это|є|е|je|jest|wynosi"),
     ("đáp án|đáp số|jawabannya|jawaban", "là|adalah|ialah"),
     ("cevap|yanıt|válasz|απάντηση", "az|είναι"),
     ("उत्तर|উত্তর|คำตอบ", "है|হল|হলো|คือ"),
@@ -31,20 +31,20 @@ LANGUAGES = [
 ]
 # Not inside a Latin word
 EDGE = "(?!(?<=[a-z])[a-z])"
-FILLER = "(?: (?:therefore|thus|then|simply|just|equal to|option|choice))*"
+FILLER = "(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra))*"
 # What leads to an answer in the last line (`So the total is 18`), and what may follow an answer in its line.
-LEAD = (r"(?:result\w{0,2}|résultat|ergebnis|solution|total|so|thus|hence|therefore|value|resultado)\b"
-        r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|option|"
-        "choice|choose|pick|donc|also|итак|результат|结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以|故|解|"
-        "kết quả là|よって|따라서|∴|⇒|=>")
+LEAD = (r"(?:result\w{0,4}|risultato|résultat|ergebnis|solution|total|value|so|thus|hence|therefore)\b"
+        r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist|é|è)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|"
+        "option(?: is)?|choice|choose|pick|donc|also|итак|результат|结果[是为]?|故?[应應]?[选選][项項择擇]?|因此|所以是?|等于|故|"
+        "解|kết quả là|よって|따라서|∴|⇒|=>")
 TAIL = (rf"[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
-        f"是?正确|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}.*")
+        f"选项[。.]?$|是?正确|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}.*")
 NOUN, VERB = ("|".join(column) for column in zip(*LANGUAGES))
 # An answer begins behind these: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says
 # only `Final Answer`, [[18]], and GSM8K's ####, unless the #### is a heading with text below it. If there are
 # none of them, these count: `the answer in dollars is 18`, `the correct option would be: B`.
 SIGNS = [re.compile(pattern, re.I | re.M) for pattern in [
-    rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"*_)`]*(?:\s*[:：=＝]|\s+[-–—→]\s)|"
+    rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|"
     r"<(?:answer|solution|final_?answer)>|"
     rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|"
@@ -56,8 +56,9 @@ REST = re.compile(rf"{TAIL}|</(?:s|think)>.*|<\|\w{{1,30}}\|>.*|[。！].*|"
                   r"(?<!^[a-z])(?<![. ][a-z])[.!][\"*)$]{0,4}\s+(?-i:[A-Z]).*", re.I | re.S)
 LEADING = re.compile(rf"^.*{EDGE}(?:{LEAD}){EDGE}[\s,:：*]*", re.I)
 # A number in a sentence: `She makes 18 dollars.`, but not `at least 18` or `the square root of 18`
-SENTENCE = re.compile(r"(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|times|is|"
-                      r"by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
+SENTENCE = re.compile(r"(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|"
+                      r"times|is|by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)"
+                      r"([$€£]?\d[^=\\]*)$", re.I)
 # \boxed{, \boxed 5, an escaped sign such as \{, or a bracket; if only JOINT stands between two boxes, as in
 # `\boxed{1} and \boxed{2}`, they are one answer.
 BRACKETS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+([^\s{}$]+)|\\.|[{}]")
@@ -125,11 +126,13 @@ def announced(sign, below):
     # Returns the answer that a sign announces, from the text below the sign.
     closing = {"[": "]]", "<": "</"}.get(sign[0])
     if closing and closing in below:
-        return below.partition(closing)[0].strip(EDGES)
+        below = below.partition(closing)[0].strip(EDGES)
+        return SIGNS[1].split(below)[-1].strip(EDGES) if len(below) <= 100 else below
     opening = next(each for each in ("$$", r"\[", "") if below.startswith(each))
     line = below[len(opening):].partition({"$$": "$$", r"\[": r"\]", "": "\n"}[opening])[0]
-    if '"' in sign:
-        line = re.split(r'"|[,}]\s*$', line)[0]
+    # {"answer": 18}
+    if '"' in sign or "'" in sign:
+        line = re.split(r"[\"']|[,}]\s*$", line)[0]
     # `Answer: The answer is 18`
     line = REST.sub("", line[max((sign.end() for sign in SIGNS[1].finditer(line[:300])), default=0):])
     sentence = SENTENCE.match(line) if len(line) <= 200 else None
@@ -393,8 +396,9 @@ CHOICE = re.compile(rf"^(?:\(([a-j])\)|([a-j])[).:,])(?:\s*(?!(?:{OPERATOR}|[a-j
                     r"(?!.*\b[a-j]\))(?:[\w{\[\"-]|\\(?:frac|sqrt|pi|\{)).*)?$", re.S)
 # Several choices or statements: BC, B and C, or (1)(3)
 CHOICES = re.compile(r"(?:\(?[A-J]\)?(?:[\s,;]|and)*){2,}|(?:\(\d\)(?:[\s,;]|and)*){2,}")
-# B or (B); fonts; and words
+# B or (B); \Delta, or another capital; what surrounds choices, as in \text{BC}; and what is no variable
 LETTER = re.compile(r"\(?[a-j]\)?")
+CAPITAL = re.compile(r"(\\[a-zA-Z]+)|([A-Z])")
 FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\]")
 WORDS = re.compile(r"\\(?:text|math)\w*\s*\{[^{}]*\}|\\[a-zA-Z]+|\b[A-Z]?[a-z]{2,}\b")
 # Two answers with different left sides of these kinds differ: x, x_1, xy, \cos x, and f(x). Words do not
@@ -404,9 +408,10 @@ LEFT = [re.compile(r"[\s$]*((?:\\[a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z]
 # Each text holds the names of one unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in [
     "mm millimeter millimetre 毫米", "cm centimeter centimetre 厘米", "m meter metre 米", "yd yard", "mi mile",
-    "km kilometer kilometre 千米", "in inch inche", "ft foot feet", "mg milligram", "g gram 克", "l liter litre 升",
-    "kg kilogram 千克", "ml milliliter millilitre 毫升", "s sec second 秒", "min minute 分钟", "h hr hour 小时",
-    "day 天", "week 周", "month 月", "yr year 年", "/ per", "2 square sq", "3 cubic"] for name in names.split()}
+    "km kilometer kilometre 千米", "in inch inche", "ft foot feet", "mg milligram", "g gram 克",
+    "l liter litre 升", "kg kilogram 千克", "ml milliliter millilitre 毫升", "s sec second 秒", "min minute 分钟",
+    "h hr hour 小时", "day 天", "week 周", "month 月", "yr year 年", "/ per", "2 square sq", "3 cubic"]
+    for name in names.split()}
 CURRENCIES = [re.compile(pattern, re.I) for pattern in [
     r"\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元", r"€|\beuros?\b|欧元", "£", r"¢|\bcents?\b"]]
 
@@ -421,22 +426,23 @@ def comparison(given, truth):
     raises, and no input makes it slow.
     """
     given, truth = compatible(given), compatible(truth)
-    choices = [CHOICES.fullmatch(FONT.sub("", each[:99]).strip()) for each in (given, truth)]
-    if any(choices) and (all(choices) or "(1)" < max(each[0] for each in choices if each) < "(9)~"):
-        return all(choices) and len({frozenset(re.findall(r"[A-J\d]", each[0])) for each in choices}) == 1
     short = given[:500], truth[:500]
+    chosen = [set(re.findall(r"[A-J\d]", each)) if CHOICES.fullmatch(FONT.sub("", each).strip()) else set()
+              for each in short]
+    # (1)(3) is no product.
+    if all(chosen) or any(set("123456789") & each for each in chosen):
+        return chosen[0] == chosen[1]
     percent = len({bool(re.search("%|percent", each)) for each in (given, truth)}) > 1
     differ = any(len({"".join(re.findall(r"\\(?!angle)[a-zA-Z]+|\w|[()]", match[1]))
                       for each in short if (match := left.match(each))}) > 1 for left in LEFT)
     money = [{sign for sign in CURRENCIES if sign.search(each)} for each in short]
     if both_cases(*short):
-        given, truth = (re.sub(r"(\\[a-zA-Z]+)|([A-Z])", capital, each) for each in (given, truth))
-    choice = re.search(r"[A-J]", truth)
-    given, truth = plain(given), plain(truth)
-    if choice and LETTER.fullmatch(truth):
-        given = CHOICE.sub(r"\1\2", given)
-    elif choice and LETTER.fullmatch(given):
-        truth = CHOICE.sub(r"\1\2", truth)
+        given, truth = (CAPITAL.sub(lambda sign: sign[1] or rf"\upper{sign[2]} ", each)
+                        for each in (given, truth))
+    pair = plain(given), plain(truth)
+    # B) 12 is B, and the other way round.
+    lettered = re.search(r"[A-J]", truth) and any(map(LETTER.fullmatch, pair))
+    given, truth = (CHOICE.sub(r"\1\2", each) if lettered else each for each in pair)
     if differ or all(money) and not money[0] & money[1] or len({unit(given), unit(truth)} - {None}) > 1:
         return False
     trees = value(given), value(truth)
@@ -465,10 +471,6 @@ def both_cases(given, truth):
                if letter.isalpha())
 
 
-def capital(match):
-    return match[1] or rf"\upper{match[2]} "
-
-
 def unit(text):
     # Returns what is known of the text's unit, or None: a sorted list of units, exponents, and / for per.
     found = UNIT.search(text) if len(text) <= 300 else None
@@ -488,14 +490,14 @@ def squeezed(text):
 def check_answer(text, truth, algebra=False):
     """Return whether a completion's final answer is the truth.
 
-    truth: a text, which may be a worked solution, or a list of texts, of which one is enough. A text of at
-    most 100 characters without a final answer is compared as a whole. algebra: whether to ask the package
+    truth: a text, which may be a worked solution, or a list of texts, of which one is enough. A short
+    line without a final answer is compared as a whole. algebra: whether to ask the package
     math-verify where exact values do not decide. Set a time limit for that.
     """
-    given = extract_answer(text)
+    given, alone = extract_answer(text), len(text) <= 100 and not re.search("[=\n]", text.strip())
+    whole = text if given is None and alone else given
     for one in truth if isinstance(truth, (list, tuple)) else [truth]:
         one = boxed_answer(one) or marked_answer(one) or one
-        whole = text if given is None and len(text) <= 100 and "=" not in text else given
         same = None if whole is None else comparison(whole, one)
         if same or same is None and algebra and by_algebra(given, text, one):
             return True

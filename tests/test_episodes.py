@@ -1,6 +1,8 @@
 """Episodes: exact tokens, how they end, their rewards, tools, threads, environments that are refused."""
+import copy
 import json
 import math
+import pickle
 import re
 import threading
 import time
@@ -49,6 +51,15 @@ class Echo:
         return f"{len(text)}{self.answer}", 0.25 * self.turns, len(text) % 3 == 0
 
 
+class Hears:
+    def reset(self, log_extra, **row):
+        self.log_extra = log_extra
+
+    def step(self, text):
+        self.log_extra("heard", text)
+        return None, 1.0, True
+
+
 class Once(Echo):
     def step(self, text):
         return None, 1.0, True
@@ -69,6 +80,12 @@ class Script:
         if reply == "hang":
             time.sleep(60)
         return tuple(reply)
+
+
+class Gym(Script):
+    def reset(self, *, seed=3, options=None, replies=()):
+        self.replies = list(replies)
+        return f" Seed {seed}.", {"anything": object()}
 
 
 class AsyncScript(Script):
@@ -151,6 +168,80 @@ class Counter:
 
     def get_reward(self):
         return float(self.total)
+
+
+class Nests:
+    def reset(self, **row): ...
+
+    def give(self, what: list) -> str:
+        """Takes.
+
+        Args:
+            what: Anything.
+        """
+        levels = 0
+        while what:
+            what, levels = what[0], levels + 1
+        return f"got {levels + 1}"
+
+    def nest(self, levels: int) -> list:
+        """Nests.
+
+        Args:
+            levels: How deep.
+        """
+        value = []
+        for _ in range(levels - 1):
+            value = [value]
+        return value
+
+
+class Hinted:
+    def reset(self, **row): ...
+
+    def take(self, whole: int | None = None, part: float = 0.0, flag: bool = False, text: str = "",
+             several: list[int] = ()) -> str:
+        """Takes.
+
+        Args:
+            whole: A number.
+            part: A number.
+            flag: Yes or no.
+            text: A text.
+            several: Numbers.
+        """
+        return repr([whole, text, several] if text else [whole, part, flag])
+
+
+class Elsewhere:
+    def made(self) -> str:
+        """Makes."""
+        return "from elsewhere"
+
+
+class Bound:
+    def __init__(self):
+        self.made, self.loose = Elsewhere().made, lambda: 1
+
+    def reset(self, **row): ...
+
+    @property
+    def unset(self):
+        raise RuntimeError("there is none before the reset")
+
+    def look(self) -> str:
+        """Looks."""
+        return "seen"
+
+    @classmethod
+    def whose(cls) -> str:
+        """Says whose it is."""
+        return cls.__name__
+
+    @staticmethod
+    def helper() -> str:
+        """Helps."""
+        return "not for the policy"
 
 
 class Tools(Counter):
@@ -251,8 +342,8 @@ def one_turn(way, engine, prompts, n, seeds, max_tokens, *sampling, **more):
 @pytest.mark.parametrize("way", ["single", "played"])
 @pytest.mark.parametrize("prompt", ["2+3=", [{"role": "user", "content": "2+3="}]])
 def test_a_rollout_gets_its_row_and_its_text(engine, prompt, way):
-    """One turn is what the engine generates, bit for bit. The text has no special tokens, and is a message
-    where the prompt is a list of messages."""
+    """One turn is what the engine generates, bit for bit. The text has no end token at its end, and is a
+    message where the prompt is a list of messages."""
     rows = [{"prompt": prompt, "answer": str(i)} for i in range(2)]
     prompts = data.encode_rows(TOKENIZER, list(enumerate(rows)))
     rollouts = one_turn(way, engine, prompts, 3, [5, 9], 8, 0.9)
@@ -261,7 +352,7 @@ def test_a_rollout_gets_its_row_and_its_text(engine, prompt, way):
     bare = engine.generate([prompt.ids for prompt in prompts], 3, [5, 9], 8, 0.9)
     assert identical(rollouts, bare)
     for r in rollouts:
-        text = TOKENIZER.decode(r.sampled_ids, skip_special_tokens=True)
+        text = TOKENIZER.decode(r.sampled_ids[:-1] if r.finish_reason == "stop" else r.sampled_ids)
         assert r.completion == (text if prompt == "2+3=" else [{"role": "assistant", "content": text}])
         assert math.isnan(r.score) and r.parts == r.counts == {} and r.rewards == {}
 
@@ -313,7 +404,7 @@ def test_logprobs_of_each_turn_are_those_of_a_full_forward(engine, games, folder
         assert (expected - torch.from_numpy(r.logprobs)).abs().max() < 1e-4
         # What was inserted is what the template writes for the environment's answer.
         for (start, end), (after, _) in zip(r.spans, r.spans[1:]):
-            text = TOKENIZER.decode(r.ids[start:end], skip_special_tokens=True)
+            text = TOKENIZER.decode(r.ids[start:end - 1])       # without its end token
             assert TOKENIZER.decode(r.ids[end:after]) == (
                 f"<|user|>{len(text)}{r.row['answer']}<|end|><|assistant|>")
         assert len(r.ids) == r.spans[-1, 1] and r.ids[:len(r.prompt_ids)].tolist() == r.prompt_ids.tolist()
@@ -410,6 +501,17 @@ def test_how_an_episode_ends(games, replies, texts, reason, turns, rewards):
     assert len(r.completion) == 2 * turns - 1 and r.completion[-1]["role"] == "assistant"
     if reason == "error":
         assert re.search(rf"Script: it raised \w+: .* in turn {turns}; the row is {{", r.counts["problem"])
+
+
+@pytest.mark.parametrize("replies, texts, reason, rewards", [
+    ([["on", 0.5, False, False, {}], ["", 2.0, True, False, {}]], ["a<|end|>", "b<|end|>"], "stop", [0.5, 2.0]),
+    ([["on", 0.5, False, False, {}], ["", 2.0, False, True, {}]], ["a<|end|>", "b<|end|>"], "turns", [0.5, 2.0]),
+    # Gymnasium's observation of an episode that is over need be no text.
+    ([[None, 2.0, True, True, {}]], ["a<|end|>"], "stop", [2.0])])
+def test_an_environment_may_return_what_gymnasiums_do(games, replies, texts, reason, rewards):
+    (r,) = played(games, "Gym", [{"replies": replies}], [texts])
+    assert (r.finish_reason, [*r.rewards.values()]) == (reason, rewards)
+    assert parts_of(r)[0] == "<|user|>Go. Seed 3.<|end|><|assistant|>"
 
 
 @pytest.mark.parametrize("length, ended, turns", [(11, "stop", 2), (10, "length", 2), (9, "length", 1)])
@@ -525,6 +627,7 @@ def test_tools_are_called_and_answer(games):
     (call("add"), "add() missing 1 required positional argument: 'amount'"),
     (call("wait", '{"seconds": 1}'), "wait() got an unexpected keyword argument 'seconds'"),
     (call("add", '[1]'), "the arguments have to be an object"), (call("add", "7"), "have to be an object"),
+    (call("add", '{"amount": ' + "[" * 500 + "]" * 500 + "}"), "an object, with at most 50 levels"),
     (call("add", r'"{\"amount\""'), "no call of a tool: JSONDecodeError"),
     ("<tool_call>{'name': 'add'}</tool_call>", "no call of a tool: JSONDecodeError"),
     ("<tool_call></tool_call>", "no call of a tool: JSONDecodeError"),
@@ -541,6 +644,40 @@ def test_the_policy_reads_what_is_wrong_with_a_call(games, said, answer):
     assert r.finish_reason == "stop" and (r.counts["calls"], r.counts["failures"]) == (1, 1)
     assert parts_of(r)[2].startswith("<|user|><tool_response>{'error': ") and answer in parts_of(r)[2]
     assert [*r.rewards.values()] == [0.0, 0.0]
+
+
+def test_neither_arguments_nor_results_that_are_nested_deeply_end_a_run(games):
+    """Rewards get copies of the messages, also in another process."""
+    deep, flat = "[" * 500 + "]" * 500, "[" * 49 + "]" * 49
+    for arguments in (deep, flat):
+        (r,) = played(games, "Nests", [{}], [[call("give", f'{{"what": {arguments}}}') + call("nest", '{"levels": 500}')
+                                              + call("nest", '{"levels": 5000}') + "<|end|>", "b<|end|>"]])
+        assert pickle.loads(pickle.dumps(copy.deepcopy(r.completion))) == r.completion
+        given, nested, failed = [message["content"] for message in r.completion[1:4]]
+        assert given == ("got 49" if arguments is flat else {"error": "the arguments have to be an object, with at "
+                                                                      "most 50 levels"})
+        assert nested == deep and "RecursionError" not in str(nested) and "recursion" in failed["error"]
+        assert r.counts["failures"] == 1 + (arguments is deep) and r.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("given, got", [
+    ({"whole": "7", "part": "2.5", "flag": "true"}, [7, 2.5, True]),
+    ({"whole": "-7", "part": "2", "flag": "False"}, [-7, 2.0, False]),
+    # Otherwise they are as the policy wrote them.
+    ({"whole": "7.5", "part": "x", "flag": "1"}, ["7.5", "x", "1"]),
+    ({"whole": 7.5, "part": 2, "flag": 0}, [7.5, 2, 0]),
+    ({"whole": None, "text": "7", "several": ["7"]}, [None, "7", ["7"]])])
+def test_strings_are_numbers_where_the_type_hint_is_one(games, given, got):
+    (r,) = played(games, "Hinted", [{}], [[call("take", json.dumps(given)) + "<|end|>", "b<|end|>"]])
+    assert r.completion[1]["content"] == repr(got)
+    assert [*r.completion[0]["tool_calls"][0]["function"]["arguments"].values()] == got
+
+
+def test_tools_are_the_bound_methods_as_in_trl(games):
+    plays = player(games, "Bound")
+    assert [tool["function"]["name"] for tool in plays.tools] == ["look", "made", "whose"]
+    (r,) = played(games, "Bound", [{}], [[call("look") + call("made") + call("whose") + "<|end|>", "b<|end|>"]])
+    assert [message["content"] for message in r.completion[1:4]] == ["seen", "from elsewhere", "Bound"]
 
 
 def test_a_good_call_beside_a_bad_one_is_made(games):
@@ -600,6 +737,45 @@ def test_a_call_in_a_thought_that_the_prompt_has_begun_is_none(games):
     prompts = prompts_for([{}], plays.tools, tokenizer)
     (r,) = plays.play(Says(texts), prompts, 1, [0], plays.settings.max_completion_length, 1.0)
     assert [*r.rewards.values()] == [0.0, 4.0] and parts_of(r)[2].endswith("<|assistant|><think>")
+
+
+@pytest.mark.parametrize("text", ["a <think>b</think> c", "a </think> c", "<think>", "</think>"])
+@pytest.mark.parametrize("before", ["", "<think>why</think>", "I look."])
+def test_a_thought_in_an_argument_is_a_part_of_it(games, text, before):
+    (r,) = played(games, "Hinted", [{}], [[before + call("take", json.dumps({"text": text})) + "<|end|>", "b<|end|>"]])
+    assert r.completion[0]["tool_calls"][0]["function"]["arguments"] == {"text": text}
+    assert r.completion[1]["content"] == repr([None, text, ()])
+    assert r.completion[0]["content"] == ("I look." if "look" in before else "")
+    assert r.completion[0].get("reasoning_content") == ("why" if "why" in before else None)
+
+
+# ---------------------------------------------------------------- special tokens and lengths
+
+@pytest.mark.parametrize("way", ["single", "played"])
+def test_rewards_and_environments_see_special_tokens(games, way):
+    """All but the one that ends the turn, and padding at the end."""
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"], "pad_token": "<|pad|>"})
+    said = tokenizer.convert_tokens_to_ids(["<think>", "4", "<|user|>", "<|pad|>", "<|end|>"])
+    for ids, reason, text in ((said, "stop", "<think>4<|user|>"), (said[:2], "length", "<think>4"),
+                              (said[:4], "length", "<think>4<|user|>"), (said[-1:], "stop", "")):
+        engine = Says(["x"])
+        engine.step = lambda: [Answer(engine.added.pop().name, ids, [0.0] * len(ids), reason)]
+        (prompt,) = prompts_for([{}], tokenizer=tokenizer)
+        if way == "single":
+            (r,) = rollout.single_answers(engine, tokenizer, [prompt], 1, [0], 9, 1.0)
+        else:
+            (r,) = player(games, "Hears", tokenizer).play(engine, [prompt], 1, [0], 9, 1.0)
+            assert r.extra == {"heard": text}
+        assert r.completion == [{"role": "assistant", "content": text}] and r.sampled_ids.tolist() == ids
+
+
+@pytest.mark.parametrize("most, length", [(0, 12), (5, 5), (50, 12)])
+def test_a_single_answer_is_no_longer_than_a_turn(hf, most, length):
+    settings = SimpleNamespace(max_turn_length=most, max_completion_length=12, temperature=1.0, seed=0)
+    sample = rollout.Sampler(settings, TOKENIZER, player(""), hf)
+    rollouts = sample(prompts_for([{}]), 16, ["a"])
+    assert max(len(r.logprobs) for r in rollouts) == length
 
 
 # ---------------------------------------------------------------- texts that look like control tokens
@@ -759,6 +935,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (START.replace("def", "async def").format("", "import asyncio; await asyncio.sleep(60)"),
      "it took more than call_timeout=0.3 seconds in turn 1; the row is {"),
     (START.format("", "pass"), "step returned None in turn 1, not (observation, reward, done)"),
+    (START.format("", "return 'on', 0.0, False, 1, {}"), "step returned ('on', 0.0, False, 1, {}) in turn 1, not"),
     (START.format("", "return 'on', 0.0"), "step returned ('on', 0.0) in turn 1, not"),
     (START.format("", "return ['on', 0.0, True]"), "step returned ['on', 0.0, True] in turn 1, not"),
     (START.format("", "return 5, 0.0, False"), "step returned (5, 0.0, False) in turn 1, not"),

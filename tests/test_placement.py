@@ -320,7 +320,7 @@ def test_episodes_in_flight_in_threads(train, talker, games):
 # ---------------------------------------------------------------- a role that is gone
 
 # Half of `timeout` passes before the watchdog ends a rank.
-HALF_A_DOZEN = {"timeout": 12, "reward_step_timeout": 6}
+HALF_A_DOZEN = {"timeout": 12, "call_timeout": 1}
 
 
 def standing_run(folder, reward_file, tmp_path, number, ranks=2, steps=2):
@@ -394,7 +394,7 @@ def test_torchrun_says_why_a_reward_failed(folder, tmp_path):
                                                reward=f"{tmp_path}/raises.py:score"),
                     launcher=[*TORCHRUN, "--nproc_per_node=2"], code=1)
     assert "RuntimeError: reward score raised KeyError: 'colour'" in output, output
-    assert re.search(r"^rank 0 \(trainer\) waited in vain for rank 1 \(engine 0\) to send ", output, re.M)
+    assert re.search(r"^rank 0 \(trainer\) waited in vain for .*onnection", output, re.M)
     summary = output.partition("Root Cause")[2]
     assert "rank      : 1" in summary and "'colour'" in summary and "in vain" not in summary, summary
 
@@ -437,10 +437,15 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estima
     trained = [logprobs(r, model(2)) for r in rollouts]
     kl = torch.cat([logp - logprobs(r, model(0)) for r, logp in zip(rollouts, trained)])
     ratios = torch.cat([(logp - torch.from_numpy(r.logprobs)).exp() for r, logp in zip(rollouts, trained)])
-    kl = kl if estimator == "k1" else ((-kl).exp() - 1 + kl) * ratios
     assert metrics[2]["kl"] == pytest.approx(kl.mean().item(), rel=1e-3) and abs(kl.mean()) > 1e-5
     weight = ratios.clamp(max=2).mean().item()
     assert metrics[2]["sampling/correction_mean"] == pytest.approx(weight, rel=1e-4)
+    if kl_in == "loss":
+        scores = torch.tensor([r.score for r in rollouts]).view(-1, 4)
+        adv = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-4)
+        adv = adv.flatten().repeat_interleave(torch.tensor([len(r.logprobs) for r in rollouts]))
+        loss = (0.05 * ((-kl).exp() - 1 + kl) * ratios - adv * ratios.clamp(max=2)).mean()
+        assert metrics[2]["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
     assert (ratios - 1).abs().max() > 0.01
     assert metrics[0]["sampling/correction_mean"] == pytest.approx(1, abs=1e-5)
 
@@ -461,7 +466,7 @@ if sys.argv[1] == "two trainers" and os.environ["RANK"] != "2":
 bridge.join()
 if bridge.trains:
     bridge.tell("begin")
-    bridge.publish(0, [("weight", torch.arange(3))])
+    bridge.load_weights([("weight", torch.arange(3))], 0)
     print(unpacked(lambda tensor: bridge.gloo.recv([tensor], 1, 0).wait()))
 else:
     bridge.begin()
@@ -503,7 +508,7 @@ def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
     (2, {"rollout_ranks": 2}, "rollout_ranks=2 leaves no trainer: there are 2 ranks"),
     (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide the 1 ranks that sample"),
     (3, {"rollout_ranks": 2, "vllm_tensor_parallel_size": 2},
-     "vllm_tensor_parallel_size=2: engine=hf has one rank"),
+     "vllm_tensor_parallel_size=2: needs engine=vllm"),
     (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
     (2, {"max_staleness": 0, "in_flight": True}, "in_flight=True with max_staleness=0"),

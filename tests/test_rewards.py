@@ -76,7 +76,7 @@ def test_each_task_has_a_reward(task, name):
 def test_exact_accuracy():
     texts = ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"]
     assert score((rewards.load_reward("", "file"), None), ROWS, texts, 5)[:3] == (
-        [1.0, 0.0, 0.0, 1.0], {"accuracy": [1.0, 0.0, 0.0, 1.0]}, [False] * 4)
+        [1.0, 0.0, 1.0, 1.0], {"accuracy": [1.0, 0.0, 1.0, 1.0]}, [False] * 4)
 
 
 @pytest.mark.parametrize("text, truth, right", [
@@ -798,7 +798,7 @@ def test_calls_at_once_have_a_budget_and_may_block(tmp_path):
     """What was scored before the budget was spent counts."""
     reward, started = judged(tmp_path, LATER, "trl"), time.monotonic()
     results = found(reward, ROWS * 5, ["good"] * 20, 1.0, budget=1.0, workers=1)
-    assert 2 <= sum(own["right"] == 1.0 for own, *_ in results) <= 8 and time.monotonic() - started < 4
+    assert 2 <= sum(own["right"] == 1.0 for own, *_ in results) <= 10 and time.monotonic() - started < 4
     blocks = ("import time\nasync def trl(completions, **_):\n"
               "    while completions == ['x']: time.sleep(1)\n    return [1.0]")
     reward, started = judged(tmp_path, blocks, "trl"), time.monotonic()

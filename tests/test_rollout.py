@@ -349,6 +349,17 @@ def test_a_request_that_would_be_cut_is_refused(engine):
         engine.generate([[65, 66]], 1, [0], longest - 1, 1.0)
 
 
+def test_what_samples_in_the_middle_of_a_step_is_refused(engine):
+    """As an environment might; the engine samples afterwards as before."""
+    expected = completions_of(generate(engine))
+
+    def play(jobs):
+        return [*map(len, jobs), generate(engine)]
+    with pytest.raises(RuntimeError, match="in the middle of a step and samples for nothing else"):
+        engine.serve([[1, 2]], play)
+    assert completions_of(generate(engine)) == expected
+
+
 def test_rollouts_carry_the_version_of_the_weights_that_sampled_them(engine, model):
     for version in (7, 8):
         engine.load_weights(((name, p.detach().clone())
@@ -386,6 +397,19 @@ def test_end_tokens(folder, tmp_path):
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="end-of-sequence"):
         check_model.end_tokens(path, tokenizer)
+
+
+def test_end_tokens_that_the_template_never_writes(folder, tmp_path):
+    path = str(shutil.copytree(folder, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert check_model.end_note(path, tokenizer) == ""
+    GenerationConfig(eos_token_id=[65, 66]).save_pretrained(path)
+    first, second = tokenizer.convert_ids_to_tokens([65, 66])
+    assert f"ends with {first}, {second} (eos_token_id), but" in check_model.end_note(path, tokenizer)
+    GenerationConfig(eos_token_id=[65, tokenizer.eos_token_id]).save_pretrained(path)
+    assert check_model.end_note(path, tokenizer) == ""
+    tokenizer.chat_template = "{{ raise_exception('no turns') }}"
+    assert check_model.end_note(path, tokenizer) == ""
 
 
 @pytest.mark.parametrize("content, message", [

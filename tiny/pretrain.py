@@ -14,11 +14,12 @@ is wrong, although it has learned to work the answer out, which is much more rel
 answers and finds out that showing the work pays: completions get longer while the reward rises. Pretraining
 teaches both the ability and the bad habit on purpose, and GRPO has to find out which of the two to follow.
 
-The model of episodes reads games of environments/guess_number.py, and arithmetic with environments/calculator.py,
-seldom played well. In most games the player talks before it plays, and in many it guesses only near the middle of
-the numbers that are left. In arithmetic it mostly answers without the tool, and then it is wrong. No prompt here
-is a held-out problem's, but every number has been played. The model of compose reads answers that carry out some
-operations of their prompt, all of them correctly, but in a random order. GRPO has to find out what pays.
+The model of episodes reads games of environments/guess_number.py, and arithmetic with
+environments/calculator.py, seldom played well. In most games the player talks before it plays, and in many it
+guesses only near the middle of the numbers that are left. In arithmetic it mostly answers without the tool,
+and then it is wrong. No prompt here is a held-out problem's, but every number has been played. The model of
+compose reads answers that carry out some operations of their prompt, all of them correctly, but in a random
+order. GRPO has to find out what pays.
 """
 import functools
 import itertools
@@ -66,8 +67,8 @@ decay = 0.5                     # share of the steps in which they fall back to 
 seed = 0
 # ------------------------------------------------------------------------------------------------------------
 
-# What the settings of a base are where nobody gives another value. larger was not measured yet: it reads a million
-# answers of up to 211 tokens, and algebra 160,000 of up to 85.
+# What the settings of a base are where nobody gives another value. larger was not measured yet: it reads a
+# million answers of up to 211 tokens, and algebra 160,000 of up to 85.
 BASES = {"algebra": {}, "episodes": {"steps": 1000},
          "compose": {"hidden_size": 128, "heads": 4, "steps": 1500},
          "larger": {"difficulty": 3, "train_prompts": 50000, "harder_prompts": 50000, "layers": 8,

@@ -355,8 +355,8 @@ def gae(rewards, values, lengths, gamma, lam):
     adv, later = torch.empty_like(delta), torch.zeros_like(delta[:, 0])
     for t in reversed(range(delta.shape[1])):
         adv[:, t] = later = delta[:, t] + gamma * lam * later
-    real = pad_sequence(torch.ones_like(values, dtype=torch.bool).split(lengths), batch_first=True)
-    return adv[real].to(device), (adv[real] + values).to(device)
+    flat = torch.cat([row[:length] for row, length in zip(adv, lengths)])
+    return flat.to(device), (flat + values).to(device)
 
 
 def whiten(values, mean):

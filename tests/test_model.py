@@ -5,11 +5,12 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import losses
-from model import Policy, load_critic, load_policy, offload, token_logprobs, token_values
+from model import Policy, gathered_logprobs, load_critic, load_policy, offload, token_logprobs, token_values
 from losses import LogprobsFromHidden, head_logits, product, value_loss
 from packing import idle, pack
 from test_attention import OnCuda
@@ -340,6 +341,36 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         # Such a read would have raised this.
         with pytest.raises(DataDependentOutputException):
             loss.sum().item()
+
+
+class OnGPU(TorchDispatchMode):
+    """Counts the operations that give a tensor on a GPU."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        self.count += any(torch.is_tensor(x) and x.is_cuda for x in (result, *arguments))
+        return result
+
+
+def test_advantages_take_no_launch_for_each_token():
+    counts = []
+    for length in (3, 300):
+        with FakeTensorMode(), OnGPU() as found:
+            rewards, values = (torch.empty(2 * length, device="cuda") for _ in range(2))
+            results = losses.gae(rewards, values, [length, length], 1.0, 0.9)
+        assert all(x.is_cuda and len(x) == 2 * length for x in results)
+        counts.append(found.count)
+    assert counts[0] == counts[1] < 10
+
+
+def test_logprobs_reach_all_ranks_by_one_copy_from_the_device(folder, mesh, monkeypatch):
+    policy, rollouts, copied = load_policy(folder, mesh, torch.float32), random_rollouts(6, 256), []
+    expected, cpu = token_logprobs(policy, rollouts, range(6), 100, 0.7), torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copied.append(x.dtype == torch.float32) or cpu(x))
+    found = gathered_logprobs(policy, rollouts, 100, 0.7)
+    assert sum(copied) == 1 and found.keys() == expected.keys()
+    assert all(torch.equal(found[s], expected[s]) for s in expected)
 
 
 def test_moments_are_in_host_memory_except_during_the_step():

@@ -361,7 +361,7 @@ def test_advantages_take_no_launch_for_each_token():
             results = losses.gae(rewards, values, [length, length], 1.0, 0.9)
         assert all(x.is_cuda and len(x) == 2 * length for x in results)
         counts.append(found.count)
-    assert counts[0] == counts[1] < 10
+    assert counts[0] == counts[1] < 20
 
 
 def test_logprobs_reach_all_ranks_by_one_copy_from_the_device(folder, mesh, monkeypatch):

@@ -195,7 +195,7 @@ def merge_folder(folder):
     """Merge an adapter's folder with its base model into a model folder next to it, and return its path.
 
     The result is in the dtype that the layers computed in while the adapter was trained, and its weights have
-    the same bits as the engine's. An adapter from elsewhere, which does not say a dtype, is merged in float32.
+    the same bits as the engine's. An adapter from elsewhere, which names no dtype, is merged in float32.
     """
     base, rank, alpha = read_config(folder)
     base, out = check_trainable(base, f"{folder}: base_model_name_or_path"), f"{folder.rstrip('/')}-merged"
@@ -214,7 +214,8 @@ def merge_folder(folder):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("lora.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a checkpoint of a run with lora_rank")
     try:
         print(merge_folder(parser.parse_args().folder))

@@ -47,9 +47,9 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model, optimizer, or None if nothing trains it)}; the policy's is "", so that
-    from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict that
-    JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the `keep`
-    newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the
+    from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict
+    that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
+    `keep` newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the
     checkpoint could not be written (because the disk is full, say); then no older one is removed. A
     collective.
     """
@@ -201,9 +201,9 @@ def save_optimizer(folder, model, optimizer):
 
 
 def load_optimizers(folder, networks):
-    """Put the optimizers' state from a checkpoint into the optimizers of `networks`, as in save_checkpoint.
+    """Put the optimizers' state from a checkpoint into those of `networks`, which are as in save_checkpoint.
 
-    Raises ValueError if a network was not loaded from its folder in the checkpoint, or as load_optimizer does.
+    Raises ValueError like load_optimizer, and if a network was not loaded from its folder in the checkpoint.
     """
     for place, (model, optimizer) in networks.items():
         own = os.path.join(folder, place) if place else folder

@@ -35,7 +35,7 @@ def test_a_run_and_its_checkpoint_sampled_anew(tmp_path):
 
 
 def test_only_rank_0_loads_a_whole_model():
-    """The other one holds its rows and some tensors. A save takes no more than a whole model and a tensor twice."""
+    """The other one holds its rows and some tensors. A save takes a whole model and two tensors at most."""
     output = launch("-m", "bench.load", "--layers=32", "--hidden_size=256", "--vocabulary=8000",
                     launcher=(*TORCHRUN, "--nproc_per_node=2"))
     whole, other, rows, largest, peak = map(float, re.search(

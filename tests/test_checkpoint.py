@@ -196,7 +196,7 @@ def test_a_network_without_an_optimizer_is_saved_and_has_to_come_from_its_checkp
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
     checkpoint.load_optimizers(saved, {"": (policy, optimizer), "average": (again, None)})
     for place, network in (("average", load(folder)), ("other", again)):
-        with pytest.raises(ValueError, match=rf"networks\['{place}'\] was loaded from .*, not from .*/{place}"):
+        with pytest.raises(ValueError, match=rf"networks\['{place}'\] was loaded from .*, not .*/{place}"):
             checkpoint.load_optimizers(saved, {"": (policy, optimizer), place: (network, None)})
 
 
@@ -207,7 +207,7 @@ def test_an_error_without_words_is_an_error(mesh, whole, monkeypatch):
     hf = type("HF", (), {"named_parameters": lambda self, remove_duplicate=True: [],
                          "state_dict": lambda self: {}, "save_pretrained": fails,
                          "generation_config": None})()
-    network = type("Network", (), {"hf": hf, "reshard": lambda self: None, "full_weights": lambda self: iter(())})()
+    network = type("Network", (), {"hf": hf, "full_weights": lambda self: iter(())})()
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     folder = str(whole.parent / "checkpoint-2")
     monkeypatch.setattr(checkpoint, "save_optimizer", lambda *_: None)

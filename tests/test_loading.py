@@ -120,8 +120,9 @@ def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
     assert all(torch.equal(values[s], again[s]) for s in values)
     if name == "qwen3":                                         # a family that transformers has a class for
         theirs = AutoModelForTokenClassification.from_pretrained(f"{saved}/critic").eval()
-        found = theirs(torch.tensor([sum(lists[0], [])])).logits[0, [p - 1 for p in sampled_places(lists[0])], 0]
-        torch.testing.assert_close(values[0], found.detach(), atol=1e-4, rtol=1e-4)
+        found = theirs(torch.tensor([sum(lists[0], [])])).logits[0, :, 0].detach()
+        places = [place - 1 for place in sampled_places(lists[0])]
+        torch.testing.assert_close(values[0], found[places], atol=1e-4, rtol=1e-4)
 
 
 def test_parameters_without_a_gradient_do_not_keep_a_run_from_resuming(family, mesh, tmp_path):
@@ -216,7 +217,7 @@ def test_weights_in_several_files_are_those_of_save_pretrained(family, mesh, tmp
 @pytest.mark.parametrize("generation", [{"temperature": 0.6, "top_p": 0.95}, {"do_sample": True, "top_k": 7},
                                         {}, None])
 def test_a_checkpoint_decodes_like_its_base(folder, mesh, tmp_path, generation):
-    """Also if the base names a temperature, but not that it samples, which GenerationConfig refuses to save."""
+    """Also if the base names a temperature but does not sample, which GenerationConfig refuses to save."""
     path, saved = shutil.copytree(folder, tmp_path / "model"), str(tmp_path / "checkpoint-1")
     os.remove(path / "generation_config.json")
     if generation is not None:

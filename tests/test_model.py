@@ -5,13 +5,14 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import losses
-from model import Policy, gathered_logprobs, load_critic, load_policy, offload, token_logprobs, token_values
 from losses import LogprobsFromHidden, head_logits, product, value_loss
+from model import (Policy, gathered_logprobs, load_critic, load_policy, make_optimizer, token_logprobs,
+                   token_values)
 from packing import idle, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places
@@ -378,8 +379,8 @@ def test_moments_are_in_host_memory_except_during_the_step():
                        if weight in optimizer.state}
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(3, 4, device="cuda:0"))
-        optimizer, seen = torch.optim.AdamW([weight], fused=True), []
-        offload(optimizer, torch.device("cuda:0"))
+        network, seen = torch.nn.ParameterList([weight]), []
+        optimizer = make_optimizer(network, 1e-3, 0.0, offload_optimizer=True)
         optimizer.register_step_pre_hook(lambda *_: seen.append(moments()))
         for _ in range(2):
             weight.grad = torch.empty_like(weight)

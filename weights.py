@@ -104,7 +104,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     stale = {sampled_by for s in logps for _, sampled_by in rollouts[s].versions} - {version}
     if stale and version is not None:
         raise RuntimeError(f"step {version} trains on rollouts of step {min(stale)}'s policy: take the "
-                           "engine's old logprobs (--old_logprobs=engine), and compare none of these rollouts")
+                           "engine's old logprobs (--old_logprobs=engine), and compare none of them")
     # On the CPU, where the engine's are, in one transfer.
     ours = torch.cat([*logps.values()]).cpu() if logps else torch.empty(0)                      # [C]
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]

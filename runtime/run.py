@@ -68,7 +68,7 @@ class Run:
                 settings.out_dir, settings.resume, f"out/{kind}-{settings.task}-{clock}")
                 if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
-        self.adapter = settings.lora_rank and (settings.lora_rank, self.resumed)
+        self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
@@ -126,12 +126,12 @@ class Run:
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
 
-        networks: {subfolder of a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
+        networks: {subfolder of a checkpoint: (model, optimizer or None)}. data_note: a sentence about the prompts.
         updates: the updates of a step, in words.
         """
         with input_errors():
-            for place, (network, optimizer) in networks.items() if self.resumed else ():
-                checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
+            if self.resumed:
+                checkpoint.load_optimizers(self.resumed, networks)
         dist.barrier()
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")

@@ -154,7 +154,7 @@ def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, 
 # ---------------------------------------------------------------- weights from a folder to all ranks and back
 
 def loaded_rows(path, shape):
-    """By the name of each parameter, this rank's rows and the whole; and what else has to be the same on all."""
+    """By the name of each parameter, this rank's rows and the whole; and what has to be the same on all."""
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape):])
     policy = load_policy(path, mesh, torch.float32)
     found = {name: [x.to_local().detach().clone(), x.full_tensor().detach()]

@@ -53,6 +53,7 @@ class Rollout:
     score: float = math.nan  # NaN if it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
     problem: str = ""        # why the reward failed to score it
+    answered: object = None  # whether it has a final answer; None if nobody knows, or its row has none
     rewards: dict = field(default_factory=dict) # {index of a sampled token: its part of the score}
     counts: dict = field(default_factory=dict)  # an episode's tool calls, failures and environment time
     extra: dict = field(default_factory=dict)   # what a reward or an environment logged for it, by name

@@ -22,6 +22,10 @@ from tasks.generate_problems import GENERATORS, held_out
 NO_PROMPT = [{"role": "user", "content": ""}]
 # Columns of a file that hold the answer; the first of them that a row has is taken.
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
+# Columns that hold the prompt; of the last two it is what stands before the assistant's last answer.
+PROMPTS = ("prompt", "messages", "conversations")
+QUESTIONS = ("question", "problem", "instruction", "query", "input", "Question", "text")    # to be suggested
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}                # of ShareGPT's messages
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
@@ -97,34 +101,79 @@ def gsm8k_rows(split):
 
 
 def reader(s):
-    """A function that reads a file once. With an environment rows need no prompt: its reset may give one."""
-    return functools.cache(functools.partial(file_rows, prompt=NO_PROMPT if s.environment else None))
+    """A function that reads a file once. s: settings. With an environment rows need no prompt, because its
+    reset may give one."""
+    return functools.cache(functools.partial(
+        file_rows, prompt_column=s.prompt_column, answer_column=s.answer_column, chat=s.chat,
+        default=NO_PROMPT if s.environment else None))
 
 
-def file_rows(path, prompt=None):
-    # All rows of a file, as pairs (file:line, row). prompt: what a row without a prompt gets.
-    rows = {}
+def file_rows(path, prompt_column="", answer_column="", chat=True, default=None):
+    # All rows of a file, as pairs (file:line, row). default: what a row without a prompt gets.
+    rows, answers = {}, (answer_column,) if answer_column else ANSWERS
     for where, row in read_rows(path):
-        if prompt and row.get("prompt") is None:
-            row["prompt"] = prompt
+        row = {"conversations": row} if isinstance(row, list) else row      # as in Open-Reasoner-Zero's files
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: not an object")
+        column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
+        prompt = default if row.get(column) is None else row[column]
+        if isinstance(prompt, str) and prompt_column and chat:
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list) and prompt is not default:
+            prompt = [as_message(where, message) for message in prompt]
+            if column != "prompt" and prompt and prompt[-1].get("role") == "assistant":
+                # The policy is to find it. Open-Reasoner-Zero's files have the true answer there.
+                row = {"answer": prompt.pop().get("ground_truth", {}).get("value")} | row
+        if prompt is None:
+            nearest = next((key for key in QUESTIONS if key in row), "...")
+            raise ValueError(f"{where}: no column {column}; the columns are {', '.join(row) or 'none'}: "
+                             f"--prompt_column={nearest}")
+        row = row | {"prompt": prompt}
         check_row(where, row)
-        added = {"answer": answer_of(where, row), "source": row.get("data_source", row.get("source"))}
-        rows[where] = row | {key: value for key, value in added.items() if value is not None}
+        source, answer = row.get("data_source", row.get("source")), answer_of(where, row, answers)
+        rows[where] = row | ({"source": source} if source is not None else {})
+        if answer is not None or answer_column:
+            rows[where]["answer"] = answer
     if not rows:
         raise ValueError(f"{path}: no rows")
     lacking = [where for where, row in rows.items() if row.get("answer") is None]
-    if 0 < len(lacking) < len(rows):
-        raise ValueError(f"{lacking[0]}: no answer, though other rows have one, in {' or '.join(ANSWERS)}")
+    if lacking and (answer_column or len(lacking) < len(rows)):
+        raise ValueError(f"{lacking[0]}: no answer in {' or '.join(answers)}; the columns are "
+                         f"{', '.join(rows[lacking[0]])}: --answer_column=...")
     # Every row gets every column, so that a reward gets the same columns at every step.
     columns = dict.fromkeys(key for row in rows.values() for key in row)
     return [(where, columns | row) for where, row in rows.items()]
 
 
-def answer_of(where, row):
-    # The answer of a row of TRL's or verl's form: a text or a list of texts, or None if the row has none.
+def as_message(where, message):
+    """A message of a file as chat templates expect it: with role and content, and without null, which Arrow
+    writes into every field that another message has. The arguments of a call may be a JSON string."""
+    if not isinstance(message, dict):
+        raise ValueError(f"{where}: a message must be an object, not {message!r:.100}")
+    message = without_null(message)
+    if "from" in message:                                       # ShareGPT's form
+        who = message.pop("from")
+        message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
+    if message.get("tool_calls"):
+        message.setdefault("content", "")
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = parsed(f"{where}: arguments", function["arguments"])
+    return message
+
+
+def without_null(value):
+    if isinstance(value, dict):
+        return {key: without_null(one) for key, one in value.items() if one is not None}
+    return [*map(without_null, value)] if isinstance(value, list) else value
+
+
+def answer_of(where, row, columns):
+    # The answer of a row, from the first of the columns that has one: a text or a list of texts, or None.
     judged = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     truths = row | {"reward_model.ground_truth": judged.get("ground_truth")}
-    for key in ANSWERS:
+    for key in columns:
         truth = truths.get(key)
         several = truth if isinstance(truth, list) else [truth]
         if several and all(map(is_answer, several)):
@@ -141,37 +190,48 @@ def one_side(path, named, split):
             if held_out(whole_text(row["prompt"]) or unescaped(row)) == (split == "eval")]
     if not 0 < len(side) < len(named):
         raise ValueError(f"{path}: without an eval_file a hash of the prompt decides whether a row is for "
-                         f"training or evaluation, and {len(side)} of {len(named)} rows are for {split}")
+                         f"training or evaluation, and {len(side)} of {len(named)} rows are for {split}; "
+                         "--eval_file=... names a file of held-out rows")
     return side
 
 
 def read_rows(path):
     # All rows of a file as pairs (where, row); a message about the row begins with `where`.
-    whole = os.path.join(STARTED_IN, path)
-    if not path.endswith((".jsonl", ".parquet")):
-        raise ValueError(f"{path}: rows are read from .jsonl and .parquet files")
+    whole = os.path.join(STARTED_IN, os.path.expanduser(path))
+    if not path.endswith((".jsonl", ".json", ".parquet")):
+        raise ValueError(f"{path}: rows are read from .jsonl, .json and .parquet files")
     if not os.path.isfile(whole):
         raise ValueError(f"{path}: no such file")
+    with open(whole, "rb") as file:
+        content = file.read()
+    if path.endswith(".parquet"):
+        rows = parquet_rows(path, whole)
+    elif path.endswith(".json") and content.lstrip().startswith(b"["):
+        rows = parsed(path, content)
+    else:
+        return [(f"{path}:{number}", parsed(f"{path}:{number}", line))
+                for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def parquet_rows(path, whole):
     try:
-        if path.endswith(".parquet"):
-            import pyarrow.parquet
-            rows = pyarrow.parquet.read_table(whole).to_pylist()
-            return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
-        with open(whole, "rb") as file:
-            lines = [(f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip()]
+        import pyarrow.parquet
+        table = pyarrow.parquet.read_table(whole)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
-    return [(where, json_row(where, line)) for where, line in lines]
+    for place, column in enumerate(table.schema):
+        if column.type == pyarrow.float32():                    # 0.1 is to be 0.1, and not 0.10000000149
+            shortest = table[place].cast(pyarrow.string()).cast(pyarrow.float64())
+            table = table.set_column(place, column.name, shortest)
+    return table.to_pylist()
 
 
-def json_row(where, line):
+def parsed(where, text):
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: not an object")
-    return row
 
 
 # The text of a row with its characters as they are. An encoder that is made once is faster than json.dumps.
@@ -180,14 +240,11 @@ unescaped = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 def check_row(where, row):
     """Raises ValueError for a row that cannot be used; the message begins with `where`."""
-    prompt, text = row.get("prompt"), unescaped(row)
-    if prompt is None:
-        raise ValueError(f"{where}: no prompt; the columns are {', '.join(row) or 'none'}")
+    prompt, text = row["prompt"], unescaped(row)
     if not isinstance(prompt, (str, list)):
         raise ValueError(f"{where}: prompt must be a string or a list of messages, not {prompt!r:.100}")
     for message in prompt if isinstance(prompt, list) else ():
-        if not (isinstance(message, dict)
-                and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"{where}: a message needs a role and a content, both strings: {message!s:.100}")
     if prompt is not NO_PROMPT and not whole_text(prompt).strip():
         raise ValueError(f"{where}: empty prompt")
@@ -225,10 +282,17 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     # All at once, which is faster. A template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
     # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
-    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(plain)] == plain)]
-    return [Prompt(row, ids if (chat and isinstance(row["prompt"], list)) or ids[:len(start)] == start
-                   else start + ids) for (_, row), ids in zip(named, encoded)]
+    a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
+    prompts, not_embedded = [], getattr(tokenizer, "not_embedded", {})
+    for (name, row), ids in zip(named, encoded):
+        plain = not chat or isinstance(row["prompt"], str)
+        prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
+        strange = [token for token, number in not_embedded.items() if number in ids]
+        if strange or not ids:
+            what = f"{strange[0]}, a token that the model does not have" if strange else "no tokens"
+            raise ValueError(f"{name}: its prompt has {what}")
+    return prompts
 
 
 def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
@@ -241,15 +305,13 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     continued = messages[-1]["role"] == "assistant"
     if not chat:
         return whole_text(messages) + ("" if continued else "\n")
-    if tokenizer.chat_template is None:
-        raise ValueError("chat=True, but the tokenizer has no chat template; --chat=false joins the messages")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
     # Templates raise all kinds of errors, about the order of roles, for example.
     except Exception as error:
-        raise ValueError(f"{name}: the chat template fails: {error}; the messages are "
-                         f"{messages!r:.300}") from error
+        raise ValueError(f"{name}: the chat template fails: {error}; the messages, which --chat=false only "
+                         f"joins, are {messages!r:.300}") from error
 
 
 class Prompts:
@@ -270,11 +332,9 @@ class Prompts:
         """Returns the next `count` prompts that fit, the same on every rank, and the new position.
 
         position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
-        order (epoch_order), so resuming needs no more. Raises ValueError for more prompts than rows.
+        order (epoch_order), so resuming needs no more.
         """
         size, drawn = len(self.named), []
-        if count > size:
-            raise ValueError(f"prompts_per_step={count} is more than the {size} training rows")
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
             rows = [epoch_order(size, place // size, seed, self.s.shuffle)[place % size] for place in places]
@@ -327,16 +387,26 @@ def open_split(tokenizer, s, split, wanted, read, tools):
                        s.eval_file, read)
     prompts = Prompts(tokenizer, named[:count or None], s, tools)
     total = len(prompts.named)
-    # A template may refuse a role, or an order of roles. One prompt of each kind shows that now, not after
-    # hours.
+    # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
+    # it now, not after hours.
     kinds, key = {}, "environment" if s.environment else "tools"
-    for number, (name, row) in enumerate(prompts.named):
+    not_embedded = getattr(tokenizer, "not_embedded", {})
+    for name, row in prompts.named:
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
         if getattr(s, key) and (not messages or messages[-1]["role"] == "assistant"):
             raise ValueError(f"{name}: {key}={getattr(s, key)} needs prompts that are lists of messages, the "
                              "last one not the assistant's")
-        kinds.setdefault(tuple((m["role"], bool(m.get("tool_calls"))) for m in messages), number)
-    prompts.encoded(kinds.values())
+        kind = tuple((message["role"], "tool_calls" in message) for message in messages)
+        kinds.setdefault(kind, (name, row["prompt"]))
+        if strange := [token for token in not_embedded if token in unescaped(row["prompt"])]:
+            raise ValueError(f"{name}: its prompt has {strange[0]}, a token that the model does not have")
+    left_out = []
+    for name, prompt in kinds.values():
+        text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, tools)
+        if s.system_prompt.strip() not in text:
+            raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")
+        left_out += [f"{message['role']} ({name})" for message in prompt if isinstance(prompt, list)
+                     and message["content"].rpartition("</think>")[2].strip() not in text]
     order = epoch_order(total, 0, seed, s.shuffle) if split == "train" else range(total)
     looked_at, fitting = [], []
     while len(looked_at) < total and len(fitting) < wanted:
@@ -356,6 +426,8 @@ def open_split(tokenizer, s, split, wanted, read, tools):
     note = (f"{'' if len(looked_at) == total else 'at most '}{total - long:,} {kind}prompts (the first "
             f"{total:,} of {len(named):,} rows of {source}; {long:,} of {len(looked_at):,} have more than "
             f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
+    if left_out:
+        note += f"; the chat template does not write what these roles say: {', '.join(left_out[:3])}"
     return prompts, fitting, note
 
 

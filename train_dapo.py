@@ -36,7 +36,7 @@ from weights import compare_logprobs
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
-train_file = ""                 # the JSONL or parquet file with the rows of task=file
+train_file = ""                 # the JSONL, JSON or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed

@@ -9,6 +9,7 @@ What a model folder says about its model, and which models are refused before th
 """
 import contextlib
 import functools
+import glob
 import json
 import math
 import os
@@ -43,7 +44,7 @@ def reading(what):
 
 def located(path):
     """The folder or file that the name of a model stands for, or the name itself, which may be a hub id."""
-    here = os.path.join(STARTED_IN, SHIPPED.get(path, path))
+    here = os.path.join(STARTED_IN, os.path.expanduser(SHIPPED.get(path, path)))
     return here if os.path.exists(here) else path
 
 
@@ -64,6 +65,9 @@ def check_model(path, key="model", tokenizer=True, length=0):
     in_folder, what = os.path.isdir(path), f"{key}={path}"
     if not in_folder and path.startswith((".", "/", "~", "out/")):
         raise ValueError(f"{what}: no such folder")
+    if glob.glob(f"{glob.escape(path)}/*.gguf") and not os.path.exists(f"{path}/config.json"):
+        raise ValueError(f"{what}: it holds GGUF files, which are for inference; training needs the folder "
+                         "with config.json and safetensors that they were made of")
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{what}: no tokenizer in this folder")
@@ -154,13 +158,15 @@ def model_class(config):
 
 
 def end_tokens(model, tokenizer):
-    """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
+    """Return the ids of the tokens that end a completion, from the generation config, the config or the tokenizer.
 
-    The first of the three that names any counts. Raises ValueError if none does.
+    The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation config.
     """
     named = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
-    with contextlib.suppress(OSError):                          # it may have no generation config
-        named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+    path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
+    if not in_folder or os.path.exists(path):
+        with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
+            named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     for ids in named:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]
@@ -179,9 +185,9 @@ def end_note(model, tokenizer):
     ends = end_tokens(model, tokenizer)
     if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
         return ""
-    names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
-    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}: "
-            "completions of a model that learned the template are cut off at max_completion_length")
+    names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
+    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}; "
+            "a model that writes the latter is cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None):
@@ -193,12 +199,12 @@ def load_tokenizer(path, key="model", settings=None):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     embedded = read_config(path).get_text_config().vocab_size
     # Gemma 3's text models share their tokenizer with larger ones and do not embed its image token.
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    beyond = {token for token, number in tokenizer.get_vocab().items()
-              if number >= embedded and number not in special}
-    if beyond:
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
+    if beyond.keys() - special:
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
+    tokenizer.not_embedded = beyond                             # no prompt may hold them: data.py
     if settings:
         for key, read in (("chat_template", str), ("response_template", json_object)):
             if path := getattr(settings, key):

@@ -5,11 +5,12 @@ They catch mistakes, and nothing else depends on them. A script of your own may 
 read one of these are then left out.
 """
 import inspect
+import os
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 from configurator import check, given
-from runtime.check_model import read_config
+from runtime.check_model import located, read_config
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
     max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p
@@ -113,6 +114,12 @@ def check_run(settings, trainers):
     engines = samplers // (settings.vllm_tensor_parallel_size or 1) or trainers
     check_values(SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers,
                                  engines=engines, passes=getattr(settings, "num_epochs", 1)))
+
+
+def same(one, other):
+    """Whether two values of a setting mean the same; paths may be spelled in different ways."""
+    return one == other or all(isinstance(value, str) for value in (one, other)) and (
+        os.path.realpath(located(one)) == os.path.realpath(located(other)))
 
 
 def check_suits(s, base):

@@ -15,6 +15,7 @@ process itself takes more. Layers are assumed to keep for the backward pass what
 import argparse
 import functools
 import importlib.util
+import math
 import os
 from types import SimpleNamespace
 
@@ -72,11 +73,11 @@ def kept_by_layer(m, b, full=True):
     return (4 + (b if full else 0)) * normed + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I) + 4 * m.heads
 
 
-def update_peak(m, s, b, shards, cuda):
+def update_peak(m, s, b, T, shards, cuda):
     """Bytes that an update holds besides weights, gradients and Adam's moments, at the highest of three
     moments: where logits are computed, where a layer's backward pass runs, and where the gradients of FSDP's
-    root (the embedding, the head and the last norm) are added up."""
-    T, full = s.token_budget / s.sequence_parallel_size, not s.lora_rank
+    root (the embedding, the head and the last norm) are added up. T: tokens of a micro-batch on a rank."""
+    full = not s.lora_rank
     layer = kept_by_layer(m, b, full)
     kept, recomputed = (b * m.H, layer) if s.gradient_checkpointing else (layer, 0)
     # The forward pass holds three chunks of logits. The backward pass holds one, in bfloat16 copies of it as
@@ -101,7 +102,8 @@ def forecast(s, ranks, memory, cuda):
     GPU. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
     """
     # A script of your own may have dropped these settings.
-    s = SimpleNamespace(**{"kl_coef": 0, "entropy_coef": 0, "reference_model": ""} | vars(s))
+    s = SimpleNamespace(**{"kl_coef": 0, "entropy_coef": 0, "reference_model": "", "updates_per_step": 1,
+                           "num_epochs": 1} | vars(s))
     b = 2 if s.dtype == "bfloat16" or s.dtype == "auto" and cuda else 4
     m, shards = shape(s.model), s.shard_ranks or ranks
     trained = [s.lora_rank * m.ends or m.trained]
@@ -118,7 +120,11 @@ def forecast(s, ranks, memory, cuda):
         raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{alone / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
     parts = {role: [size / shards] * 3 for role, size in held.items()}
-    peak = update_peak(m, s, b, shards, cuda)
+    rows = s.prompts_per_step * s.num_generations / ranks
+    longest = s.max_prompt_length + s.max_completion_length
+    # A micro-batch is no larger than a rank's share of an update.
+    share = math.ceil(rows * s.num_epochs / s.updates_per_step) * longest
+    peak = update_peak(m, s, b, min(s.token_budget, share) / s.sequence_parallel_size, shards, cuda)
     if s.offload_optimizer and cuda:
         peak = max(peak, adam)                                  # they come when the rest is no longer needed
     else:
@@ -127,8 +133,8 @@ def forecast(s, ranks, memory, cuda):
     if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
         return parts
     vllm = s.engine != "hf" and (cuda or importlib.util.find_spec("vllm"))
-    split, rows = s.vllm_tensor_parallel_size if vllm else 1, s.prompts_per_step * s.num_generations / ranks
-    engine, row = b * m.whole / split, 2 * b * m.K * m.depth * (s.max_prompt_length + s.max_completion_length)
+    split = s.vllm_tensor_parallel_size if vllm else 1
+    engine, row = b * m.whole / split, 2 * b * m.K * m.depth * longest
     parts |= {"engine": [engine] * 3, "KV cache": [min(256, rows) * row, 0, 0],
               "whole tensors": [0, 0, 2 * b * m.head]}
     if vllm and cuda:
@@ -166,7 +172,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--memory", type=float)
     own, rest = parser.parse_known_args()
-    path = os.path.join(ROOT, own.script)
+    path = os.path.join(ROOT, located(own.script))
     with input_errors(), reading(f"script={own.script}"):
         defaults = read_defaults(path)
     settings = configure(defaults | {"__file__": path, "__doc__": __doc__}, rest)

@@ -9,6 +9,7 @@ import zlib
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 import data
@@ -79,7 +80,8 @@ def test_gsm8k(tmp_path, monkeypatch):
     assert second["answer"] == "1234" and data.load_rows("gsm8k", "train", 1) == [first]
     completion = [{"role": "assistant", "content": "#### 72"}]
     reward = rewards.load_reward("", "gsm8k")
-    found = rewards.score(reward, [first, second], [completion] * 2, 5)
+    columns = {key: [row[key] for row in (first, second)] for key in first}
+    found = rewards.score(reward, columns | {"prompts": columns.pop("prompt"), "completions": [completion] * 2})
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
 
 
@@ -146,11 +148,11 @@ NOW = datetime.datetime(2026, 1, 2)
 
 @pytest.mark.parametrize("row, message", [
     ("{not json", "not JSON"),
-    ("[1, 2]", "not an object"),
+    ("[1, 2]", "a message must be an object, not 1"),
     ('"text"', "not an object"),
-    ({"question": "1+1?", "answer": "2"}, "no prompt; the columns are question, answer"),
-    ({}, "no prompt; the columns are none"),
-    ({"prompt": None}, "no prompt"),
+    ({"question": "1+1?", "answer": "2"}, "no column prompt; the columns are question, answer: --prompt_column=question"),
+    ({}, "no column prompt; the columns are none"),
+    ({"prompt": None}, "no column prompt"),
     ({"prompt": ""}, "empty prompt"),
     ({"prompt": " \n"}, "empty prompt"),
     ({"prompt": []}, "empty prompt"),
@@ -158,10 +160,10 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": [{"content": "1+1?"}]}, "a message needs a role and a content"),
     ({"prompt": [{"role": "user"}]}, "a message needs a role and a content"),
     ({"prompt": [{"role": "user", "content": 5}]}, "a message needs a role and a content"),
-    ({"prompt": ["1+1?"]}, "a message needs a role and a content"),
+    ({"prompt": ["1+1?"]}, "a message must be an object, not '1+1?'"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not 5"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not {'role'"),
-    ({"prompt": "1+1?"}, "no answer, though other rows have one, in answer or ground_truth or"),
+    ({"prompt": "1+1?"}, "no answer in answer or ground_truth or"),
     (r'{"prompt": "1+1? \ud83d"}', "half a surrogate pair"),
     (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "half a surrogate pair"),
     (r'{"prompt": "1+1?", "answer": "\ud800"}', "half a surrogate pair"),
@@ -187,9 +189,9 @@ def test_file_errors_name_the_line(tmp_path, row, message):
 
 @pytest.mark.parametrize("name, content, message", [
     ("rows.jsonl", None, "no such file"), ("rows.parquet", None, "no such file"),
-    ("rows.csv", b"prompt,answer\n", "rows are read from .jsonl and .parquet files"),
+    ("rows.csv", b"prompt,answer\n", "rows are read from .jsonl, .json and .parquet files"),
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
-    ("rows.jsonl", b'{"prompt": "\xff"}', "1: not JSON"),
+    ("rows.jsonl", b'{"prompt": "\xff"}', "1: not JSON"), ("rows.json", b'[{"prompt": "a"}', "not JSON"),
     ("rows.parquet", b"not parquet", "cannot be read"),
 ])
 def test_file_errors(tmp_path, name, content, message):
@@ -222,6 +224,97 @@ def test_parquet_has_values_that_json_lacks(tmp_path, row, message):
         return
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 1: .*{message}"):
         data.load_rows("file", "train", 0, train_file=path, eval_file="any")
+
+
+def read(path, **settings):
+    """The prompts and answers of a file, with these settings."""
+    found = data.reader(SimpleNamespace(**{
+        "prompt_column": "", "answer_column": "", "chat": True, "environment": ""} | settings))(str(path))
+    return [(row["prompt"], row.get("answer")) for _, row in found]
+
+
+def test_columns_that_settings_name(tmp_path):
+    path = write(tmp_path / "gsm8k.jsonl", *GSM8K)
+    first, second = read(path, prompt_column="question", answer_column="answer")
+    assert first == ([{"role": "user", "content": GSM8K[0]["question"]}], GSM8K[0]["answer"])
+    # The check of answers reads the number after ####.
+    columns = {"prompts": [first[0]] * 2, "completions": ["The answer is 72", "70"], "answer": [first[1]] * 2}
+    found = rewards.score(rewards.load_reward("", "file"), columns)
+    assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
+    assert read(path, prompt_column="question", chat=False)[1][0] == GSM8K[1]["question"]
+    path = write(tmp_path / "more.jsonl", {"prompt": "1+1?", "answer": "two", "value": 2.5})
+    assert read(path, answer_column="value") == [("1+1?", "2.5")]
+    assert read(path, prompt_column="prompt") == [([{"role": "user", "content": "1+1?"}], "two")]
+    for settings, message in (({"prompt_column": "nothing"}, "no column nothing; the columns are prompt, answer"),
+                              ({"answer_column": "result"}, "no answer in result; the columns are prompt, answer")):
+        with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: {message}"):
+            read(path, **settings)
+
+
+ASKED = {"role": "user", "content": "1+1?"}
+SAID = {"from": "human", "value": "1+1?"}
+
+
+@pytest.mark.parametrize("row, prompt, answer", [
+    ({"messages": [ASKED, {"role": "assistant", "content": "2"}]}, [ASKED], None),
+    ({"messages": [ASKED, {"role": "assistant", "content": "2"}, ASKED], "answer": 2},
+     [ASKED, {"role": "assistant", "content": "2"}, ASKED], "2"),
+    ({"conversations": [SAID, {"from": "gpt", "value": "2"}, SAID, {"from": "gpt", "value": "3"}]},
+     [ASKED, {"role": "assistant", "content": "2"}, ASKED], None),
+    ({"conversations": [{"from": "system", "value": "Add."}, SAID]},
+     [{"role": "system", "content": "Add."}, ASKED], None),
+    # Open-Reasoner-Zero's
+    ([SAID, {"from": "assistant", "ground_truth": {"value": "2"}}], [ASKED], "2"),
+    ({"prompt": [{"from": "user", "value": "1+1?"}], "ground_truth": "2"}, [ASKED], "2"),
+    # The assistant's beginning of an answer, which the policy continues
+    ({"prompt": [ASKED, {"role": "assistant", "content": "It is "}]},
+     [ASKED, {"role": "assistant", "content": "It is "}], None)])
+def test_conversations(tmp_path, row, prompt, answer):
+    assert read(write(tmp_path / "rows.jsonl", row, row)) == [(prompt, answer)] * 2
+    # An array, and lines in a file that is called .json
+    for content in (json.dumps([row, row], indent=1), json.dumps(row) + "\n" + json.dumps(row)):
+        (tmp_path / "rows.json").write_text(content)
+        if isinstance(row, dict) or content.startswith("[\n"):
+            assert read(tmp_path / "rows.json") == [(prompt, answer)] * 2
+    (tmp_path / "rows.json").write_text(json.dumps([row, 5]))
+    with pytest.raises(ValueError, match="rows.json: row 2: not an object"):
+        read(tmp_path / "rows.json")
+
+
+def test_messages_with_calls(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    as_text = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    result = {"role": "tool", "content": "3"}
+    expected = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    for message in ({"role": "assistant", "tool_calls": [call]},
+                    {"role": "assistant", "content": None, "tool_calls": [as_text]}):
+        assert read(write(tmp_path / "rows.jsonl", {"prompt": [ASKED, message, result]})) == [(expected, None)]
+    path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [
+        {"function": {"name": "add", "arguments": "{"}}]}]})
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: arguments: not JSON"):
+        read(path)
+
+
+def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
+    """Arrow gives each message every field of all messages, and each object of arguments every key."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    calls = [{"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "f", "arguments": {key: "x"}}}]} for key in "ab"]
+    rows = [{"prompt": [ASKED, calls[0], {"role": "tool", "content": "1", "name": "f"}]},
+            {"prompt": [ASKED, calls[1]]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert read(tmp_path / "rows.parquet") == read(write(tmp_path / "rows.jsonl", *rows)) == [
+        (row["prompt"], None) for row in rows]
+    numbers = pyarrow.table({"prompt": ["a", "b"], "answer": pyarrow.array([0.1, 3.0], pyarrow.float32())})
+    pyarrow.parquet.write_table(numbers, tmp_path / "rows.parquet")
+    assert [answer for _, answer in read(tmp_path / "rows.parquet")] == ["0.1", "3.0"]
+
+
+def test_a_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "rows.jsonl", GOOD)
+    assert read("~/rows.jsonl") == [("1+1?", "2")]
 
 
 def test_only_the_answer_that_is_taken_is_looked_at(tmp_path):
@@ -282,7 +375,7 @@ def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
     texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == held_out][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
     count = count if split == "eval" else 3 - count
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* {count} of 3 rows are for {split}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* {count} of 3 rows are for {split}; --eval_file="):
         data.load_rows("file", split, 0, train_file=path)
 
 
@@ -328,8 +421,6 @@ def test_rows_are_a_function_of_seed_and_position():
     data.epoch_order.cache_clear()
     assert steps[::-1] == [drawn(50, 10 * step, 10, 1) for step in reversed(range(9))]
     assert steps[0] != drawn(50, 0, 10, 2) and steps[0] != steps[1] and steps[8][1] == 90
-    with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training rows"):
-        drawn(10, 0, 11, 1)
 
 
 # ------------------------------------------------------------------------------------------------ prompts
@@ -388,12 +479,67 @@ def test_rows_are_encoded_at_once_as_they_are_alone(tokenizer):
     assert data.encode_rows(adding, []) == []
 
 
+def test_a_text_ends_without_the_end_token_that_a_tokenizer_adds(tokenizer):
+    adding = copy.deepcopy(tokenizer)
+    adding.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    ids = [adding.bos_token_id, adding.eos_token_id]
+    adding.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", ids[0]), ("</s>", ids[1])])
+    plain = [ids[0], *tokenizer("1+1?").input_ids]
+    assert adding("1+1?").input_ids == plain + ids[1:]
+    found = data.encode_rows(adding, named("1+1?", "<s>1+1?", USER), chat=False)
+    assert [one.ids for one in found] == [plain, plain, plain + tokenizer("\n").input_ids]
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer, tmp_path):
+    image = copy.deepcopy(tokenizer)
+    image.add_special_tokens({"additional_special_tokens": ["<img>"]})
+    image.not_embedded = {"<img>": 261}
+    settings = SETTINGS | {"task": "file", "eval_file": write(tmp_path / "eval.jsonl", {"prompt": "1?"})}
+    for last in ("see <img>", [{"role": "user", "content": "<img>"}]):
+        path = write(tmp_path / "rows.jsonl", *[{"prompt": f"{i}?"} for i in range(600)], {"prompt": last})
+        with pytest.raises(ValueError, match=f"^{re.escape(path)}:601: its prompt has <img>, a token that the"):
+            data.load_prompts(image, SimpleNamespace(**settings | {"train_file": path, "train_prompts": 0}))
+        with pytest.raises(ValueError, match="^rows:1: its prompt has <img>, a token that the model does not"):
+            data.encode_rows(image, named(last))
+
+
+def test_a_prompt_without_tokens_is_named(tokenizer):
+    empty = copy.deepcopy(tokenizer)
+    empty.backend_tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(ValueError, match="^rows:2: its prompt has no tokens"):
+        data.encode_rows(empty, named("1?", "\u2003"))
+
+
+def test_what_a_template_leaves_out_is_said(tokenizer, tmp_path):
+    """Of each kind of roles one prompt is compared with what the model reads."""
+    deaf = copy.deepcopy(tokenizer)
+    deaf.chat_template = ("{% for m in messages if m.role != 'system' and m.role != 'developer' %}"
+                          "<|user|>{{ m.content }}{% endfor %}<|assistant|>")
+    messages = [[{"role": "user", "content": f"{i}+1?"}] for i in range(8)]
+    rows = [{"prompt": one} for one in messages] + [
+        {"prompt": [{"role": "developer", "content": "Be brief."}, *messages[0]]}]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "max_prompt_length": 99}
+    note = data.load_prompts(deaf, SimpleNamespace(**settings))[2]
+    assert f"the chat template does not write what these roles say: developer ({path}:9)" in note
+    assert "does not write" not in data.load_prompts(tokenizer, SimpleNamespace(**settings))[2]
+    with pytest.raises(ValueError, match="^system_prompt=Add.: the chat template leaves it out"):
+        data.load_prompts(deaf, SimpleNamespace(**settings | {"system_prompt": "Add."}))
+    # A thought that a template cuts from an earlier answer is not missed.
+    deaf.chat_template = deaf.chat_template.replace("m.content", "m.content.split('</think>')[-1]")
+    path = write(tmp_path / "rows.jsonl", {"prompt": [
+        *messages[0], {"role": "assistant", "content": "<think>hm</think>1"}, *messages[1]]})
+    settings |= {"train_file": path, "eval_file": path}
+    assert "does not write" not in data.load_prompts(deaf, SimpleNamespace(**settings))[2]
+
+
 def test_encode_rows_errors(tokenizer):
     with pytest.raises(ValueError, match="^rows:2: system_prompt needs prompts that are lists of messages"):
         data.encode_rows(tokenizer, named(USER, "1+1?"), system_prompt="Be brief.")
     without = copy.deepcopy(tokenizer)
     without.chat_template = None
-    with pytest.raises(ValueError, match="no chat template; --chat=false"):
+    with pytest.raises(ValueError, match="chat_template is not set.*--chat=false only joins"):
         data.encode_rows(without, named(USER))
     without.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(ValueError, match=r"^rows:1: the chat template fails: no such role; .*1\+1\?"):
@@ -411,7 +557,7 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "train_prompts": 0}
     data.load_prompts(strict, SimpleNamespace(**settings))
     write(other, *rows, "", {"prompt": [{"role": "system", "content": "Be brief."}, *prompts[0]]})
-    message = "the chat template fails: System role not supported; the messages are .*Be brief"
+    message = "the chat template fails: System role not supported; the messages, which .* are .*Be brief"
     with pytest.raises(ValueError, match=f"^{other}:9002: {message}"):
         data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
     text = text_of(data.load_rows("algebra", "train", 1)[0])
@@ -433,7 +579,7 @@ def test_a_template_that_leaves_out_the_prompt_is_refused():
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
-            "environment": "", "system_prompt": "", "max_prompt_length": 24, "shuffle": True}
+            "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "", "max_prompt_length": 24, "shuffle": True}
 
 
 class Counting:
@@ -513,8 +659,7 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     rows = [{"prompt": f"{i}?" + " " * (30 * (i % 4 == 0))} for i in range(12_000)]
     path = write(tmp_path / "rows.jsonl", *rows)
     train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
-    # On each side one more is tried with the template.
-    assert counting.count == 512 + 40 + 2 and len(eval_set) < 40
+    assert counting.count == 512 + 40 and len(eval_set) < 40
     first = [data.epoch_order(len(train_set.named), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.named[i][1]["prompt"]) > 24 for i in first)
     rows, fitting = f"{len(train_set.named):,}", f"{len(train_set.named) - long:,}"

@@ -902,7 +902,7 @@ def test_a_class_that_is_no_environment_is_refused(tmp_path, source, told):
 def test_an_environment_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"environment: no such file: {tmp_path}/none.py"):
         player(tmp_path / "none.py", "Game")
-    with pytest.raises(ValueError, match="environment must be file.py:Class, not 'game'"):
+    with pytest.raises(ValueError, match="environment must be file.py:Class or package.module:Class, not 'game'"):
         player("", environment="game")
 
 
@@ -917,7 +917,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
         player("", environment="environments/none.py:Guess")
     (tmp_path / "environments").mkdir()
     (tmp_path / name).write_text("class Gess:\n    pass")
-    assert user_code.source_file(name) == f"{tmp_path}/{name}"
+    assert user_code.source_of(name) == f"{tmp_path}/{name}"
     with pytest.raises(ValueError, match=f"^environment: {name} has no Class Guess; at its top level it has Gess"):
         player("", environment=f"{name}:Guess")
 

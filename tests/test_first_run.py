@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 import runs
 from runs import forked, lines, refused
-from runtime.check_settings import SUITS_TINY
+from runtime import check_model
+from runtime.check_settings import SUITS_TINY, same
 from test_docs import BLOCKS, TEXTS
 from test_train_grpo import SMALL, train
 from tiny import pretrain
@@ -80,6 +81,37 @@ def test_what_suits_the_tiny_model_is_what_the_scripts_are_shipped_with():
     for model in ("tiny/algebra", "tiny/compose", "tiny/episodes"):
         assert AutoConfig.from_pretrained(model).suits == SUITS_TINY
     assert pretrain.make_model(pretrain.make_tokenizer()).config.suits == SUITS_TINY
+
+
+def test_a_folder_of_gguf_files_says_what_to_do(tmp_path):
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"^model=.*: it holds GGUF files.* the folder with config.json"):
+        check_model.check_model(str(tmp_path))
+
+
+def test_the_same_model_and_the_same_file_in_other_words(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(folder, tmp_path / "m")
+    assert check_model.check_model("~/m") == f"{tmp_path}/m"
+    for one, other in (("tiny", "tiny/algebra/"), ("~/m", f"{tmp_path}/m/"), ("Qwen/Qwen3-0.6B",) * 2, (5, 5)):
+        assert same(one, other)
+    for one, other in (("tiny", "tiny_compose"), ("~/m", "m"), ("", "tiny"), (5, 6), (True, False)):
+        assert not same(one, other)
+
+
+def test_a_run_is_resumed_with_another_spelling(folder, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+1?", "answer": "2"}) + "\n" for i in range(40)))
+    run = [f"--out_dir={tmp_path}/run", "--task=file"]
+    small = {**SMALL, "model": folder, "max_prompt_length": 64}
+    forked(tmp_path / "log", "train_grpo.py", *runs.with_defaults(
+        [*run, f"--train_file={rows}", "--max_steps=1"], small))
+    said = forked(tmp_path / "log", "train_grpo.py", *runs.with_defaults(
+        [*run, f"--train_file={tmp_path}/./rows.jsonl", "--max_steps=2", "--resume=auto"],
+        small | {"model": folder + "/"}))
+    assert "resumes " in said
+    refused(runs.with_defaults([*run, f"--train_file={tmp_path}/other.jsonl", "--resume=auto"], small),
+            f"train_file={tmp_path}/other.jsonl, but ", tmp_path)
 
 
 # ---------------------------------------------------------------- a judge

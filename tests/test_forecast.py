@@ -79,7 +79,7 @@ def trained(network, s):
 def test_peaks_of_an_update_are_those_of_pytorch(mesh, tmp_path, name):
     """Within 8% of what its profiler counts, with what was there before the profiler began."""
     s = make(name, tmp_path)
-    adapter = (s.lora_rank, None) if s.lora_rank else None
+    adapter = (s.lora_rank, 0, None) if s.lora_rank else None
     policy = load_policy(tmp_path, mesh, getattr(torch, s.dtype), s.gradient_checkpointing, adapter=adapter)
     update, step, optimizer = trained(policy, s)
     update()
@@ -157,11 +157,14 @@ def test_an_engine_holds_its_weights_and_its_cache(folder):
 
 def test_settings_that_move_it_move_it(folder):
     update = lambda **changes: sum(part[1] for part in forecast.forecast(
-        settings(folder, **{"token_budget": 8192} | changes), 2, 1e12, True).values())
+        settings(folder, **{"token_budget": 8192, "prompts_per_step": 64} | changes), 2, 1e12, True).values())
     base, kept = update(), forecast.kept_by_layer(forecast.shape(folder), 4)
     assert base - update(token_budget=4096) > 4096 * 2 * kept * 0.99
     assert base - update(sequence_parallel_size=2) == pytest.approx(base - update(token_budget=4096))
     assert base - update(gradient_checkpointing=True) > 0
+    # A rank has 128 sequences of 128 tokens for each update, and no micro-batch is larger.
+    assert update(token_budget=10 ** 6) == update(token_budget=128 * 128) > base
+    assert update(token_budget=10 ** 6, updates_per_step=2) == base
     # Moments that wait in host memory are there for the step alone.
     moments = forecast.forecast(settings(folder), 2, 1e12, True)["Adam's moments"][1]
     assert base - update(offload_optimizer=True) == pytest.approx(moments)
@@ -198,7 +201,7 @@ def test_what_fits_needs_no_advice(large):
 
 def test_where_it_does_not_fit_it_says_what_takes_less(large):
     """Each of the settings that it names does."""
-    s = settings(large, engine="vllm", token_budget=32768, vllm_gpu_memory_utilization=0.9)
+    s = settings(large, engine="vllm", token_budget=32768, prompts_per_step=128, vllm_gpu_memory_utilization=0.9)
     said = forecast.says(s, 2, 9e9, True).splitlines()[-1]
     assert said == forecast.ADVICE
     peaks = lambda s, ranks=2: [*map(sum, zip(*forecast.forecast(s, ranks, 9e9, True).values()))]
@@ -232,6 +235,19 @@ def test_command(large, tmp_path):
     assert "critic" in forked(tmp_path / "log", *command, "--script=train_ppo.py", "--memory=80",
                               "--engine=hf")
     assert "alone take" in forked(tmp_path / "log", *command, "--memory=1", code=2)
+
+
+def test_a_copied_script_has_settings_of_its_own(large, tmp_path):
+    """It is not run. So does the script whose defaults are not among the choices of the others."""
+    with open("train_grpo.py") as file:
+        text = file.read()
+    assert "\nlearning_rate = 1e-4" in text and "import math" in text
+    (tmp_path / "train_mine.py").write_text(
+        "import os\nos.environ['X'] = '1'\n" + text.replace("\nlearning_rate = 1e-4", "\nmy_rate = 1e-4"))
+    command = "-m", "runtime.forecast", f"--model={large}", "--memory=80"
+    assert "of 80.00 GB" in forked(tmp_path / "log", *command, f"--script={tmp_path}/train_mine.py",
+                                   "--my_rate=1")
+    assert "of 80.00 GB" in forked(tmp_path / "log", *command, "--script=train_async.py")
 
 
 @pytest.mark.parametrize("argument, message", [

@@ -67,14 +67,7 @@ class Template:
 
     def defused(self, text):
         """Return the text with a CUT inside everything in it that is encoded as a control token."""
-        text = text.encode(errors="replace").decode()
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        # A tokenizer that normalises finds a control token in other characters as well.
-        cuts = [(start + end) // 2 for one, (start, end) in zip(found.input_ids, found.offset_mapping)
-                if one in self.control and end - start > 1]
-        parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None])]
-        # Two that overlap take two rounds.
-        return CUT.join(map(self.defused, parts)) if cuts else text
+        return broken_up(text.encode(errors="replace").decode(), self.tokenizer, self.control, CUT)
 
     def check(self, messages):
         """Raises ValueError if the template cannot be used for several turns after these messages."""
@@ -153,6 +146,20 @@ class Template:
         except Exception as error:
             raise ValueError(f"the chat template fails with {error!r:.200}; the messages are "
                              f"{messages!r:.500}") from error
+
+
+def broken_up(text, tokenizer, control, mark):
+    """Return the text with a mark inside everything in it that is encoded as one of the ids `control`.
+
+    What has a single character stays.
+    """
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # A tokenizer that normalises makes a control token of other characters as well.
+    cuts = [(start + end) // 2 for one, (start, end) in zip(found.input_ids, found.offset_mapping)
+            if one in control and end - start > 1]
+    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None])]
+    # Two that overlap take two rounds.
+    return mark.join(broken_up(part, tokenizer, control, mark) for part in parts) if cuts else text
 
 
 def stop_clock(tokenizer, clock):

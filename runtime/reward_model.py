@@ -1,9 +1,9 @@
 """A reward model scores conversations: a Hugging Face sequence-classification model with one label.
 
 It judges text and not the policy's tokens: its own tokenizer and chat template render the conversation again.
-Text that spells one of its control tokens, such as the end of a turn, is broken up first, because otherwise a
-policy could write the judge's next turn itself. Each rank has a whole copy of the model, which waits in host
-memory while it is not used.
+Text of which its tokenizer makes a control token, such as the end of a turn, is broken up first, because
+otherwise a policy could write the judge's next turn itself. Each rank has a whole copy of the model, which
+waits in host memory while it is not used.
 """
 import math
 import sys
@@ -11,6 +11,7 @@ import sys
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from runtime.chat_template import broken_up
 from runtime.check_model import check_loaded, check_model, load_tokenizer, reading
 
 
@@ -41,16 +42,14 @@ class RewardModel:
                 trust_remote_code=False)
         check_loaded(f"reward_model={path} is not a trained reward model", loading)
         self.model.eval()
-        # A space breaks a control token up, unless the token has spaces itself or the tokenizer drops them.
-        special = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()
+        # A space breaks a control token up, unless it is a single character or the tokenizer drops spaces.
+        special = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()
                    if token.special}
-        self.control = {token: f"{token[0]} {token[1:]}" for token in special}
-        for token, broken in list(self.control.items()):
-            ids = self.tokenizer(broken, add_special_tokens=False).input_ids
-            if len(token.split()) > 1 or {*special.values()} & {*ids}:
+        self.control = {*special.values()}
+        for token, number in special.items():
+            if number in self.tokenizer(self._harmless(token), add_special_tokens=False).input_ids:
                 print(f"reward_model={path}: its control token {token!r} cannot be broken up, so a policy "
                       "can write it", file=sys.stderr)
-                del self.control[token]
         self.path, self.device, self.token_budget = path, device, token_budget
         self.pad_id = text_config.pad_token_id
         self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
@@ -89,7 +88,9 @@ class RewardModel:
         if isinstance(prompt, str):
             completion = self._harmless(completion)
             # A control token may begin in the prompt and end in the completion.
-            if any(token in prompt[1 - len(token):] + completion[:len(token) - 1] for token in self.control):
+            found = self.tokenizer(prompt + completion, return_offsets_mapping=True)
+            if any(one in self.control and start < len(prompt) < end
+                   for one, (start, end) in zip(found.input_ids, found.offset_mapping)):
                 completion = " " + completion
             return self.tokenizer(prompt + completion).input_ids
         if self.tokenizer.chat_template is None:
@@ -106,8 +107,4 @@ class RewardModel:
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
 
     def _harmless(self, text):
-        # Control tokens may overlap, so this goes on until none is left.
-        while spelled := [token for token in self.control if token in text]:
-            for token in spelled:
-                text = text.replace(token, self.control[token])
-        return text
+        return broken_up(text, self.tokenizer, self.control, " ")

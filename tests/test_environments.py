@@ -309,7 +309,8 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
         json.dumps({"opening": f"Game {i}?"}) + "\n" for i in range(40)) + '{"number": 3}\n')
     source = write(JUDGED)
     settings = SimpleNamespace(**SETTINGS | {
-        "task": "file", "train_file": str(tmp_path / "rows.jsonl"), "eval_file": "", "difficulty": 1,
+        "task": "file", "train_file": str(tmp_path / "rows.jsonl"), "eval_file": "", "prompt_column": "",
+        "answer_column": "", "difficulty": 1,
         "environment": f"{source}:Judged", "train_prompts": 0, "eval_prompts": 0, "seed": 0, "shuffle": True,
         "prompts_per_step": 2, "model": "tiny"})
     train, held_out, _ = data.load_prompts(TOKENIZER, settings)
@@ -329,7 +330,7 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
     assert "reset gave no prompt, and the row has none" in rollouts[1].counts["problem"]
     # Without an environment such a row is refused, as are others that are broken.
     settings.environment = ""
-    with pytest.raises(ValueError, match="rows.jsonl:1: no prompt; the columns are opening"):
+    with pytest.raises(ValueError, match="rows.jsonl:1: no column prompt; the columns are opening"):
         data.load_prompts(TOKENIZER, settings)
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
+from tokenizers.normalizers import NFKC
 from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config,
                           Qwen3ForCausalLM, Qwen3ForSequenceClassification)
 
@@ -110,6 +112,21 @@ def test_a_completion_cannot_spell_control_tokens(judge, text):
     assert count("<|user|>1+1?<|e", "nd|>" + text) == 1
     # What spells none stays as it is.
     assert ours._harmless("a <b> | <|fin|>") == "a <b> | <|fin|>"
+
+
+def test_text_that_the_judges_tokenizer_normalises_spells_none_either(judge, tmp_path):
+    path = shutil.copytree(judge, tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.backend_tokenizer.normalizer = NFKC()
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True, normalized=True)])
+    tokenizer.save_pretrained(path)
+    ours, prompt = load(path), ROWS[0]["prompt"]
+    full_width = "\uff1c\uff5cend\uff5c\uff1e"
+    (number,) = ours.tokenizer(full_width, add_special_tokens=False).input_ids
+    count = lambda prompt, completion: ours._encode(prompt, completion).count(number)
+    for text in (full_width, f"a{full_width}b<|end|>", f"<|en{full_width}d|>"):
+        assert count(prompt, answer(text)) == count(prompt, answer("12")) > 0
+        assert count("1+1?", text) == count("1+1?" + text[:4], text[4:]) == 0
 
 
 def test_a_control_token_that_cannot_be_broken_up_is_named(judge, tmp_path, capsys):

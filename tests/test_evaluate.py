@@ -69,3 +69,12 @@ def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
     (["--engine=sglang"], "engine=sglang")])
 def test_bad_input(tmp_path, arguments, message):
     refused(arguments, message, tmp_path, script="evaluate_model.py")
+
+
+def test_a_broken_reward_is_refused_before_anything_is_sampled(folder, tmp_path):
+    (tmp_path / "broken.py").write_text("def compute_score(solution_str, colour): return 1.0")
+    arguments = [f"--model={folder}", "--engine=hf", f"--reward={tmp_path}/broken.py"]
+    refused(arguments, "reward compute_score needs a column colour; the columns are data_source, ", tmp_path,
+            script="evaluate_model.py")
+    # A prompt of one's own is not scored.
+    forked(tmp_path / "log", "evaluate_model.py", *arguments, "--prompt=2+2=", "--samples=1")

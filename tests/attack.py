@@ -278,7 +278,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         **{either(rf"\b{key}\b"): [f"{key}={value}"] for key, value in (
             ("temperature", "1e308"), ("timeout", "1e300"), ("call_timeout", "1e-300"),
             ("epsilon_high", "1e300"), ("warmup_steps", 10 ** 4000), ("seed", 10 ** 4000))},
-        runs(): ["eval_interval=0 save_interval=0 sample_interval=0",
+        runs(): ["eval_interval=0 save_interval=0",
                  "seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
                  "chat=fAlSe", "grad_clip=0", "call_timeout=0", "timeout=0", "keep_checkpoints=1_000",
                  "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n", "beta1=0"]})]
@@ -941,7 +941,7 @@ def console_cases(add):
     for env in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "LC_ALL": "C"},
                 {"PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0", "LC_ALL": "POSIX"}):
         add(repr(env), runs(), "--task=file", "--train_file={dir}/rows.jsonl", "--train_prompts=0",
-            "--temperature=3", "--sample_interval=1", shell="2>&1", env=env,
+            "--temperature=3", shell="2>&1", env=env,
             files={"rows.jsonl": jsonl(*rows)}, after=all_steps)
 
 

@@ -23,8 +23,7 @@ def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
     (tmp_path / "rewards.py").write_text(REWARD)
     arguments = {"model": folder, "out_dir": tmp_path / "run", "reward": f"{tmp_path}/rewards.py:score",
                  "engine": "hf", "max_steps": 2, "prompts_per_step": 4, "num_generations": 4,
-                 "max_completion_length": 12, "train_prompts": 16, "eval_prompts": 4, "eval_samples": 1,
-                 "sample_interval": 1}
+                 "max_completion_length": 12, "train_prompts": 16, "eval_prompts": 4, "eval_samples": 1}
     command = " ".join([sys.executable, "train_grpo.py", *(f"--{k}={v}" for k, v in arguments.items()),
                         redirection.replace("OUT", f"{tmp_path}/out")])
     code = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, timeout=120,

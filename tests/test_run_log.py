@@ -183,7 +183,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
 def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys):
     """Of a run with the default settings, also where a rule of health is broken: it is said once."""
     (tmp_path / "run").mkdir()
-    settings = {"sample_interval": 1, "learning_rate": 1e-4, "max_steps": 30}
+    settings = {"learning_rate": 1e-4, "max_steps": 30}
     log = RunLog(str(tmp_path / "run"), __file__, settings, run_state())
     row = {"prompt": "What is the larger root of the equation x^2-11x+27=9? Show your work, step by step.",
            "answer": "9"}

@@ -73,7 +73,7 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
 def test_intervals_of_0_leave_the_first_and_the_last(folder, reward_file, tmp_path, script):
     more = ["--critic_warmup_steps=0"] if "ppo" in script else []
     metrics, output = train(folder, tmp_path / "run", reward_file, "--eval_interval=0", "--save_interval=0",
-                            "--sample_interval=0", *more, script=script, ranks=1 + ("async" in script))
+                            *more, script=script, ranks=1 + ("async" in script))
     assert [line["step"] for line in metrics if "eval/mean@2" in line] == [0, 2]
     assert [name for name in os.listdir(tmp_path / "run") if "checkpoint" in name] == ["checkpoint-2"]
     assert "evaluates its first and last model, with" in output and "truth" not in output

@@ -154,9 +154,11 @@ def as_message(where, message):
     if "from" in message:                                       # ShareGPT's form
         who = message.pop("from")
         message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
-    if message.get("tool_calls"):
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{where}: tool_calls must be a list of objects, not {calls!r:.100}")
+    for call in calls:
         message.setdefault("content", "")
-    for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(f"{where}: arguments", function["arguments"])

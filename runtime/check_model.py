@@ -133,8 +133,8 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size or others:
-        raise ValueError(f"{key}={path} has to read the policy's tokens, but it has {size} tokens and the "
-                         f"policy {policy_size}, with other numbers for {others[:5]}")
+        raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the policy one of {policy_size}, with "
+                         f"other numbers for {others[:5]}: it has to read the policy's tokens")
     return path
 
 

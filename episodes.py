@@ -6,6 +6,7 @@ episode at a time and is reset for the next one. Its methods may be `async def`.
 
     text    reset(**row)     gets the columns of the row; returns text for the prompt's last message, or None
             step(text)       gets what the policy said; returns (observation, reward, whether it is over)
+            both             may also return what Gymnasium's do
     tools   reset(**row)     does the same; this is TRL's form, and such a class runs in TRL as well
             other methods    are tools: type hints and docstring tell the policy how to call them
     both    get_reward()     if it exists, is called at the end of an episode; None gives no score
@@ -20,11 +21,11 @@ import inspect
 import json
 import math
 import re
-import types
 import zlib
 from collections import deque
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -64,10 +65,6 @@ class Player:
                 raise ValueError(f"{self.environment.key} needs chat=True and a tokenizer with a chat "
                                  "template")
             self.template = Template(tokenizer, eos_ids, self.tools)
-        # {tool: {argument: the type that its hint gives it}}
-        self.hints = {tool["name"]: {name: str(more.get("type")) for name, more
-                                     in tool["parameters"]["properties"].items()}
-                      for tool in (one["function"] for one in self.tools or ())}
 
     def check_with(self, prompts):
         """Play a first turn after each of these prompts, so that what is broken shows before any training.
@@ -85,15 +82,15 @@ class Player:
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
                     "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
         said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
-        engine = types.SimpleNamespace(add=asked.append, step=lambda: [
+        engine = SimpleNamespace(add=asked.append, step=lambda: [
             Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
         try:
             # There is no room for a second turn.
             rollouts = Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts])
         except RuntimeError as error:
             raise ValueError(error) from error
-        for problem in [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
-            raise ValueError(problem)
+        if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
+            raise ValueError(problems[0])
 
     def read(self, before, sampled, text):
         """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
@@ -112,7 +109,7 @@ class Player:
         # A parser may raise anything for text that is not as it expects.
         except Exception as error:
             return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
-        return said, [read_call(self.hints, number, one) for number, one in enumerate(found)]
+        return said, [read_call(self.environment.hints, number, one) for number, one in enumerate(found)]
 
     def messages(self, prompt, observation=""):
         """Return the messages before the first turn; an observation is added to the last one, as in TRL."""
@@ -165,13 +162,14 @@ class Environment:
     """The class and the functions that a run's settings name, and the instances of the class.
 
     make: the class, or None if the settings name nothing. tools: JSON schemas of the tools, or None.
+    hints: {tool: {argument: its type in the schema}}. methods: {tool: its name in an instance}.
     rewards_as: the name of the class if it gives rewards, otherwise "". opened: {id: instance}; idle: the
     instances that play no episode now. Raises ValueError for what cannot be used.
     """
 
     def __init__(self, settings):
         s, self.settings, self.opened, self.idle = settings, settings, {}, []
-        self.tools, self.rewards_as, self.has_step, self.has_reward = None, "", False, False
+        self.tools, self.hints, self.rewards_as, self.has_step, self.has_reward = None, {}, "", False, False
         functions = [load_from(spec, "tools", "function") for spec in specs(s.tools) if s.tools]
         self.functions = {name_of(function): function for function in functions}
         self.make = (load_from(s.environment, "environment", "Class") if s.environment
@@ -190,35 +188,39 @@ class Environment:
             raise ValueError(f"{self.key}: {self.name}() {self.told(error)}")
         self.opened[id(instance)] = instance
         self.idle.append(instance)
-        # As in TRL tools are bound methods, of the class or of the instance. Nothing else is looked up,
-        # because reading a property may fail before the first reset.
-        kinds = (types.FunctionType, types.MethodType, classmethod)
-        methods = {name: getattr(instance, name) for name in dir(instance) if not name.startswith("_")
-                   and isinstance(inspect.getattr_static(instance, name), kinds)}
-        methods = {name: method for name, method in methods.items() if inspect.ismethod(method)}
+        # As in TRL tools are bound methods, of the class or of the instance. Properties are not read, because
+        # this may fail before the first reset.
+        names = [name for name in dir(instance) if not name.startswith("_") and not isinstance(
+            inspect.getattr_static(instance, name, None), (property, cached_property))]
+        methods = {name: getattr(instance, name) for name in names
+                   if inspect.ismethod(getattr(instance, name, None))}
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
         self.rewards_as = self.name if self.has_step or self.has_reward else ""
         closes = {name for name in ("close", "release") if closer(instance, name)}
-        tools = functions + [methods[name] for name in methods
-                             if name not in {"reset", "get_reward", *closes}]
+        tools = {name: methods[name] for name in methods if name not in {"reset", "get_reward", *closes}}
         if self.has_step:
             if functions:
                 raise ValueError(f"tools={self.settings.tools}: {self.key} has a method step, which reads no "
                                  "calls of tools")
             return
-        self.tools = []
-        if not tools:
+        self.methods = {name_of(tool): name for name, tool in tools.items()}
+        self.tools = [self._schema(tool) for tool in (*functions, *tools.values())]
+        if not self.tools:
             raise ValueError(f"{self.key} has neither a method step nor tools")
-        if len(names := {*map(name_of, tools)}) < len(tools):
-            raise ValueError(f"{self.key}: two of the tools {', '.join(sorted(names))} have the same name")
-        for tool in tools:
-            try:
-                self.tools.append(get_json_schema(tool))
-            except Exception as error:
-                raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring "
-                                 f"that explains its arguments: {error}") from error
+        self.hints = {tool["name"]: {name: str(more.get("type")) for name, more
+                                     in tool["parameters"]["properties"].items()}
+                      for tool in (one["function"] for one in self.tools)}
+        if len(self.hints) < len(self.tools):
+            raise ValueError(f"{self.key}: two of the tools {', '.join(self.hints)} have the same name")
+
+    def _schema(self, tool):
+        try:
+            return get_json_schema(tool)
+        except Exception as error:
+            raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring that "
+                             f"explains its arguments: {error}") from error
 
     def give_back(self, instance, spent=False):
         """Take an instance back from its episode. If it is spent, it is closed and plays no other."""
@@ -273,7 +275,7 @@ class Episode:
 
     def __init__(self, player, prompt, seed, sampling):
         self.player, self.world, self.settings = player, player.environment, player.settings
-        self.prompt, self.row, self.ids, self.seed = prompt, prompt.row, list(prompt.ids), seed
+        self.row, self.ids, self.seed = prompt.row, list(prompt.ids), seed
         self.left, *self.sampling = sampling                    # left: how many tokens may still follow
         # spent: whether the instance of the environment can play no other episode
         self.instance, self.spent, self.ended, self.extra = None, False, "", {}
@@ -292,7 +294,8 @@ class Episode:
                     yield from part()
                 except (Failed, TimeUp) as error:
                     turn, late, told = len(self.spans), isinstance(error, TimeUp), self.world.told(error)
-                    self.ended, self.spent = "timeout" if late and turn else "error", late or not turn
+                    self.ended = "timeout" if late and turn else "error"
+                    self.spent = self.spent or late or not turn
                     told = f"it {told} in turn {turn}" if turn else f"reset {told}"
                     self.counts["problem"] = str(self.world.broken(told, self.row))
             rewards = {self.last: math.nan} if self.ended == "error" else self.rewards
@@ -329,13 +332,12 @@ class Episode:
         world, (*earlier, last) = self.world, self.row["prompt"]
         instance = self.instance = world.idle.pop() if world.idle else (yield from self._call(world.make))
         world.opened[id(instance)] = instance
-        columns = deepcopy(self.row) | logging_into(self.extra, instance.reset)
-        columns = accepted(instance.reset, columns, f"{world.who}: reset")
+        columns = accepted(instance.reset, deepcopy(self.row), f"{world.who}: reset", logging_into(self.extra))
         observation = yield from self._call(instance.reset, **columns)
         if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
             observation, _ = observation
         if observation is None:
-            if not any(message["content"] for message in (*earlier, last)):
+            if not any(message.get("content") for message in (*earlier, last)):
                 raise Failed("gave no prompt, and the row has none")
             return
         if not isinstance(observation, str):
@@ -370,8 +372,8 @@ class Episode:
                 yield from self._reply(turn, said, calls, answer.finish_reason == "length")
 
     def _reply(self, turn, said, calls, cut):
-        # What the environment replies to a turn. cut: whether the turn was cut off.
-        # What is heard are messages as rewards get them, and the text of each for the policy.
+        # What the environment replies to a turn. cut: whether the turn was cut off. heard: messages as
+        # rewards get them, and the text of each for the policy.
         heard, ended = [], "stop"
         if self.world.has_step:
             returned = yield from self._call(self.instance.step, self.text)
@@ -405,7 +407,7 @@ class Episode:
         self.counts["calls"] += 1
         try:
             if not problem:
-                method = self.world.functions.get(name) or getattr(self.instance, name)
+                method = self.world.functions.get(name) or getattr(self.instance, self.world.methods[name])
                 result = yield from self._call(method, **arguments)
                 content, text = yield from self._call(readable, result)
         except Failed as error:
@@ -430,16 +432,12 @@ class Episode:
 def parsed_turn(text):
     # Returns the message of a turn, and the texts of its calls. Thoughts call nothing, also one that was cut
     # off.
-    thoughts, found, spoken, end = [], [], "", 0
-    for part in PART.finditer(text):
-        spoken, end = spoken + text[end:part.start()], part.end()
-        if part["thought"] is not None:
-            thoughts.append(part["thought"])
-        elif part["call"] is not None:
-            found.append(part["call"])
-        else:
-            spoken, found = "", []
-    said = {"role": "assistant", "content": (spoken + text[end:]).strip()}
+    parts = [*PART.finditer(text)]
+    # All before the end of a thought that began elsewhere belongs to it.
+    begin = max((part.end() for part in parts if part[0] == "</think>"), default=0)
+    thoughts = [part["thought"] for part in parts if part["thought"] is not None]
+    found = [part["call"] for part in parts if part["call"] is not None and part.start() >= begin]
+    said = {"role": "assistant", "content": PART.sub("", text[begin:]).strip()}
     return said | ({"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}), found
 
 
@@ -450,12 +448,12 @@ def read_call(hints, number, found):
         found = json.loads(found) if isinstance(found, str) else found
         name, given = str(found["name"]), found.get("arguments") or {}
         given = json.loads(given) if isinstance(given, str) else given
-        if name not in hints:
-            problem = f"there is no tool {name}; there are {', '.join(hints)}"
-        elif not isinstance(given, dict) or deep(given):
+        if not isinstance(given, dict) or deep(given):
             problem = f"the arguments have to be an object, with at most {DEEP} levels"
         else:
-            arguments = {key: as_hinted(value, hints[name].get(key)) for key, value in given.items()}
+            arguments = {key: as_hinted(value, hints.get(name, {}).get(key)) for key, value in given.items()}
+        if name not in hints:
+            problem = f"there is no tool {name}; there are {', '.join(hints)}"
     except Exception as error:
         problem = f"this is no call of a tool: {error!r}"
     return tool_call(number, name, arguments), problem

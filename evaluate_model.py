@@ -63,13 +63,14 @@ with input_errors():
     player = Player(settings, tokenizer, eos_ids)
     prompts = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)
     longest = max(max_prompt_length, *(len(prompt.ids) for prompt in prompts)) + max_completion_length
-    player.check_with(prompts[:1])
-    # The length is known only now.
-    check_model(base, length=longest)
     compute_dtype, _ = distributed.precision(dtype, 0, device)
     settings.reward_model = ""                                  # a setting of a training run
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     scorer.budget = math.inf                                    # it scores all completions at once
+    # A broken environment or reward shows now. Completions of a prompt of one's own are not scored.
+    (player if prompt else scorer).check_with(prompts[:1])
+    # The length is known only now.
+    check_model(base, length=longest)
     print(f"loading {base} into the engine", flush=True)
     rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
                                  float32_head=float32_head)

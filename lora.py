@@ -12,6 +12,7 @@ Only A [rank, in] and B [out, rank] are trained, so gradients, moments and maste
 Trainer and engine compute with the same bits, because the trainer multiplies by the merged weight. It does
 not add x A' B' to x W', as PEFT does.
 """
+import argparse
 import json
 import os
 import sys
@@ -21,13 +22,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 
 from losses import product
+from runtime import checkpoint
 from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
-from weights import spread
+from weights import read_model, spread
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -112,8 +115,9 @@ class Adapters:
             {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
              "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
              "r": self.rank, "lora_alpha": ALPHA, "target_modules": [*self.layers]}, indent=2))
+        base_dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
         save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()},
-                  os.path.join(folder, WEIGHTS), {"format": "pt"})
+                  os.path.join(folder, WEIGHTS), {"format": "pt", "base_dtype": base_dtype})
 
 
 class Base:
@@ -133,12 +137,12 @@ class Base:
             Adapted.on = True
 
 
-def adapt(policy, layers, rank, folder=None):
+def adapt(policy, layers, rank, seed, folder=None):
     """Give each plain linear layer inside `layers` of a Policy an adapter in float32; freeze everything else.
 
     The policy is loaded but not under FSDP2 yet. folder: an adapter's, to go on training it. Without one B
-    starts at 0. A is then drawn as in PEFT, uniformly up to 1 / sqrt(in), with a seed from the layer's name,
-    so that all ranks draw the same. Raises ValueError if there is no such layer or the folder does not fit.
+    starts at 0. A is then drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the layer's name, so
+    that all ranks draw the same. Raises ValueError if there is no such layer or the folder does not fit.
     """
     policy.requires_grad_(False)
     inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}
@@ -147,7 +151,8 @@ def adapt(policy, layers, rank, folder=None):
         raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
     saved = {name: pair for name, *pair in (read_tensors(folder, rank, linear) if folder else ())}
     for name, part in linear.items():
-        draw, bound = torch.Generator().manual_seed(zlib.crc32(name.encode())), part.in_features ** -0.5
+        draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        bound = part.in_features ** -0.5
         A = torch.empty(rank, part.in_features).uniform_(-bound, bound, generator=draw)
         pair = saved.get(name, (A, torch.zeros(part.out_features, rank)))
         policy.hf.set_submodule(name, Adapted(part, *pair))
@@ -189,29 +194,30 @@ def read_tensors(folder, rank, parts):
 def merge_folder(folder):
     """Merge an adapter's folder with its base model into a model folder next to it, and return its path.
 
-    A base model in bfloat16 is merged in bfloat16, to the same bits that the engine got when training in it.
-    All others are merged in float32.
+    The result is in the dtype that the layers computed in while the adapter was trained, and its weights have
+    the same bits as the engine's. An adapter from elsewhere, which names no dtype, is merged in float32.
     """
     base, rank, alpha = read_config(folder)
     base, out = check_trainable(base, f"{folder}: base_model_name_or_path"), f"{folder.rstrip('/')}-merged"
-    tokenizer, config = load_tokenizer(base), AutoConfig.from_pretrained(base)
-    dtype = torch.bfloat16 if config.dtype == torch.bfloat16 else torch.float32
-    with reading(f"{base}: its weights"):
-        hf = model_class(config).from_pretrained(base, dtype=dtype)
+    with reading(f"{folder}/{WEIGHTS}"), safe_open(os.path.join(folder, WEIGHTS), "pt") as file:
+        dtype = getattr(torch, (file.metadata() or {}).get("base_dtype", "float32"))
+    config = AutoConfig.from_pretrained(base)
+    hf = read_model(base, model_class(config), base, config)
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype)
     parts = dict(hf.named_modules())
     for name, A, B in read_tensors(folder, rank, parts):
-        weight = parts[name].weight.data
-        weight.copy_(merge(weight, A, B, alpha / rank))
-    if hf.generation_config:
-        # Without this, a generation config that names a temperature cannot be saved.
-        hf.generation_config.do_sample = True
-    for part in (hf, tokenizer):
-        part.save_pretrained(out)
+        parts[name].weight.data = merge(parts[name].weight.data, A, B, alpha / rank)
+    checkpoint.write_model(hf, ((name, x.detach()) for name, x in hf.named_parameters()), out)
+    load_tokenizer(base).save_pretrained(out)
     return out
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser("lora.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a checkpoint of a run with lora_rank")
     try:
-        print(merge_folder(sys.argv[-1]))
+        print(merge_folder(parser.parse_args().folder))
     except ValueError as error:
         sys.exit(f"lora.py: {error}")

@@ -348,13 +348,15 @@ def gae(rewards, values, lengths, gamma, lam):
     # A rank may have no sequences, and pad_sequence rejects an empty list.
     if len(rewards) == 0:
         return rewards, values
+    # A GPU would wait for three launches per token.
+    device, rewards, values = values.device, rewards.cpu(), values.cpu()
     r, v = (pad_sequence(x.split(lengths), batch_first=True) for x in (rewards, values))    # [n, L]
     delta = r + gamma * F.pad(v[:, 1:], (0, 1)) - v
     adv, later = torch.empty_like(delta), torch.zeros_like(delta[:, 0])
     for t in reversed(range(delta.shape[1])):
         adv[:, t] = later = delta[:, t] + gamma * lam * later
-    real = pad_sequence(torch.ones_like(values, dtype=torch.bool).split(lengths), batch_first=True)
-    return adv[real], adv[real] + values
+    flat = torch.cat([row[:length] for row, length in zip(adv, lengths)])
+    return flat.to(device), (flat + values).to(device)
 
 
 def whiten(values, mean):
@@ -489,9 +491,9 @@ def chunks(targets, weight):
 
 def schedule(peak, step, steps, kind, warmup=0):
     """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
-    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). It is 0 before step 0."""
+    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). Before step 0 it is 0."""
     if step < warmup:
-        return max(0.0, peak * (step + 1) / warmup)
+        return peak * (step + 1) / warmup if step >= 0 else 0.0
     progress = (step - warmup) / max(1, steps - warmup)
     decays = {"constant": 1, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return peak * decays[kind]

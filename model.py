@@ -24,16 +24,61 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from attention import Pick, cut_over, join, packed_attention
 from losses import LogprobsFromHidden
 from packing import deal, idle, pack, shared_tokens
 from runtime import distributed
 from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer, model_class
-from weights import Network, put_under_fsdp, read_model, spread_masters
+from weights import put_under_fsdp, read_model, spread_masters
 
 
 # ---------------------------------------------------------------- policy and critic
+
+class Network(nn.Module):
+    """What a policy and a critic have in common. hf: a Hugging Face model; decoder: see text_model."""
+
+    def __init__(self, hf):
+        super().__init__()
+        self.hf, self.decoder = hf, (text_model(hf),)   # in a tuple, or PyTorch would list its weights twice
+
+    def hidden_states(self, batch):
+        """The last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
+
+        If the row is cut over ranks, these are the places in this rank's part.
+        """
+        hidden = self.decoder[0](
+            input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments,
+            cut=batch.cut, use_cache=False).last_hidden_state                       # [1, T, H]
+        return Pick.apply(hidden.flatten(0, 1), batch.index)
+
+    def full_weights(self, dtype=None, naming=None):
+        """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
+
+        Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. In
+        addition to the shards it takes about two copies of the largest parameter: the gathered pieces and the
+        whole. naming: how the tensors are called. If it is given, frozen parameters are left out, and of a
+        policy with adapters the merged weights are yielded.
+        None        each parameter once, under its name in the module
+        module      the same, but a head that shares the embedding's weight has its own name as well
+        checkpoint  as module, but with the names of a checkpoint and split as there, because a module may
+                    store several tensors as one, such as the experts of a layer. vLLM expects these names,
+                    and its CPU build refreshes its packed copy of a tied head only under the head's own name
+        """
+        # After a forward without backward FSDP2 leaves the root's parameters gathered.
+        self.reshard()
+        adapters = getattr(self, "adapters", None)
+        tensors = adapters.merged() if adapters and naming else (
+            # The cast comes before the gather, so that there is less to send.
+            (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
+            for name, parameter in self.hf.named_parameters(remove_duplicate=naming is None)
+            # Frozen parameters, which read images, never change, and the engine may not have them.
+            if parameter.requires_grad or not (naming or adapters))
+        for name, tensor in tensors:
+            one = {name: tensor}
+            yield from (revert_weight_conversion(self.hf, one) if naming == "checkpoint" else one).items()
+
 
 class Policy(Network):
     """A causal language model whose forward returns logprobs and entropies of sampled tokens.
@@ -42,14 +87,13 @@ class Policy(Network):
     """
 
     def __init__(self, hf, float32_head=True):
-        super().__init__()
-        self.hf, self.head_form = hf, (float32_head, *scale_and_softcap(hf.config))
-        self.decoder = (text_model(hf),)                # in a tuple, or PyTorch would list its weights twice
+        super().__init__(hf)
+        self.head_form = float32_head, *scale_and_softcap(hf.config)
 
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
         head = self.hf.get_output_embeddings()
-        logp, entropy = LogprobsFromHidden.apply(hidden_states(self, batch), head.weight, head.bias,
+        logp, entropy = LogprobsFromHidden.apply(self.hidden_states(batch), head.weight, head.bias,
                                                  batch.targets, temperature, *self.head_form)
         return (logp, entropy) if batch.cut is None else (join(logp, batch.cut), join(entropy, batch.cut))
 
@@ -57,29 +101,14 @@ class Policy(Network):
 class Critic(Network):
     """A transformer with a scalar head whose forward returns the value of the state before each token."""
 
-    def __init__(self, hf):
-        super().__init__()
-        self.hf, self.decoder = hf, (text_model(hf),)   # as in Policy
-
     def forward(self, batch):
         """MicroBatch -> values [C]. Entry c is read one token before c, so it does not see c.
 
         The head always computes in float32, because bfloat16 has only three digits for a value.
         """
         head = self.hf.score
-        values = hidden_states(self, batch).float() @ head.weight[0].float() + head.bias.float()
+        values = self.hidden_states(batch).float() @ head.weight[0].float() + head.bias.float()
         return values if batch.cut is None else join(values, batch.cut)
-
-
-def hidden_states(network, batch):
-    """The last hidden states at the places of a MicroBatch where its sampled tokens are predicted, [C, H].
-
-    If the row is cut over ranks, these are the places in this rank's part.
-    """
-    hidden = network.decoder[0](
-        input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments, cut=batch.cut,
-        use_cache=False).last_hidden_state                                          # [1, T, H]
-    return Pick.apply(hidden.flatten(0, 1), batch.index)
 
 
 def text_model(hf):
@@ -122,7 +151,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
 
 
 def deal_to_ranks(rollouts, updates):
-    """What this rank computes of each update, as lists of s, and the fraction of tokens that shared prefixes save.
+    """What this rank computes of each update, as lists of s, and the share of tokens that prefixes save.
 
     updates: lists of s, the same on every rank. packing.deal gives each rank about the same number of tokens.
     """
@@ -139,9 +168,13 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
     """A policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank. A collective."""
     share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
-    device = next(policy.parameters()).device
-    everyones = distributed.gathered([(s, logps[s].cpu().numpy()) for s in share])
-    return {s: torch.from_numpy(logp).to(device) for s, logp in everyones}
+    device, found = next(policy.parameters()).device, {}
+    # A copy for each rollout would take as long as the computation of a small model.
+    flat = torch.cat([torch.empty(0, device=device), *(logps[s] for s in share)]).cpu().numpy()
+    for share, logp in distributed.gathered([(share, flat)]):
+        lengths = [len(rollouts[s].logprobs) for s in share]
+        found |= zip(share, torch.from_numpy(logp).to(device).split(lengths))
+    return found
 
 
 def token_values(critic, rollouts, chosen, token_budget):
@@ -266,9 +299,6 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     Parameters that read images are frozen.
     """
     hf, (decoder,) = network.hf, network.decoder
-    if hf.generation_config:
-        # Without this, a generation config that names a temperature cannot be saved.
-        hf.generation_config.do_sample = True
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
     text = {*decoder.parameters(), *head.parameters()}
     for parameter in {*hf.parameters()} - text:
@@ -291,11 +321,24 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
 
 
 def make_optimizer(network, learning_rate, weight_decay, offload_optimizer):
-    """AdamW for the parameters of a network, whose moments wait in host memory if offload_optimizer is set."""
+    """AdamW for the parameters of a network.
+
+    offload_optimizer: keep the moments in host memory except while the optimizer steps. Adam's moments are 8
+    bytes per parameter, spread over the ranks. The GPU then has that memory for activations and the engine;
+    the moments cross the bus twice per update.
+    """
     optimizer = torch.optim.AdamW(network.parameters(), learning_rate, (0.9, 0.95), weight_decay=weight_decay,
                                   fused=True)
+    device = next(network.parameters()).device
+
+    def move(target):
+        for state in optimizer.state.values():
+            state |= {name: value.to(target) for name, value in state.items() if name != "step"}
+
     if offload_optimizer:
-        offload(optimizer, next(network.parameters()).device)
+        optimizer.register_step_pre_hook(lambda *_: move(device))
+        optimizer.register_step_post_hook(lambda *_: move("cpu"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # of a resumed run
     return optimizer
 
 
@@ -304,20 +347,6 @@ def set_learning_rate(optimizer, learning_rate):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
     return learning_rate
-
-
-def offload(optimizer, device):
-    """Keep an optimizer's moments in host memory except while it steps.
-
-    Adam's moments are 8 bytes per parameter, spread over the ranks. The GPU then has that memory for
-    activations and the engine; the moments cross the bus twice per update.
-    """
-    def move(target):
-        for state in optimizer.state.values():
-            state |= {name: value.to(target) for name, value in state.items() if name != "step"}
-    optimizer.register_step_pre_hook(lambda *_: move(device))
-    optimizer.register_step_post_hook(lambda *_: move("cpu"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # of a resumed run
 
 
 @torch.no_grad()
@@ -344,7 +373,7 @@ def check_same(what, network, P):
     def ours(packed):
         found = {}
         for batch in pack(three, range(3), 64, packed):
-            found |= batch.split(hidden_states(network, batch) if isinstance(network, Critic) else
+            found |= batch.split(network.hidden_states(batch) if isinstance(network, Critic) else
                                  network(batch, 1.0)[0])
         return torch.cat([found[s] for s in range(3)])
 

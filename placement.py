@@ -62,9 +62,10 @@ class Bridge:
         store, number, world_size = next(dist.rendezvous("env://"))
         self.trainers = world_size - self.rollout_ranks
         self.trains, self.speaks = number < self.trainers, number == 0
-        self.engine, place = divmod(number - self.trainers, self.ranks_per_engine)
-        role, rank, size = (("trainer", number, self.trainers) if self.trains
-                            else (f"engine {self.engine}", place, self.ranks_per_engine))
+        self.engine, rank = divmod(number - self.trainers, self.ranks_per_engine)
+        role, size = f"engine {self.engine}", self.ranks_per_engine
+        if self.trains:
+            role, rank, size = "trainer", number, self.trainers
         # What each engine sent and nobody took yet: {("step" or "eval", number): (rollouts, figures)}.
         self.boxes = [{} for _ in range(self.engines)] if self.speaks else []
         self.me = f"rank {number} ({role})"
@@ -78,24 +79,20 @@ class Bridge:
         atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:
             # The first trainer has place 0, and the ranks of engines have the places from 1 on.
-            self._build(store, max(0, number - self.trainers + 1))
-        distributed.watchdog.limit(0)
-        return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
-
-    def _build(self, store, place):
-        def group(name, kind):
-            return kind(dist.PrefixStore(f"{name}/", store), place, 1 + self.rollout_ranks, FOREVER)
-
-        # NCCL cannot connect two processes on one GPU.
-        cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-        self.gloo = group("gloo", dist.ProcessGroupGloo)
-        self.wire = group("nccl", dist.ProcessGroupNCCL) if cuda else self.gloo         # for weights
+            place = max(0, number - self.trainers + 1), 1 + self.rollout_ranks
+            # NCCL cannot connect two processes on one GPU.
+            cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+            self.gloo = self.wire = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), *place, FOREVER)
+            if cuda:                                            # for weights
+                self.wire = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), *place, FOREVER)
         if not self.trains:
             # heard: first how the run begins, then (version, tensors) of each weight sync.
             self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
             for work in (self._listen, self._post):
                 threading.Thread(target=work, daemon=True).start()
+        distributed.watchdog.limit(0)
+        return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
 
     # ------------------------------------------------------------ the trainers' end
 
@@ -159,10 +156,6 @@ class Bridge:
         while found < version:
             found, tensors = self._next(f"rank 0 (trainer) to send the weights of step {version}")
         return tensors
-
-    def wait_for_the_end(self):
-        """Wait until the trainers end this process. It may take them long to save the last model."""
-        threading.Event().wait()
 
     def _next(self, what):
         began = time.monotonic()
@@ -260,7 +253,7 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
             while ("eval", version) in begun:
                 advance()
         if version == s.max_steps:
-            bridge.wait_for_the_end()
+            threading.Event().wait()                            # until _listen ends this process
         while not (s.in_flight and bridge.newest > version):
             # The schedule says which steps these weights may sample for. train_async.save relies on it.
             while number <= version + s.max_staleness and number < s.max_steps:
@@ -293,7 +286,7 @@ def unpacked(fill):
 
 
 def kept_ahead(run, settings):
-    """Return {step: (rollouts, figures)} of a resumed run for its next steps, if its settings are the same."""
+    """Return {step: (rollouts, figures)} of a resumed run for its next steps, if settings are the same."""
     kept, before = run.state["ahead"], run.state["settings"]
     if not kept or any(before.get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
         return {}

@@ -25,7 +25,7 @@ import numpy as np
 from tasks.check_answer import check_answer, extract_answer, plain, value
 from runtime import STARTED_IN
 from runtime.user_code import (Failed, Threads, TimeUp, UserProcess, accepted, load_from, logging_into,
-                               name_of, outcome, shown, source_file, specs)
+                               name_of, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -46,10 +46,15 @@ NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
                     r"([-+]?\d{1,300}(?:\.\d{1,300}|/[1-9]\d{0,300})?)[\s*$}.]*\Z", re.IGNORECASE)
 
 
+def number_of(completion):
+    """Return the number with which a completion ends as its answer, as a Fraction, or None."""
+    found = NUMBER.search(content(completion))
+    return Fraction(found[1]) if found else None
+
+
 def accuracy(prompts, completions, answer, **columns):
     """Return 1.0 for each completion that ends with the row's number as its answer, otherwise 0.0."""
-    found = [NUMBER.search(content(completion)) for completion in completions]
-    return [float(bool(n) and Fraction(n[1]) == Fraction(truth)) for n, truth in zip(found, answer)]
+    return [float(number_of(completion) == Fraction(truth)) for completion, truth in zip(completions, answer)]
 
 
 def exact_accuracy(prompts, completions, answer, **columns):
@@ -73,19 +78,21 @@ OWN = {"algebra": accuracy, "arithmetic": accuracy}
 class Reward(NamedTuple):
     """A reward function, and how it is called."""
     name: str                   # under which it is logged
-    function: object            # "file.py:function", or a function of ours
-    verl: bool = False          # it has verl's form, otherwise TRL's
+    function: object            # its spec, or a function of the task's
+    source: str = ""            # its file or module
+    form: str = "TRL"           # or verl, or verl batch
     each: bool = False          # a call scores one completion, not all of them
     at_once: bool = False       # it is async: its calls run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
 
 
 def load_reward(spec, task):
-    """Return the Reward that `spec` names, "file.py:function" or "math_verify", or the task's own for "".
+    """Return the Reward that `spec` names, or the task's own for "".
 
-    A function with verl's parameters (data_source, solution_str, ground_truth) has verl's form, and any other
-    TRL's. Raises ValueError if there is no such function, if its file raises, or if the package of
-    math_verify is missing.
+    spec: "file.py:function", "file.py" for its compute_score, "package.module:function", or "math_verify". A
+    function has verl's form if it takes `solution_str` and none of prompts, completions and completion_ids,
+    verl's form for a batch if it takes `solution_strs`, and otherwise TRL's. Raises ValueError if there is no
+    such function, if its file raises, or if the package of math_verify is missing.
     """
     if not spec:
         return Reward("accuracy", OWN.get(task, exact_accuracy))
@@ -96,12 +103,16 @@ def load_reward(spec, task):
             raise ValueError("reward=math_verify needs the package math-verify: pip install "
                              f"'math-verify[antlr4_13_2]' ({error})") from error
         # A comparison that hangs costs no other completion its score.
-        return Reward(spec, math_verify, each=True)
+        return Reward(spec, "rewards:math_verify", each=True)
+    spec += ":compute_score" if spec.endswith(".py") else ""
     function = load_from(spec, "reward", "function", " or math_verify")
     parameters = inspect.signature(function).parameters.keys()
-    verl = {"data_source", "solution_str", "ground_truth"} <= parameters
+    trl = {"prompts", "completions", "completion_ids"} & parameters
+    verl = {"solution_str": "verl", "solution_strs": "verl batch"}.items()
+    form = next((form for key, form in verl if key in parameters and not trl), "TRL")
     at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
-    return Reward(name_of(function), spec, verl, verl or at_once, at_once, "environments" in parameters)
+    return Reward(name_of(function), spec, source_of(spec), form, form == "verl" or at_once, at_once,
+                  "environments" in parameters)
 
 
 def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0):
@@ -119,12 +130,16 @@ def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0):
     groups = [[i] for i in range(len(completions))] if alone or at_once else [[*range(len(completions))]]
 
     def call(group):
-        arguments = {key: [values[i] if key == "environments" else copy.deepcopy(values[i]) for i in group]
-                     for key, values in columns.items()}
-        if reward.verl:
-            arguments = verl_arguments({key: values[0] for key, values in arguments.items()})
-        arguments |= logging_into([logged[i] for i in group], function)
-        return functools.partial(function, **accepted(function, arguments, f"reward {reward.name}"))
+        given = {key: [values[i] if key == "environments" else copy.deepcopy(values[i]) for i in group]
+                 for key, values in columns.items()}
+        logs = logging_into([logged[i] for i in group])
+        if reward.form == "TRL":
+            given |= logs | {"trainer_state": given["trainer_state"][-1]}
+        elif reward.form == "verl":
+            given = {key: values[0] for key, values in verl_arguments(given).items()}
+        else:
+            given = {f"{key}s": values for key, values in verl_arguments(given).items()}
+        return functools.partial(function, **accepted(function, given, f"reward {reward.name}", logs))
 
     for group in groups if at_once else ():
         threads.start(group[0], call(group))
@@ -133,7 +148,8 @@ def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0):
             ended |= {i: result for i, *result in threads.finished(wait=True)}
         returned, error, _ = ended[group[0]] if at_once else outcome(call(group), timeout)
         if not error:
-            values = checked(reward, [returned] if reward.verl else returned, [completions[i] for i in group])
+            returned = [returned] if reward.form == "verl" else returned
+            values = checked(reward, returned, [completions[i] for i in group])
             yield from [(*pair, logged[i]) for pair, i in zip(values, group)]
         elif len(group) == 1:
             yield error
@@ -147,15 +163,17 @@ def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0):
             yield from results
 
 
-def verl_arguments(row):
-    # Returns verl's arguments for a completion of this row.
-    model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+def verl_arguments(columns):
+    # Returns verl's arguments, each as a list with a value per completion.
+    column = lambda key: columns.get(key, [None] * len(columns["completions"]))
+    arguments = {"data_source": columns.get("data_source", column("source")),
+                 "solution_str": [*map(content, columns["completions"])],
+                 "extra_info": [info or {} for info in column("extra_info")]}
     # Where a model scores verl's row, it has no truth: {"style": "model"}.
-    truths = [model.get("ground_truth"), row.get("ground_truth"), row.get("answer")]
-    arguments = {"data_source": row.get("data_source", row.get("source")),
-                 "solution_str": content(row["completions"]), "extra_info": row.get("extra_info")}
-    if {"reward_model", "ground_truth", "answer"} & row.keys():
-        arguments["ground_truth"] = next((truth for truth in truths if truth is not None), None)
+    models = [model if isinstance(model, dict) else {} for model in column("reward_model")]
+    truths = zip([model.get("ground_truth") for model in models], column("ground_truth"), column("answer"))
+    if {"reward_model", "ground_truth", "answer"} & columns.keys():
+        arguments["ground_truth"] = [next((one for one in some if one is not None), None) for some in truths]
     return arguments
 
 
@@ -291,7 +309,8 @@ class Scorer:
         self.player, self.weights = player, part_weights(s.reward_weights)
         self.budget = 9 * s.call_timeout or math.inf            # with the last call, ten times call_timeout
         self.unscored, self.model = s.reward_errors == "unscored", None
-        self.processes = {}                                     # {Reward: the UserProcess that calls it}
+        # {file or module: the UserProcess that calls its functions}
+        self.processes = {}
         own = s.reward != "none" and (s.reward or not self.environment)
         self.rewards = [self._load(spec) for spec in specs(s.reward)] if own else []
         names = [reward.name for reward in self.rewards]
@@ -312,22 +331,31 @@ class Scorer:
     def _load(self, spec):
         # A function of the user's may do anything, so it gets a process of its own. It is called here if it
         # has no time limit, where a debugger finds it, and if it reads environments or stands in their file.
-        s = self.settings
-        file, place = (one.rpartition(":")[0] for one in (spec, s.environment))
+        s, place = self.settings, source_of(spec)
         if s.reward and not spec:
             raise ValueError(f"reward={s.reward}: nothing stands on one side of a comma")
-        if spec and s.call_timeout and not (place and source_file(file) == source_file(place)):
-            process = UserProcess(STARTED_IN, map, load_reward, [spec], [s.task])
-            [reward] = process.results(math.inf, math.inf, *process.first)
+        if spec and s.call_timeout and not (place and place == source_of(s.environment)):
+            load = map, load_reward, [spec], [s.task]
+            process = self.processes.setdefault(place, UserProcess(STARTED_IN, *load))
+            [reward] = process.results(math.inf, math.inf, *load)
             if not reward.environments:
-                self.processes[reward] = process
                 return reward
             process.end()
         return load_reward(spec, s.task)
 
+    def _columns(self, rollouts):
+        # Returns what a reward may be given for these rollouts, as in TRL: {name: a value for each}.
+        rows, state = [r.row for r in rollouts], {"max_steps": getattr(self.settings, "max_steps", 0)}
+        shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
+        return {key: [row[key] for row in rows] for key in shared} | {
+            "prompts": [row["prompt"] for row in rows], "completions": [r.completion for r in rollouts],
+            "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts],
+            # The version of the weights is the number of steps that they were trained for.
+            "trainer_state": [SimpleNamespace(global_step=r.versions[-1][1], **state) for r in rollouts]}
+
     def _judge(self, rollout, environment):
         # Scores an episode before its environment is reset for the next one.
-        columns = columns_of([rollout]) | {"environments": [environment]}
+        columns = self._columns([rollout]) | {"environments": [environment]}
         for reward in self.judging:
             self._add(rollout, *score(reward, columns, unscored=self.unscored)[0])
 
@@ -352,9 +380,11 @@ class Scorer:
 
         def made_up(row, text):
             message = [{"role": "assistant", "content": text}]
+            encoded = self.tokenizer(text).input_ids if self.tokenizer else []
             return SimpleNamespace(row=row, completion=text if isinstance(row["prompt"], str) else message,
                                    finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[], extra={},
-                                   parts={}, problem="")
+                                   parts={}, problem="", ids=np.array(encoded), spans=np.array([[0, 0]]),
+                                   versions=((0, 0),))
 
         trial = [*map(made_up, [prompt.row for prompt in prompts * 2], ("Answer: 0", ""))]
         try:
@@ -376,16 +406,18 @@ class Scorer:
         plain = self.rewards == [Reward("accuracy", accuracy)]
         if plain and not (self.model or self.weights or self.player.make):
             # The answers are numbers, and no code of the user's runs that might hang or raise.
-            scores = accuracy(None, [r.completion for r in rollouts], [r.row["answer"] for r in rollouts])
-            for r, right in zip(rollouts, scores):
-                r.score, r.parts, r.rewards = right, {"accuracy": right}, {len(r.logprobs) - 1: right}
+            for r in rollouts:
+                number = number_of(r.completion)
+                r.score = float(number == Fraction(r.row["answer"]))
+                r.parts, r.rewards = {"accuracy": r.score}, {len(r.logprobs) - 1: r.score}
+                r.answered = number is not None
         elif rollouts:
             self._score(rollouts)
 
     def _score(self, rollouts):
         # Scores by any rewards, with or without an environment and a reward model.
-        s, columns = self.settings, columns_of(rollouts)
-        results = [score(reward, columns, self.processes.get(reward), s.call_timeout, self.budget,
+        s, columns = self.settings, self._columns(rollouts)
+        results = [score(reward, columns, self.processes.get(reward.source), s.call_timeout, self.budget,
                          s.call_workers, self.unscored) for reward in self.rewards if not reward.environments]
         by_model = self.model and self.model.score(columns["prompts"], columns["completions"])
         weight = lambda name: self.weights.get(name, 1.0)
@@ -412,6 +444,8 @@ class Scorer:
                 score_of_all = scaled + known([score_of_all, 0.0])
             unscored = r.finish_reason == "error" or self.unscored and r.problem
             r.score, last = math.nan if unscored else score_of_all, len(r.logprobs) - 1
+            if r.row.get("answer") is not None:
+                r.answered = extract_answer(content(r.completion)) is not None
             rest = r.score - sum(own.values())
             if not own or not abs(rest) < 1e-9:                 # more than rounding leaves
                 own[last] += rest
@@ -424,14 +458,6 @@ class Scorer:
             begins = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(
                 text[:character + 1])
             yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
-
-
-def columns_of(rollouts):
-    # Returns what a reward may be given for these rollouts: {name: a value for each}.
-    rows = [r.row for r in rollouts]
-    shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
-    return {key: [row[key] for row in rows] for key in shared} | {
-        "prompts": [row["prompt"] for row in rows], "completions": [r.completion for r in rollouts]}
 
 
 def part_weights(text):
@@ -454,6 +480,12 @@ def part_means(rollouts, prefix, of="parts"):
         if not isinstance(value, str):
             values[name] += [] if math.isnan(value) else [value]
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
+
+
+def no_answer(rollouts, prefix):
+    # Returns the share of completions without a final answer, of those whose row has one.
+    known = [r.answered for r in rollouts if r.answered is not None]
+    return {f"{prefix}/no_answer": known.count(False) / len(known)} if known else {}
 
 
 def evaluation(rollouts, k, name="eval"):
@@ -494,7 +526,7 @@ def evaluation(rollouts, k, name="eval"):
     return means | {f"{name}/mean_length": sum(lengths) / len(lengths),
                     f"{name}/clipped_ratio": sum(cut_off) / len(cut_off),
                     f"{name}/right_ended": sum(ended) / max(len(ended), 1),
-                    **part_means(rollouts, f"{name}/rewards")}
+                    **part_means(rollouts, f"{name}/rewards"), **no_answer(rollouts, f"{name}/rewards")}
 
 
 def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
@@ -524,10 +556,12 @@ def rollout_metrics(rollouts, n, engines):
     lengths = [len(r.logprobs) for r in rollouts]
     scores = np.array([r.score for r in rollouts])
     stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]
-    figures = {"reward": 0.0 if np.isnan(scores).all() else float(np.nanmean(scores)),
+    scored = scores[~np.isnan(scores)].tolist()
+    figures = {"reward": float(np.nanmean(scores)) if scored else 0.0,
                "reward_std": stds.mean().item(), "frac_reward_zero_std": (stds == 0).double().mean().item(),
-               "rewards/unscored": int(np.isnan(scores).sum()), **part_means(rollouts, "rewards"),
-               **part_means(rollouts, "logged", "extra"),
+               "rewards/min": min(scored, default=0.0), "rewards/max": max(scored, default=0.0),
+               "rewards/unscored": len(scores) - len(scored), **no_answer(rollouts, "rewards"),
+               **part_means(rollouts, "rewards"), **part_means(rollouts, "logged", "extra"),
                "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),
                "completions/mean_length": sum(lengths) / len(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),

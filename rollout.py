@@ -53,6 +53,7 @@ class Rollout:
     score: float = math.nan  # NaN if it was not scored
     parts: dict = field(default_factory=dict)   # the named parts of the score
     problem: str = ""        # why the reward failed to score it
+    answered: object = None  # whether it has a final answer; None if nobody knows, or its row has none
     rewards: dict = field(default_factory=dict) # {index of a sampled token: its part of the score}
     counts: dict = field(default_factory=dict)  # an episode's tool calls, failures and environment time
     extra: dict = field(default_factory=dict)   # what a reward or an environment logged for it, by name
@@ -156,8 +157,7 @@ class Sampler:
         """Return n adjacent Rollouts per data.Prompt.
 
         names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
-        h is a hash of its text, the same on any rank. temperature, length: those of the settings if not
-        given.
+        h is a hash of its text, the same on any rank. temperature, length: by default those of the settings.
         """
         s = self.settings
         temperature = s.temperature if temperature is None else temperature

@@ -1,9 +1,8 @@
-"""Weights: from a folder to the ranks, from the trainer to the engine, and whether they arrived there.
+"""Weights: from a folder to the ranks, and whether they have arrived in the engine.
 
     read_model          a model from a folder or hub id, whole
     spread_masters      moves weights that bfloat16 rounds, so that small steps are not lost
     put_under_fsdp      shards a network over the ranks, with the weights of rank 0
-    Network             a model under FSDP2; full_weights gathers its weights
     compare_logprobs    compares the trainer's logprobs with the engine's
 """
 import math
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.check_model import check_loaded, reading
 
@@ -93,36 +91,6 @@ def put_under_fsdp(network, units, mesh, dtype):
 
 # ---------------------------------------------------------------- from the trainer to the engine
 
-class Network(nn.Module):
-    """A Hugging Face model, `hf`, that is trained under FSDP2. Policy and Critic (model.py) are such."""
-
-    def full_weights(self, dtype=None, naming=None):
-        """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
-
-        Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. In
-        addition to the shards it takes about two copies of the largest parameter: the gathered pieces and the
-        whole. naming: how the tensors are called. If it is given, frozen parameters are left out, and of a
-        policy with adapters the merged weights are yielded.
-        None        each parameter once, under its name in the module
-        module      the same, but a head that shares the embedding's weight has its own name as well
-        checkpoint  as module, but with the names of a checkpoint and split as there, because a module may
-                    store several tensors as one, such as the experts of a layer. vLLM expects these names,
-                    and its CPU build refreshes its packed copy of a tied head only under the head's own name
-        """
-        # After a forward without backward FSDP2 leaves the root's parameters gathered.
-        self.reshard()
-        adapters = getattr(self, "adapters", None)
-        tensors = adapters.merged() if adapters and naming else (
-            # The cast comes before the gather, so that there is less to send.
-            (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
-            for name, parameter in self.hf.named_parameters(remove_duplicate=naming is None)
-            # Frozen parameters, which read images, never change, and the engine may not have them.
-            if parameter.requires_grad or not (naming or adapters))
-        for name, tensor in tensors:
-            one = {name: tensor}
-            yield from (revert_weight_conversion(self.hf, one) if naming == "checkpoint" else one).items()
-
-
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
 
@@ -135,8 +103,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     """
     stale = {sampled_by for s in logps for _, sampled_by in rollouts[s].versions} - {version}
     if stale and version is not None:
-        raise RuntimeError(f"step {version} trains on rollouts of step {min(stale)}'s policy: take the engine's as "
-                           "old logprobs (--old_logprobs=engine), and compare none of these rollouts")
+        raise RuntimeError(f"step {version} trains on rollouts of step {min(stale)}'s policy: take the "
+                           "engine's old logprobs (--old_logprobs=engine), and compare none of them")
     # On the CPU, where the engine's are, in one transfer.
     ours = torch.cat([*logps.values()]).cpu() if logps else torch.empty(0)                      # [C]
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]

@@ -53,7 +53,7 @@ FOR_PPO = " ".join(f"--{key}={value}" for key, value in SHARED.items()
                    if key not in ("updates_per_step", "learning_rate"))
 METHODS = {
     "grpo": GRPO, "rloo": f"{GRPO} config/rloo.py", "reinforce++": f"{GRPO} config/reinforce_pp.py",
-    "one_update": f"{GRPO} --updates_per_step=1", "ppo": f"train_ppo.py {FOR_PPO} --updates_per_epoch=4",
+    "one_update": f"{GRPO} --updates_per_step=1", "ppo": f"train_ppo.py {FOR_PPO} --updates_per_step=4",
     "dapo": f"train_dapo.py {RECIPE} --max_num_gen_batches=2 --max_steps=40",
     "gspo": f"{GRPO} config/gspo.py", "cispo": f"{GRPO} config/cispo.py",
     "dr_grpo": f"{GRPO} config/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}"}

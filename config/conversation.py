@@ -23,7 +23,7 @@ environment = ""                # file.py:Class; if empty, an answer is one turn
 tools = ""                      # file.py:function,... that the model may call, with or without an environment
 max_turns = 0                   # answers in an episode; 0 sets no limit except max_completion_length, which
                                 # counts all turns and replies
-max_turn_length = 0             # in tokens; a longer turn is cut off, which ends the episode; 0 sets no limit
+max_turn_length = 0             # in tokens; a longer turn, or single answer, is cut off; 0 sets no limit
 max_environments = 0            # instances per rank; further episodes wait for one; 0 sets no limit
 # all code of yours
 call_timeout = 60.0             # seconds for a call of your code: a reward (a batch, then each completion

@@ -132,17 +132,14 @@ class Template:
         return messages, ids[:ends[-1] + 1]
 
     def _encode(self, messages, asked):
-        # What follows a CUT is encoded by itself.
+        # What follows a CUT is encoded by itself, behind a digit because some tokenizers put a space before
+        # each text.
         text, *parts = self._render(messages, asked).split(CUT)
-        return self._ids(text) + [one for part in parts for one in self._behind_a_cut(part)]
-
-    def _behind_a_cut(self, part):
-        # Some tokenizers put a space before a text, so the part is encoded with a character before it.
-        for before in "1.":
-            first, both = self._ids(before), self._ids(before + part)
-            if both[:len(first)] == first:
-                return both[len(first):]
-        return self._ids(part)
+        ids, digit = self._ids(text), self._ids("1")
+        for part in parts:
+            both = self._ids("1" + part)
+            ids = ids + (both[len(digit):] if both[:len(digit)] == digit else self._ids(part))
+        return ids
 
     def _ids(self, text):
         return self.tokenizer(text, add_special_tokens=False).input_ids

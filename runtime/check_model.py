@@ -158,13 +158,15 @@ def model_class(config):
 
 
 def end_tokens(model, tokenizer):
-    """Ids of the tokens that end a completion, from the generation config, the model config or the tokenizer.
+    """Return the ids of the tokens that end a completion, from the generation config, the config or the tokenizer.
 
-    The first of the three that names any counts. Raises ValueError if none does.
+    The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation config.
     """
     named = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
-    with contextlib.suppress(OSError):                          # it may have no generation config
-        named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+    path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
+    if not in_folder or os.path.exists(path):
+        with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
+            named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     for ids in named:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]
@@ -183,9 +185,9 @@ def end_note(model, tokenizer):
     ends = end_tokens(model, tokenizer)
     if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
         return ""
-    names = ", ".join(tokenizer.convert_ids_to_tokens(ends))
-    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}: "
-            "completions of a model that learned the template are cut off at max_completion_length")
+    names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
+    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}; "
+            "a model that writes the latter is cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None):

@@ -33,6 +33,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 from runtime import STARTED_IN
 from runtime.distributed import gathered, range_of_rows
@@ -45,11 +46,12 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
-    networks: {subfolder: (model, optimizer)}; the policy's is "", so that from_pretrained and vLLM can load
-    the folder. Rank 0 holds a whole model in host memory. state: a dict that JSON can hold. arrays: {name:
-    NumPy array}. Afterwards older checkpoints are removed, except the `keep` newest and the best by
-    state["eval_scores"], {step: score}. Returns None, or what went wrong if the checkpoint could not be
-    written (because the disk is full, say); then no older one is removed. A collective.
+    networks: {subfolder: (model, optimizer, or None if nothing trains it)}; the policy's is "", so that
+    from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict
+    that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
+    `keep` newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the
+    checkpoint could not be written (because the disk is full, say); then no older one is removed. A
+    collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master, problem = dist.get_rank() == 0, None
@@ -60,8 +62,9 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
             break
         tensors = model.full_weights()
         try:
-            os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
-            save_optimizer(trainer, model, optimizer)
+            if optimizer:
+                os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
+                save_optimizer(trainer, model, optimizer)
             if master:
                 if adapters := getattr(model, "adapters", None):
                     adapters.save(os.path.join(part, place), dict(tensors))
@@ -101,7 +104,11 @@ def write_model(hf, tensors, folder):
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
     buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
     whole = {name: x.cpu() for name, x in tensors}
+    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
+    generation, hf.generation_config = hf.generation_config, GenerationConfig()
     hf.save_pretrained(folder, state_dict=whole | buffers, max_shard_size=FILE_SIZE)
+    hf.generation_config = generation
+    generation.to_json_file(f"{folder}/generation_config.json")
 
 
 def first_problem(problem):
@@ -191,6 +198,20 @@ def save_optimizer(folder, model, optimizer):
                    for name, parameter in model.named_parameters()
                    for key, x in optimizer.state.get(parameter, {}).items()}
         save_file(moments, f"{folder}/optimizer-{shard:05}.safetensors")
+
+
+def load_optimizers(folder, networks):
+    """Put the optimizers' state from a checkpoint into those of `networks`, which are as in save_checkpoint.
+
+    Raises ValueError like load_optimizer, and if a network was not loaded from its folder in the checkpoint.
+    """
+    for place, (model, optimizer) in networks.items():
+        own = os.path.join(folder, place) if place else folder
+        if not hasattr(model, "adapters") and model.hf.name_or_path != own:
+            raise ValueError(f"resume={folder}: networks[{place!r}] was loaded from {model.hf.name_or_path}, "
+                             f"not from {own}")
+        if optimizer:
+            load_optimizer(own, model, optimizer)
 
 
 def load_optimizer(folder, model, optimizer):

@@ -10,6 +10,8 @@ from collections import defaultdict
 
 WINDOW = 5                      # steps in a mean
 LEAST = 5                       # means that have to be beyond a threshold before its rule is broken
+FIRST = 3                       # steps after which a run says that all its scores are the same
+SCORES = ("rewards/min", "rewards/max")
 
 # For each metric: whether its rule is broken over (1) or under (-1) the threshold; the threshold, from the
 # mean over the first WINDOW steps, the highest mean so far, and the settings; what it means if the rule is
@@ -48,10 +50,11 @@ def findings(lines, settings):
     lines: dicts of metrics, one per step, as in metrics.jsonl. settings: a dict of the run's settings.
     """
     ceiling, solved, found, rewards = -math.inf, set(), [], dict(means(lines, "reward"))
+    lowest = min(rewards.values(), default=math.inf)            # nothing is solved if the reward never rose
     for line in lines:
         ceiling = max([ceiling, *(value for name, value in line.items()
                                   if name.startswith("eval/pass@") and isinstance(value, float))])
-        if rewards.get(line["step"], -math.inf) >= ceiling - 0.1 * abs(ceiling) > -math.inf:
+        if lowest < ceiling and rewards.get(line["step"], -math.inf) >= ceiling - 0.1 * abs(ceiling):
             solved.add(line["step"])
     for metric, (sign, threshold, meaning, to_try) in RULES.items():
         best, stretches, smooth = -math.inf, [[]], means(lines, metric)
@@ -95,10 +98,31 @@ class Watch:
     def news(self):
         """The texts, in lines of 80 columns, for rules that are broken now and were not told of before."""
         # What no rule reads is not kept.
+        kept = ("step", *SCORES, *RULES)
         self.lines += [{name: value for name, value in line.items()
-                        if name in ("step", *RULES) or name.startswith("eval/pass@")} for line in self.new]
+                        if name in kept or name.startswith("eval/pass@")} for line in self.new]
         self.new = []
         now = [f for f in findings(self.lines, self.settings)
                if f["metric"] not in self.told and f["last"] == self.lines[-1]["step"]]
         self.told |= {f["metric"] for f in now}
-        return [textwrap.fill(f["text"], 80, initial_indent="    ", subsequent_indent="    ") for f in now]
+        return [filled(f["text"]) for f in now]
+
+    def same_scores(self, completion, truth):
+        """The text, in lines of 80 columns, if all scores of the first steps are the same; otherwise "".
+
+        completion, truth: the text of the first sample, and the right answer to its prompt.
+        """
+        lines = self.lines + self.new
+        scores = {line.get(name) for line in lines for name in SCORES}
+        if len(lines) != FIRST or len(scores) > 1 or None in scores:
+            return ""
+        share = lines[-1].get("rewards/no_answer")
+        found = "" if share is None else f" In {share:.0%} of its completions no answer was found."
+        return filled(f"All scores of the first {FIRST} steps are {min(scores):g}, so they teach nothing. "
+                      "Does the reward read what the model writes? The first completion of this step, where "
+                      f"{truth!r} is right, ends with {completion[-80:]!r}.{found}")
+
+
+def filled(text):
+    # The text in lines of 80 columns.
+    return textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    ")

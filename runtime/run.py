@@ -31,7 +31,7 @@ from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
 from runtime.check_model import end_note
 from runtime.check_settings import check_run, check_suits, same
-from runtime.user_code import source_file, specs
+from runtime.user_code import source_of, specs
 
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
@@ -68,7 +68,7 @@ class Run:
                 settings.out_dir, settings.resume, f"out/{kind}-{settings.task}-{clock}")
                 if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
-        self.adapter = settings.lora_rank and (settings.lora_rank, self.resumed)
+        self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
@@ -104,8 +104,9 @@ class Run:
         checksums = {"train_prompts": checkpoint.checksum_of_rows(row for _, row in train_set.named),
                      "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
         for key in CODE:
-            paths = {source_file(spec.rpartition(":")[0]) for spec in specs(getattr(s, key)) if ":" in spec}
-            for path in sorted(paths):
+            for path in sorted({*map(source_of, specs(getattr(s, key)))}):
+                if not path.endswith(".py"):                    # an installed module
+                    continue
                 check(os.path.isfile(path), f"{key}: no such file: {path}")
                 checksums[key] = checksums.get(key, 0) ^ checkpoint.checksum(path)
         same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
@@ -125,12 +126,12 @@ class Run:
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
 
-        networks: {subfolder of a checkpoint: (model, optimizer)}. data_note: a sentence about the prompts.
+        networks: {subfolder of a checkpoint: (model, optimizer or None)}. data_note: a sentence about the prompts.
         updates: the updates of a step, in words.
         """
         with input_errors():
-            for place, (network, optimizer) in networks.items() if self.resumed else ():
-                checkpoint.load_optimizer(os.path.join(self.resumed, place), network, optimizer)
+            if self.resumed:
+                checkpoint.load_optimizers(self.resumed, networks)
         dist.barrier()
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
@@ -343,7 +344,8 @@ class RunLog:
         step, least = self.metrics["step"], min((name.count("/") for name in results), default=0)
         # A resumed run knows the evaluation of the model that it begins with, and which checkpoint is the
         # best.
-        self.state["evaluated"] = {"step": step} | results
+        known = self.state["evaluated"] if self.state["evaluated"].get("step") == step else {}
+        self.state["evaluated"] = known | {"step": step} | results
         self.state["eval_scores"] |= {str(step): value for name, value in results.items()
                                       if name.startswith("eval/mean@")}
         lines = [f"step {step:3d}"]                             # of at most 80 columns
@@ -370,6 +372,8 @@ class RunLog:
             self.say("\n".join(
                 f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
+        if warning := self.health.same_scores(plain_text(samples[0]["completion"]), samples[0]["truth"]):
+            self.say(warning)
         self.say(f"step {self.metrics['step']:3d}  " + "".join(
             f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE if name in self.metrics)
             + f"{seconds:.1f} s")

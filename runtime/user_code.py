@@ -1,5 +1,6 @@
 """
-Functions and classes of the user's are loaded here from "file.py:name", and called in limited time.
+Functions and classes of the user's are loaded here from "file.py:name", or "package.module:name", and called
+in limited time.
 
 Threads calls them in threads of this process, and cannot end a call that does not come back. UserProcess
 calls them in a process of its own, and ends that process with the call. What they do to signals, the current
@@ -20,14 +21,18 @@ import sys
 import threading
 import time
 import traceback
+import types
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 
 from runtime import STARTED_IN, make_lenient
 
 
-def source_file(path):
-    """Return the path of a file of this name in STARTED_IN, or else in the project, as config files need."""
+def source_of(spec):
+    """Return where a spec loads from: a module, or a file's path in STARTED_IN or else in the project."""
+    path = spec if spec.endswith(".py") else spec.rpartition(":")[0]
+    if not path.endswith(".py"):
+        return path
     here = os.path.join(STARTED_IN, path)
     project = os.path.dirname(os.path.dirname(__file__))
     return os.path.realpath(here if os.path.isfile(here) else os.path.join(project, path))
@@ -41,29 +46,38 @@ def specs(text):
 @functools.cache
 def module_of(path):
     # Returns the module of a file, which runs once for all that is loaded from it.
-    spec = importlib.util.spec_from_file_location(f"user_code_{len(sys.modules)}", path)
+    folders = [os.path.dirname(path)]
+    while os.path.isfile(os.path.join(folders[0], "__init__.py")):
+        folders.insert(0, os.path.dirname(folders[0]))
+    # Relative imports find its neighbours, but the packages above it do not run: they may import a trainer.
+    name = f"user_code_{len(sys.modules)}"
+    for folder, below in zip(folders, [*folders[1:], path]):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [folder]
+        name += f".{os.path.basename(below)}".removesuffix(".py").removesuffix(".__init__")
+    spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    # Like a script it may import modules from its folder, but the project's own come first.
-    if (folder := os.path.dirname(path)) not in sys.path:
-        sys.path.append(folder)
+    # Like a script it may import modules from its folder, and those that its package names in full, but the
+    # project's own come first.
+    sys.path += [folder for folder in {folders[-1]: 1, folders[0]: 2} if folder not in sys.path]
     spec.loader.exec_module(module)
     return module
 
 
 def load_from(spec, key, kind, others=""):
-    """Return the function or class that a spec "file.py:name" names.
+    """Return the function or class that a spec "file.py:name" or "package.module:name" names.
 
     The messages need the other arguments: key is the setting, kind is function or Class, and others says what
     else the spec may be. Raises ValueError if the file has nothing of this name, or if it raises.
     """
     given, _, name = spec.rpartition(":")
-    if not given.endswith(".py") or "\0" in given or not name.isidentifier():
-        raise ValueError(f"{key} must be file.py:{kind}{others}, not {spec!r}")
-    path = source_file(given)
-    if not os.path.isfile(path):
+    if not given or "\0" in given or not name.isidentifier():
+        raise ValueError(f"{key} must be file.py:{kind} or package.module:{kind}{others}, not {spec!r}")
+    path = source_of(spec)
+    if given.endswith(".py") and not os.path.isfile(path):
         raise ValueError(f"{key}: no such file: {given}")
     try:
-        module = module_of(path)
+        module = module_of(path) if given.endswith(".py") else importlib.import_module(given)
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {escaped(shown(error))}") from error
     if not callable(found := getattr(module, name, None)):
@@ -72,16 +86,18 @@ def load_from(spec, key, kind, others=""):
     return found
 
 
-def accepted(function, columns, name):
-    """Return the columns that the function takes. name: how a message calls the function."""
-    parameters = inspect.signature(function).parameters.values()
+def accepted(function, columns, name, by_name={}):
+    """Return the columns that the function takes, and those of `by_name` that it names.
+
+    name: how a message calls the function. Raises ValueError if the function needs another column.
+    """
+    parameters, given = inspect.signature(function).parameters.values(), columns | by_name
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
-        if p.default is p.empty and p.name not in columns:
+        if p.default is p.empty and p.name not in given:
             raise ValueError(f"{name} needs a column {p.name}; the columns are {', '.join(columns)}")
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return columns
-    return {p.name: columns[p.name] for p in named if p.name in columns}
+    others = columns if any(p.kind == p.VAR_KEYWORD for p in parameters) else {}
+    return others | {p.name: given[p.name] for p in named if p.name in given}
 
 
 def name_of(function):
@@ -101,9 +117,8 @@ def escaped(text):
     return repr(text)[1:-1]
 
 
-def logging_into(stores, function):
-    """Return log_extra(name, values) and log_metric(name, value), as in TRL, if the function has these
-    parameters.
+def logging_into(stores):
+    """Return TRL's log_extra(name, values) and log_metric(name, value), by name.
 
     They put what the function logs into the dicts `stores`, one value into each, as numbers or else as text.
     If stores is a dict itself, log_extra takes one value.
@@ -115,10 +130,8 @@ def logging_into(stores, function):
             except Exception:
                 store[str(name)] = shown(value)
 
-    logs = {"log_extra": log_extra,
-            "log_metric": lambda name, value: log_extra(
-                name, value if isinstance(stores, dict) else [value] * len(stores))}
-    return {key: logs[key] for key in logs.keys() & inspect.signature(function).parameters.keys()}
+    return {"log_extra": log_extra, "log_metric": lambda name, value: log_extra(
+        name, value if isinstance(stores, dict) else [value] * len(stores))}
 
 
 class TimeUp(TimeoutError):

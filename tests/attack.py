@@ -212,7 +212,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
               "difficulty keep_checkpoints vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks max_steps updates_per_step",
         DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
-        PPO: "num_epochs updates_per_epoch max_steps"}),
+        PPO: "num_epochs updates_per_step max_steps"}),
     ("-1", BOUND, {
         GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
               "entropy_coef correction_low correction_high logprob_gap call_timeout timeout train_prompts "
@@ -253,7 +253,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         ITSELF: "max_num_gen_batches=17; overlong_buffer=13",
         "filter_groups": "advantage=reinforce++", "max_num": "max_num_gen_batches=2 filter_groups=false",
         "overlong_buffer": "advantage=grpo_process overlong_buffer=5", runs(): ["seed=0"]}),
-    ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; updates_per_epoch=3; reference_model=tiny",
+    ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
              runs(): ["seed=0"]}),
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "

@@ -92,7 +92,6 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
         gaps = [(logprobs(model, row) - torch.tensor(row["logprobs"])).abs().max().item() for row in rows]
     # The policy has left those of the step before, and only the others are compared with the engine.
     assert max(gaps[:16]) < 1e-4 and min(gaps[16:]) > 1e-3
-    assert metrics[2]["sampling/stale_rollouts"] == 16 and metrics[0]["sampling/stale_rollouts"] == 0
     assert metrics[2]["sampling/sampling_logp_difference/max"] < 1e-4
     # A run that goes on is the unbroken one.
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-3"))
@@ -113,7 +112,7 @@ def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     advantages = []
     for first in range(0, len(rows), 4):
-        given = [dict(row["rewards"]) for row in rows[first:first + 4]]
+        given = [{int(t): r for t, r in row["rewards"].items()} for row in rows[first:first + 4]]
         values = torch.tensor([r for own in given for r in own.values()], dtype=torch.float64)
         assert len(values) >= 4
         for row, own in zip(rows[first:first + 4], given):
@@ -169,8 +168,8 @@ def test_distillation(folder, teacher, reward_file, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"vocab_size": 100}, "a vocabulary of 100 tokens, the model one of 261: it has to"),
-    ({"swap": True}, " in the model: it has to read the policy's tokens"),
+    ({"vocab_size": 100}, "its tokenizer has 261 tokens, but its embedding only 100"),
+    ({"swap": True}, "has to read the policy's tokens, but it has 263 tokens and the policy 261"),
     ({"max_position_embeddings": 20}, "the model takes 20")])
 def test_a_reference_that_reads_other_tokens_is_refused(folder, teacher, tmp_path, change, message):
     path = shutil.copytree(teacher, tmp_path / "other")
@@ -195,9 +194,9 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
         ("    scorer = rewards.Scorer(",
          "    hard_set = data.encode_rows(tokenizer, data.named_rows('file', 'eval', 0, 0, 1, '', "
          f"'{tmp_path}/hard.jsonl'))\n    scorer = rewards.Scorer("),
-        ("            log.evaluation(evaluate(eval_set))\n",
-         "            log.evaluation(evaluate(eval_set))\n"
-         "            log.evaluation(evaluate(hard_set, 'eval/hard', 1, temperature=0, length=16))\n"),
+        ("    run.save(networks, tokenizer)\nrun.end()",
+         "    rewards.evaluate(hard_set, 1, sample, scorer, log, 'eval/hard', temperature=0, length=16)\n"
+         "    run.save(networks, tokenizer)\nrun.end()"),
         ("longest = max_prompt_length + max_completion_length ", "longest = max_prompt_length + 16 "))
     arguments = small(folder, reward_file, "--max_steps=1")
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", ranks=2)
@@ -212,20 +211,22 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     # The first evaluation is that of the script as it is.
     plain, _ = train(folder, tmp_path / "plain", reward_file, "--max_steps=1", ranks=2)
     assert plain[1]["eval/mean@2"] == metrics[1]["eval/mean@2"]
-    script = changed(tmp_path, ("evaluate(eval_set)", "evaluate(eval_set, length=99)"))
+    script = changed(tmp_path, ("held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)",
+                                "held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log, length=99)"))
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/cut", code=1)
     assert re.search(r"a row of \d+ tokens: the engine was made for 76", output)
 
 
 # A third network, which learns the score from the prompt and what has been said.
 THIRD = [
-    ("from model import (deal_to_ranks,", "from model import (load_critic, deal_to_ranks,"),
+    ("from model import (deal_to_ranks, gathered_logprobs, load_policy,", "from model import (load_critic, "
+     "deal_to_ranks, gathered_logprobs, load_policy,"),
     ('networks = {"": (policy, optimizer)} ', '''
 baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else folders.policy, mesh, compute_dtype)
 baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)
 networks = {"": (policy, optimizer), "baseline": (baseline, baseline_optimizer)} '''),
     ("    # ------------------------------------------------------------ 6 weight sync\n", '''
-    for batch in micro_batches(baseline, rollouts, all_shares, token_budget):
+    for batch in micro_batches(baseline, rollouts, sum(shares, []), token_budget):
         loss = ((baseline(batch) - batch.spread(scores)) ** 2).sum() / lengths.sum()
         (loss * world_size).backward()
         log.add(sums={"baseline/loss": loss})
@@ -244,7 +245,7 @@ def test_a_third_network_is_logged_saved_and_resumed(folder, reward_file, tmp_pa
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
     metrics = lines(tmp_path / "run")
     assert all(0 < line["baseline/grad_norm"] != line["grad_norm"] for line in metrics[:3])
-    assert metrics[2]["baseline/loss"] < metrics[0]["baseline/loss"]
+    assert metrics[2]["baseline/loss"] < metrics[1]["baseline/loss"]
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[23]"))
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto")
     assert without_times(lines(tmp_path / "again")) == without_times(metrics)

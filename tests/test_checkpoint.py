@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
+from model import load_policy
 from runs import begin, finish
 from runtime import checkpoint
+from runtime.check_model import load_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -181,12 +183,30 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 
+def test_a_network_without_an_optimizer_is_saved_and_has_to_come_from_its_checkpoint(folder, mesh, tmp_path):
+    saved, load = str(tmp_path / "checkpoint-1"), lambda path: load_policy(path, mesh, torch.float32)
+    policy, average = load(folder), load(folder)
+    average.hf.get_input_embeddings().weight.data.mul_(2)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    networks = {"": (policy, optimizer), "average": (average, None)}
+    assert not checkpoint.save_checkpoint(saved, networks, load_tokenizer(folder), {"eval_scores": {}}, 1)
+    assert not os.path.exists(f"{saved}/average/trainer")
+    policy, again = load(saved), load(f"{saved}/average")
+    for ours, theirs in zip(again.parameters(), average.parameters()):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+    checkpoint.load_optimizers(saved, {"": (policy, optimizer), "average": (again, None)})
+    for place, network in (("average", load(folder)), ("other", again)):
+        with pytest.raises(ValueError, match=rf"networks\['{place}'\] was loaded from .*, not .*/{place}"):
+            checkpoint.load_optimizers(saved, {"": (policy, optimizer), place: (network, None)})
+
+
 def test_an_error_without_words_is_an_error(mesh, whole, monkeypatch):
     """A save that fails with an empty message (MemoryError) must not count as a checkpoint."""
     def fails(*_, **__):
         raise MemoryError
     hf = type("HF", (), {"named_parameters": lambda self, remove_duplicate=True: [],
-                         "state_dict": lambda self: {}, "save_pretrained": fails})()
+                         "state_dict": lambda self: {}, "save_pretrained": fails,
+                         "generation_config": None})()
     network = type("Network", (), {"hf": hf, "full_weights": lambda self: iter(())})()
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     folder = str(whole.parent / "checkpoint-2")

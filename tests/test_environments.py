@@ -489,7 +489,7 @@ def test_functions_are_tools_without_a_class(write):
 
 
 @pytest.mark.parametrize("settings, told", [
-    ({"tools": "tools.py"}, "tools must be file.py:function, not 'tools.py'"),
+    ({"tools": "tools.py"}, "tools must be file.py:function or package.module:function, not 'tools.py'"),
     ({"tools": "none.py:add"}, "tools: no such file: none.py"),
     ({"tools": "GAME:bare"}, "tools=.*: the tool bare needs type hints and a docstring"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),

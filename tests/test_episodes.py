@@ -221,7 +221,7 @@ class Elsewhere:
 
 class Bound:
     def __init__(self):
-        self.made, self.loose = Elsewhere().made, lambda: 1
+        self.found, self.loose = Elsewhere().made, lambda: 1
 
     def reset(self, **row): ...
 
@@ -675,18 +675,19 @@ def test_strings_are_numbers_where_the_type_hint_is_one(games, given, got):
 
 def test_tools_are_the_bound_methods_as_in_trl(games):
     plays = player(games, "Bound")
-    assert [tool["function"]["name"] for tool in plays.tools] == ["look", "made", "whose"]
+    assert [tool["function"]["name"] for tool in plays.tools] == ["made", "look", "whose"]
     (r,) = played(games, "Bound", [{}], [[call("look") + call("made") + call("whose") + "<|end|>", "b<|end|>"]])
     assert [message["content"] for message in r.completion[1:4]] == ["seen", "from elsewhere", "Bound"]
 
 
 def test_a_good_call_beside_a_bad_one_is_made(games):
-    said = call("add", '{"amount": 4}') + call("sub") + '<tool_call>{"name": "wait"}<|end|>'
+    said = call("add", '{"amount": 4}') + call("sub", '{"from": 1}') + '<tool_call>{"name": "wait"}<|end|>'
     (r,) = played(games, "Counter", [{}], [[said, "Oh.<|end|>"]])
     assert re.fullmatch(r"<\|user\|><tool_response>The total is 4.</tool_response><\|end\|>"
                         r"<\|user\|><tool_response>{'error': .*}</tool_response><\|end\|>"
                         r"<\|user\|><tool_response>4</tool_response><\|end\|><\|assistant\|>", parts_of(r)[2])
     assert [*r.rewards.values()] == [0.0, 4.0] and (r.counts["calls"], r.counts["failures"]) == (3, 1)
+    assert [one["function"]["arguments"] for one in r.completion[0]["tool_calls"]] == [{"amount": 4}, {"from": 1}, {}]
 
 
 @pytest.mark.parametrize("texts, settings, reason, reward", [
@@ -901,7 +902,7 @@ def test_a_class_that_is_no_environment_is_refused(tmp_path, source, told):
 def test_an_environment_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"environment: no such file: {tmp_path}/none.py"):
         player(tmp_path / "none.py", "Game")
-    with pytest.raises(ValueError, match="environment must be file.py:Class, not 'game'"):
+    with pytest.raises(ValueError, match="environment must be file.py:Class or package.module:Class, not 'game'"):
         player("", environment="game")
 
 
@@ -916,7 +917,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
         player("", environment="environments/none.py:Guess")
     (tmp_path / "environments").mkdir()
     (tmp_path / name).write_text("class Gess:\n    pass")
-    assert user_code.source_file(name) == f"{tmp_path}/{name}"
+    assert user_code.source_of(name) == f"{tmp_path}/{name}"
     with pytest.raises(ValueError, match=f"^environment: {name} has no Class Guess; at its top level it has Gess"):
         player("", environment=f"{name}:Guess")
 

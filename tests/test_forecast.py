@@ -79,7 +79,7 @@ def trained(network, s):
 def test_peaks_of_an_update_are_those_of_pytorch(mesh, tmp_path, name):
     """Within 8% of what its profiler counts, with what was there before the profiler began."""
     s = make(name, tmp_path)
-    adapter = (s.lora_rank, None) if s.lora_rank else None
+    adapter = (s.lora_rank, 0, None) if s.lora_rank else None
     policy = load_policy(tmp_path, mesh, getattr(torch, s.dtype), s.gradient_checkpointing, adapter=adapter)
     update, step, optimizer = trained(policy, s)
     update()

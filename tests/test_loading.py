@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForTokenClassification, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import attention
@@ -20,6 +20,9 @@ from rollout import HFEngine
 from runtime.check_model import check_model, check_trainable, load_tokenizer, model_class
 from runs import ROOT, train
 from test_packing import episode, random_parts, sampled_places
+
+
+STATE = {"eval_scores": {}}
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +115,14 @@ def test_any_family_makes_a_critic(family, mesh, tmp_path, name):
         torch.testing.assert_close(values[s], expected, atol=1e-4, rtol=1e-4)
     optimizer = torch.optim.AdamW(critic.parameters())
     saved = str(tmp_path / "checkpoint-1")
-    assert not save_checkpoint(saved, {"critic": (critic, optimizer)}, load_tokenizer(path), {}, 1, {})
+    assert not save_checkpoint(saved, {"critic": (critic, optimizer)}, load_tokenizer(path), STATE, 1)
     again = token_values(load_critic(f"{saved}/critic", mesh, torch.float32), rollouts, range(5), 100)
     assert all(torch.equal(values[s], again[s]) for s in values)
     if name == "qwen3":                                         # a family that transformers has a class for
         theirs = AutoModelForTokenClassification.from_pretrained(f"{saved}/critic").eval()
-        found = theirs(torch.tensor([sum(lists[0], [])])).logits[0, [p - 1 for p in sampled_places(lists[0])], 0]
-        torch.testing.assert_close(values[0], found.detach(), atol=1e-4, rtol=1e-4)
+        found = theirs(torch.tensor([sum(lists[0], [])])).logits[0, :, 0].detach()
+        places = [place - 1 for place in sampled_places(lists[0])]
+        torch.testing.assert_close(values[0], found[places], atol=1e-4, rtol=1e-4)
 
 
 def test_parameters_without_a_gradient_do_not_keep_a_run_from_resuming(family, mesh, tmp_path):
@@ -133,7 +137,7 @@ def test_parameters_without_a_gradient_do_not_keep_a_run_from_resuming(family, m
         policy(batch, 1.0)[0].sum().backward()
         optimizer.step()
         if start == path:
-            assert not save_checkpoint(folder, {"": (policy, optimizer)}, load_tokenizer(path), {}, 1, {})
+            assert not save_checkpoint(folder, {"": (policy, optimizer)}, load_tokenizer(path), STATE, 1)
     used = [p for p in policy.parameters() if p.grad is not None]
     assert len(used) < len(list(policy.parameters()))
     assert {optimizer.state[p]["step"].item() for p in used} == {2}
@@ -152,7 +156,7 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
     optimizer.step()
     optimizer.zero_grad()
     folder = str(tmp_path / "checkpoint-1")
-    assert not save_checkpoint(folder, {"": (policy, optimizer)}, load_tokenizer(path), {}, 1, {})
+    assert not save_checkpoint(folder, {"": (policy, optimizer)}, load_tokenizer(path), STATE, 1)
     before, after = (load_file(f"{one}/model.safetensors") for one in (path, folder))
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
@@ -183,11 +187,11 @@ def test_layers_and_what_reads_images_are_units_of_their_own(family, mesh):
 # A tied head, fused experts, parts for images, and parameters that transformers joins or splits.
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "gpt2", "qwen2_5_vl", "qwen3_next"])
 def test_weights_in_several_files_are_those_of_save_pretrained(family, mesh, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(checkpoint, "FILE_SIZE", 100_000)
     path, folder = family(name), str(tmp_path / "checkpoint-1")
     policy = load_policy(path, mesh, torch.float32)
     networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
-    assert not save_checkpoint(folder, networks, load_tokenizer(path), {}, 1, {})
+    assert not save_checkpoint(folder, networks, load_tokenizer(path), STATE, 1)
     kind = model_class(AutoConfig.from_pretrained(path))
     plain = kind.from_pretrained(path, dtype=torch.float32)
     plain.save_pretrained(tmp_path / "plain", max_shard_size=100_000)
@@ -210,32 +214,25 @@ def test_weights_in_several_files_are_those_of_save_pretrained(family, mesh, tmp
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
 
 
-def test_a_failed_save_of_several_files_leaves_the_older_ones(folder, mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
-    policy, written = load_policy(folder, mesh, torch.float32), []
+@pytest.mark.parametrize("generation", [{"temperature": 0.6, "top_p": 0.95}, {"do_sample": True, "top_k": 7},
+                                        {}, None])
+def test_a_checkpoint_decodes_like_its_base(folder, mesh, tmp_path, generation):
+    """Also if the base names a temperature but does not sample, which GenerationConfig refuses to save."""
+    path, saved = shutil.copytree(folder, tmp_path / "model"), str(tmp_path / "checkpoint-1")
+    os.remove(path / "generation_config.json")
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation | {"max_new_tokens": 9}))
+    policy = load_policy(str(path), mesh, torch.float32)
     networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
-    save = lambda step: save_checkpoint(f"{tmp_path}/checkpoint-{step}", networks, load_tokenizer(folder), {},
-                                        1, {})
-    assert not save(1)
-    plain = checkpoint.save_file
-
-    def full_disk(tensors, path, *rest):
-        written.append(path)
-        if len(written) == 3:
-            raise OSError(28, "No space left on device")
-        plain(tensors, path, *rest)
-    monkeypatch.setattr(checkpoint, "save_file", full_disk)
-    assert "No space left on device" in save(2) and len(written) == 3
-    assert os.listdir(tmp_path) == ["checkpoint-1"]
-
-
-def test_a_model_whose_generation_config_names_a_temperature_is_saved(folder, mesh, tmp_path):
-    path = shutil.copytree(folder, tmp_path / "model")
-    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    policy, saved = load_policy(str(path), mesh, torch.float32), str(tmp_path / "checkpoint-1")
-    networks = {"": (policy, torch.optim.AdamW(policy.parameters()))}
-    assert not save_checkpoint(saved, networks, load_tokenizer(folder), {}, 1, {})
-    assert GenerationConfig.from_pretrained(saved).temperature == 0.6
+    assert not save_checkpoint(saved, networks, load_tokenizer(folder), STATE, 1)
+    after = GenerationConfig.from_pretrained(saved)
+    assert all(getattr(after, key) == value for key, value in (generation or {}).items())
+    texts = []
+    for one in (path, saved):
+        hf = AutoModelForCausalLM.from_pretrained(one).eval()
+        torch.manual_seed(0)
+        texts.append([hf.generate(torch.tensor([[5, 6, 7]]), max_length=20).tolist() for _ in range(8)])
+    assert texts[0] == texts[1]
 
 
 def test_a_model_that_sees_other_sequences_is_found_even_where_it_is_no_family(folder, mesh, monkeypatch):

@@ -29,7 +29,7 @@ SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 1
 
 def adapted(path, mesh, dtype=torch.float32, folder=None, size=0.05, rank=3, **named):
     """A policy whose adapters do something."""
-    policy = load_policy(path, mesh, dtype, adapter=(rank, folder), **named)
+    policy = load_policy(path, mesh, dtype, adapter=(rank, 0, folder), **named)
     draw = torch.Generator().manual_seed(1)
     for part in policy.adapters.layers.values() if size else ():
         part.lora_B.data.to_local().normal_(0, size, generator=draw)
@@ -221,7 +221,7 @@ def test_what_has_an_adapter_is_named_and_everything_else_frozen(name, kinds, me
 def gradient_on_ranks(path):
     import torch.distributed as dist
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    policy, rollouts = load_policy(path, mesh, torch.bfloat16, adapter=(3, None)), some_rollouts()
+    policy, rollouts = load_policy(path, mesh, torch.bfloat16, adapter=(3, 0, None)), some_rollouts()
     for part in policy.adapters.layers.values():
         part.lora_B.data.copy_(0.1)
     for s in range(dist.get_rank(), 8, dist.get_world_size()):
@@ -329,18 +329,18 @@ def test_a_checkpoint_is_a_folder_of_peft(checkpoint, folder):
             assert name in config["target_modules"] and is_A == ("lora_A" in key)
 
 
-@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
-def test_a_merged_folder_is_the_policy(checkpoint, folder, mesh, tmp_path, base_dtype):
-    base = shutil.copytree(folder, tmp_path / "base")
-    adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
-    AutoModelForCausalLM.from_pretrained(folder, dtype=base_dtype).save_pretrained(base)
-    config = json.loads((adapter / lora.CONFIG).read_text())
-    (adapter / lora.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_folder_is_the_policy(folder, mesh, tmp_path, stored, dtype):
+    """In the dtype that it was trained in, whatever the base is stored in."""
+    base, adapter = shutil.copytree(folder, tmp_path / "base"), str(tmp_path / "adapter")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(base)
+    policy = adapted(str(base), mesh, dtype)
+    policy.adapters.save(adapter, dict(policy.full_weights()))
     out = forked(tmp_path / "log", "lora.py", f"{adapter}/").split()[-1]
     assert out == f"{adapter}-merged"
     plain = AutoModelForCausalLM.from_pretrained(out)
-    assert plain.dtype == base_dtype and check_model(out) == out and os.path.exists(f"{out}/tokenizer.json")
-    policy = load_policy(str(base), mesh, base_dtype, adapter=(3, str(adapter)))
+    assert plain.dtype == dtype and check_model(out) == out and os.path.exists(f"{out}/tokenizer.json")
     for name, tensor in policy.full_weights(None, "module"):
         assert torch.equal(plain.get_parameter(name), tensor)
     rollouts = some_rollouts()
@@ -350,7 +350,24 @@ def test_a_merged_folder_is_the_policy(checkpoint, folder, mesh, tmp_path, base_
     tables = [plain(ids[None]).logits[0].float().log_softmax(-1) for ids in found]
     theirs = torch.cat([table[[p - 1 for start, end in r.spans for p in range(start, end)]].gather(
         1, torch.tensor(r.sampled_ids.tolist())[:, None])[:, 0] for table, r in zip(tables, rollouts)])
-    assert (mine - theirs).abs().max() < (1e-4 if base_dtype == torch.float32 else 0.2)
+    assert (mine - theirs).abs().max() < (1e-4 if dtype == torch.float32 else 0.2)
+
+
+def test_an_adapter_that_names_no_dtype_is_merged_in_float32(checkpoint, tmp_path):
+    adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
+    save_file(load_file(adapter / lora.WEIGHTS), adapter / lora.WEIGHTS)
+    assert AutoModelForCausalLM.from_pretrained(lora.merge_folder(str(adapter))).dtype == torch.float32
+
+
+def test_each_seed_draws_its_own_adapters(folder, mesh):
+    drawn = [[part.lora_A.full_tensor() for part in load_policy(
+        folder, mesh, torch.float32, adapter=(3, seed, None)).adapters.layers.values()] for seed in (0, 0, 1)]
+    assert all(map(torch.equal, drawn[0], drawn[1]))
+    assert not any(map(torch.equal, drawn[0], drawn[2])) and len({x.sum().item() for x in drawn[0]}) == 14
+
+
+def test_lora_py_says_what_it_does(tmp_path):
+    assert "writes a plain model to" in forked(tmp_path / "log", "lora.py", "--help")
 
 
 def test_an_adapter_is_not_taken_for_a_model(checkpoint, folder, reward_file, tmp_path):
@@ -418,7 +435,7 @@ def test_tensors_that_do_not_fit_are_refused(checkpoint, folder, mesh, tmp_path,
     change(tensors)
     save_file(tensors, adapter / lora.WEIGHTS)
     for read in (lambda: lora.merge_folder(str(adapter)),
-                 lambda: load_policy(folder, mesh, torch.float32, adapter=(3, str(adapter)))):
+                 lambda: load_policy(folder, mesh, torch.float32, adapter=(3, 0, str(adapter)))):
         with pytest.raises(ValueError, match=message):
             read()
 

@@ -95,7 +95,7 @@ def test_copies_of_the_weights_have_one_gradient(reference_gradients, folder, re
 
 def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_path):
     settings = {"prompts_per_step": 16, "num_generations": 1, "critic_warmup_steps": 0,
-                "updates_per_epoch": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
+                "updates_per_step": 1, "critic_learning_rate": 1e-3, "kl_coef": 0.1}
     found, metrics = [], []
     for count, token_budget, cut in ((1, 8192, 1), (4, 100, 2)):
         out_dir = tmp_path / str(count)
@@ -114,7 +114,7 @@ def test_ppo_has_one_gradient_for_policy_and_critic(folder, reward_file, tmp_pat
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_dapo.py"])
 def test_every_script_cuts_rows(folder, reward_file, tmp_path, script):
     """Which shows where it cannot: the model has four heads of queries, but two of keys."""
-    settings = {"updates_per_epoch": 1, "critic_warmup_steps": 0} if "ppo" in script else {}
+    settings = {"updates_per_step": 1, "critic_warmup_steps": 0} if "ppo" in script else {}
     _, said = train(script, folder, tmp_path / "run", reward_file, 4, code=2, sequence_parallel_size=4,
                     **settings)
     assert "sequence_parallel_size=4 does not divide its 4 heads of queries and 2 of keys" in said
@@ -141,7 +141,7 @@ def test_ranks_that_copies_do_not_divide_are_refused(folder, reward_file, tmp_pa
     ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4}),
     ("train_grpo.py", {"prompts_per_step": 2, "num_generations": 2, "updates_per_step": 4,
                        "loss_type": "sapo", "kl_coef": 0.1, "engine_correction": "sequence_mask"}),
-    ("train_ppo.py", {"prompts_per_step": 4, "num_generations": 1, "updates_per_epoch": 4,
+    ("train_ppo.py", {"prompts_per_step": 4, "num_generations": 1, "updates_per_step": 4,
                       "critic_warmup_steps": 0, "critic_learning_rate": 1e-3})])
 def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, script, settings):
     one, _ = train(script, folder, tmp_path / "one", reward_file, **settings)
@@ -154,7 +154,7 @@ def test_a_rank_with_nothing_to_train_takes_part(folder, reward_file, tmp_path, 
 # ---------------------------------------------------------------- weights from a folder to all ranks and back
 
 def loaded_rows(path, shape):
-    """By the name of each parameter, this rank's rows and the whole; and what else has to be the same on all."""
+    """By the name of each parameter, this rank's rows and the whole; and what has to be the same on all."""
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape):])
     policy = load_policy(path, mesh, torch.float32)
     found = {name: [x.to_local().detach().clone(), x.full_tensor().detach()]

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import losses
-from model import Policy, load_critic, load_policy, offload, token_logprobs, token_values
 from losses import LogprobsFromHidden, head_logits, product, value_loss
+from model import (Policy, gathered_logprobs, load_critic, load_policy, make_optimizer, token_logprobs,
+                   token_values)
 from packing import idle, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places
@@ -342,13 +344,43 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
             loss.sum().item()
 
 
+class OnGPU(TorchDispatchMode):
+    """Counts the operations that give a tensor on a GPU."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        self.count += any(torch.is_tensor(x) and x.is_cuda for x in (result, *arguments))
+        return result
+
+
+def test_advantages_take_no_launch_for_each_token():
+    counts = []
+    for length in (3, 300):
+        with FakeTensorMode(), OnGPU() as found:
+            rewards, values = (torch.empty(2 * length, device="cuda") for _ in range(2))
+            results = losses.gae(rewards, values, [length, length], 1.0, 0.9)
+        assert all(x.is_cuda and len(x) == 2 * length for x in results)
+        counts.append(found.count)
+    assert counts[0] == counts[1] < 20
+
+
+def test_logprobs_reach_all_ranks_by_one_copy_from_the_device(folder, mesh, monkeypatch):
+    policy, rollouts, copied = load_policy(folder, mesh, torch.float32), random_rollouts(6, 256), []
+    expected, cpu = token_logprobs(policy, rollouts, range(6), 100, 0.7), torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copied.append(x.dtype == torch.float32) or cpu(x))
+    found = gathered_logprobs(policy, rollouts, 100, 0.7)
+    assert sum(copied) == 1 and found.keys() == expected.keys()
+    assert all(torch.equal(found[s], expected[s]) for s in expected)
+
+
 def test_moments_are_in_host_memory_except_during_the_step():
     moments = lambda: {optimizer.state[weight][name].device.type for name in ("exp_avg", "exp_avg_sq")
                        if weight in optimizer.state}
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(3, 4, device="cuda:0"))
-        optimizer, seen = torch.optim.AdamW([weight], fused=True), []
-        offload(optimizer, torch.device("cuda:0"))
+        network, seen = torch.nn.ParameterList([weight]), []
+        optimizer = make_optimizer(network, 1e-3, 0.0, offload_optimizer=True)
         optimizer.register_step_pre_hook(lambda *_: seen.append(moments()))
         for _ in range(2):
             weight.grad = torch.empty_like(weight)

@@ -453,7 +453,7 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estima
 # ---------------------------------------------------------------- fewer GPUs than processes
 
 FEW_GPUS = """
-import os, sys, torch
+import os, sys, threading, torch
 from types import SimpleNamespace
 sys.path.insert(0, "")
 from runtime import distributed
@@ -472,7 +472,7 @@ else:
     bridge.begin()
     print("GPU", os.environ["LOCAL_RANK"], bridge.weights(0))
     bridge.send("ready", 0, [], {})
-    bridge.wait_for_the_end()
+    threading.Event().wait()
 bridge.close()
 distributed.end(0)
 """
@@ -506,17 +506,25 @@ def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
 @pytest.mark.parametrize("ranks, settings, message", [
     (1, {}, "leaves no trainer: there are 1 ranks (torchrun --nproc_per_node=2 train_async.py has two)"),
     (2, {"rollout_ranks": 2}, "rollout_ranks=2 leaves no trainer: there are 2 ranks"),
-    (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide the 1 ranks that sample"),
+    (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2: does not divide the 1 ranks"),
     (3, {"rollout_ranks": 2, "vllm_tensor_parallel_size": 2},
      "vllm_tensor_parallel_size=2: needs engine=vllm"),
-    (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
+    (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5: does not divide by 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
-    (2, {"max_staleness": 0, "in_flight": True}, "in_flight=True with max_staleness=0"),
+    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0: with in_flight=True"),
     # Refused behind engine_correction, which auto leaves out here.
-    (2, {"old_logprobs": "engine", "correction_low": 3}, "correction_low=3.0 is not below")])
+    (2, {"old_logprobs": "engine", "correction_low": 3}, "correction_low=3.0: is not below")])
 def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings, message):
     arguments = with_defaults([], {"model": folder, "engine": "hf", "out_dir": tmp_path / "run"} | settings)
     refused(arguments, message, tmp_path, "train_async.py", ranks)
+
+
+def test_ranks_cannot_share_an_engine_that_has_one_rank(folder, tmp_path):
+    arguments = [f"--model={folder}", f"--out_dir={tmp_path}/run", "--vllm_tensor_parallel_size=2"]
+    for more, forbidden in ((["--engine=hf"], []), ([], ["vllm"])):
+        output = forked(tmp_path / "log", "train_grpo.py", *arguments, *more, ranks=2, code=2,
+                        forbidden=forbidden)
+        assert "vllm_tensor_parallel_size=2: needs engine=vllm" in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize("text, message", [

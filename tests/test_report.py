@@ -92,6 +92,26 @@ def test_a_solved_task_needs_neither_entropy_nor_spread():
     assert broken([{**line, "eval/pass@4": None} for line in run(climbing, 1.0)]) == ["entropy", ZERO_STD]
 
 
+def test_rewards_that_are_always_the_same_are_told_of():
+    """At pass@k = 0 nothing is solved; and the first steps say what was sampled."""
+    for reward in (0.0, 1.0):
+        lines = [{"step": step, "reward": reward, ZERO_STD: 1.0, "eval/pass@4": reward} for step in range(30)]
+        assert broken(lines) == [ZERO_STD]
+    watch, told = health.Watch({}), []
+    for step in range(5):
+        watch.new.append({"step": step, "rewards/min": 0.0, "rewards/max": 0.0, "rewards/no_answer": 0.75})
+        told.append(watch.same_scores("So it is\n18", "18"))
+        assert step or watch.news() == []
+    assert [bool(text) for text in told] == [False, False, True, False, False]
+    words = " ".join(told[2].split())
+    assert "All scores of the first 3 steps are 0, so they teach nothing." in words
+    assert r"where '18' is right, ends with 'So it is\n18'. In 75% of its completions no answer" in words
+    assert all(len(line) <= 80 for line in told[2].splitlines())
+    watch = health.Watch({})
+    watch.new = [{"step": step, "rewards/min": 0.0, "rewards/max": float(step == 1)} for step in range(3)]
+    assert watch.same_scores("a", "b") == ""
+
+
 def test_a_run_says_what_is_broken_now_and_once():
     watch, steps = health.Watch({"max_completion_length": 64}), itertools.count()
 

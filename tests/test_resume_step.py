@@ -14,7 +14,7 @@ STEP = 2
 SCRIPTS = {
     "train_grpo.py": ({}, {"loss_type": "gspo", "epsilon": 1e-6}, 1),
     "train_dapo.py": ({"filter_groups": True, "max_num_gen_batches": 3}, {"loss_type": "cispo"}, 1),
-    "train_ppo.py": ({"critic_warmup_steps": 1, "critic_learning_rate": 1e-3, "updates_per_epoch": 2},
+    "train_ppo.py": ({"critic_warmup_steps": 1, "critic_learning_rate": 1e-3, "updates_per_step": 2},
                      {"epsilon": 1e-6}, 1),
     "train_async.py": ({"max_staleness": 1}, {"loss_type": "sapo"}, 2)}
 

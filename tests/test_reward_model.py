@@ -5,6 +5,7 @@ import random
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config,
@@ -162,7 +163,8 @@ def scorer_of(path):
 def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     scorer, rows = scorer_of(judge), ROWS[:3]
     rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, extra={}, rewards={},
-                                logprobs=[-1.0], finish_reason="stop") for row in rows]
+                                logprobs=[-1.0], finish_reason="stop", ids=np.array([5]), problem="",
+                                spans=np.array([[0, 1]]), versions=((0, 0),)) for row in rows]
     scorer.check_with([SimpleNamespace(row=row) for row in ROWS])
     scorer(rollouts)
     expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)

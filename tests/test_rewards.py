@@ -50,8 +50,8 @@ def reward_file(tmp_path, source):
 def found(reward, rows, completions, *arguments, **more):
     """What rewards.score returns. reward: a function, or a Reward and the process that calls it or None."""
     reward, process = reward if isinstance(reward, tuple) else (rewards.Reward(reward.__name__, reward), None)
-    columns = rewards.columns_of([SimpleNamespace(row=row, completion=completion)
-                                  for row, completion in zip(rows, completions)])
+    rollouts = [rollout(row, completion) for row, completion in zip(rows, completions)]
+    columns = rewards.Scorer._columns(SimpleNamespace(settings=SimpleNamespace(max_steps=9)), rollouts)
     return rewards.score(reward, columns, process, *arguments, **more)
 
 
@@ -131,8 +131,9 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("my_reward.py", "reward must be file.py:function"),
-    ("my_reward:reward", "reward must be file.py:function"),
+    ("my_reward.py", "has no function compute_score; at its top level it has helper, reward$"),
+    ("no_such:reward", "no_such raised ModuleNotFoundError: No module named 'no_such'"),
+    ("json:dumped", "json has no function dumped; at its top level it has "),
     ("my_reward.py:", "reward must be file.py:function"), ("accuracy", "reward must be file.py:function"),
     ("missing.py:reward", "no such file: .*missing.py"),
     ("my_reward.py:rewards", "has no function rewards; at its top level it has helper, reward$"),
@@ -158,12 +159,17 @@ def test_a_reward_gets_columns_that_all_rows_have(tmp_path):
         return [1.0, 2.0]
     rows = [{"prompt": "a", "answer": "1", "extra": 1}, {"prompt": "b", "answer": "2"}]
     assert score(reward, rows, ["x", "y"], 5)[0] == [1.0, 2.0]
-    assert seen == [(["a", "b"], ["x", "y"], {"answer": ["1", "2"]})]
+    (prompts, completions, columns), = seen
+    assert (prompts, completions) == (["a", "b"], ["x", "y"])
+    # What TRL hands over as well: the tokens of each completion, where the run is, and two functions.
+    assert columns.pop("completion_ids") == [[6], [6]] and columns.pop("answer") == ["1", "2"]
+    assert columns.keys() == {"trainer_state", "log_extra", "log_metric"}
+    assert vars(columns["trainer_state"]) == {"global_step": 3, "max_steps": 9}
     seen.clear()
     turns = [{"role": "assistant", "content": "x"}, {"role": "tool", "content": "1"},
              {"role": "assistant", "content": "z"}]
     score(reward, [{"prompt": MESSAGES}, {"prompt": "b"}], [turns, "y"], 5)
-    assert seen == [([MESSAGES, "b"], [turns, "y"], {})]
+    assert seen[0][:2] == ([MESSAGES, "b"], [turns, "y"]) and "answer" not in seen[0][2]
 
 
 @pytest.mark.parametrize("completion, text", [
@@ -253,7 +259,7 @@ def test_what_a_reward_may_not_return(returned, message):
 
 VERL_REWARD = """
 def reward(data_source, solution_str, ground_truth, extra_info=None):
-    assert extra_info is None or extra_info == {"index": 0}
+    assert extra_info in ({}, {"index": 0})
     if solution_str == "hang":
         while True: pass
     if solution_str == "raise":
@@ -284,6 +290,62 @@ def test_verl_reward(tmp_path, row, right):
                      "reward": pytest.approx([NAN, NAN, 0, 0.25], nan_ok=True)}
     with pytest.raises(RuntimeError, match="reward raised KeyError: 'oops'; the completion is 'raise'"):
         score(reward, [row] * 2, messages(right, "raise"), 5)
+
+
+FORMS = """
+def only(solution_str, ground_truth): return float(solution_str == ground_truth)
+def info(solution_str, ground_truth, extra_info=None): return float(extra_info["index"] == 0)
+def rest(solution_str, ground_truth, method="strict", score=0.5, **kwargs):
+    return score * (sorted(kwargs) == ["data_source", "extra_info"])
+def logs(solution_str, log_metric): log_metric("length", len(solution_str)); return 1.0
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    assert len(data_sources) == len(extra_infos) == 2
+    return [{"score": float(one == truth), "pred": one} for one, truth in zip(solution_strs, ground_truths)]
+def trl(completions, solution_str, ground_truth): return [float(one == two) for one, two in zip(completions, ground_truth)]
+def ids(completion_ids, **kwargs): return [kwargs["trainer_state"].global_step + one[0] for one in completion_ids]
+class Made:
+    __name__ = "made"
+    def __call__(self, completion_ids, **kwargs): return [float(len(one)) for one in completion_ids]
+compute_score, made = only, Made()
+"""
+
+
+@pytest.mark.parametrize("name, form, scores", [
+    ("only", "verl", [1, 0]), ("info", "verl", [1, 1]), ("rest", "verl", [0.5, 0.5]), ("logs", "verl", [1, 1]),
+    ("batch", "verl batch", [1, 0]), ("trl", "TRL", [1, 0]), ("ids", "TRL", [9, 9]), ("made", "TRL", [1, 1]),
+    ("", "verl", [1, 0])])
+def test_the_parameters_tell_the_form(tmp_path, name, form, scores):
+    """A file alone stands for its compute_score, as in verl."""
+    (tmp_path / "forms.py").write_text(FORMS)
+    reward = in_process(f"{tmp_path}/forms.py" + (name and f":{name}"))
+    assert reward[0].form == form
+    row = {"prompt": "p", "ground_truth": "a", "extra_info": {"index": 0}, "score": 9, "solution_str": "x"}
+    parts, _, logged, problems = zip(*found(reward, [row, row], ["a", "b"], 5.0))
+    assert [rewards.total(one, {}) for one in parts] == scores and not any(problems)
+    assert [*logged] == [{"length": 1.0}] * 2 if name == "logs" else [{}, {}]
+
+
+def test_a_file_finds_its_neighbours_and_no_package_runs(tmp_path):
+    """As rewards stand in other projects, whose packages import much more."""
+    below = tmp_path / "project" / "score" / "deep"
+    below.mkdir(parents=True)
+    for folder in (below, below.parent, below.parent.parent):
+        (folder / "__init__.py").write_text("raise ValueError('a whole trainer')")
+    (below.parent / "values.py").write_text("from .deep.more import ONE")
+    (below / "more.py").write_text("ONE = 1.0")
+    (below / "mine.py").write_text("from ..values import ONE\nfrom . import more\nsame = more.ONE\n"
+                                   "def reward(completions): return [ONE + same for c in completions]")
+    (below / "deeper").mkdir()
+    (below / "deeper" / "__init__.py").write_text(
+        "from . import two\ndef reward(completions): return [two.TWO for c in completions]")
+    (below / "deeper" / "two.py").write_text("TWO = 2.0")
+    for name in ("mine.py", "deeper/__init__.py"):
+        assert score(in_process(f"{below}/{name}:reward"), ROWS, TEXTS, 5)[0] == [2.0] * 4
+
+
+def test_an_installed_function_is_a_reward():
+    reward = in_process("rewards:exact_accuracy")
+    assert score(reward, ROWS, ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"], 5)[0] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_verl_reward_without_a_truth(tmp_path):
@@ -349,8 +411,8 @@ SETTINGS = {"reward": "", "task": "algebra", "call_timeout": 5.0, "call_workers"
 
 def rollout(row, completion, score=NAN, **parts):
     return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
-                           extra={}, spans=[(1, 2)], rewards={}, logprobs=[-1.0],
-                           sampled_ids=[], problem="")
+                           extra={}, ids=np.array([5, 6]), spans=np.array([[1, 2]]), rewards={},
+                           logprobs=[-1.0], sampled_ids=[], problem="", versions=((0, 3),), answered=None)
 
 
 def prompts_of(rows):
@@ -451,6 +513,40 @@ def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, mo
     for task in ("algebra", "arithmetic"):                      # single answers with a number
         scorer(task=task)(rollouts)
         assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_functions_of_a_file_share_a_process_that_runs_it_once(scorer, tmp_path):
+    source = ("import os\nwith open(__file__ + '.log', 'a') as log: log.write('run\\n')\n"
+              "def reward(completions, **_): return [float(os.getpid())] * len(completions)\n"
+              "def compute_score(solution_str): return {'pid': float(os.getpid()), 'length': len(solution_str)}\n")
+    path = f"{tmp_path}/my_reward.py"
+    rollouts, own = [rollout(row, "abc") for row in ROWS], scorer(source, reward=f"{path}:reward, {path}")
+    own(rollouts)
+    assert len(own.processes) == 1 and rollouts[0].parts["reward"] == rollouts[0].parts["pid"] != os.getpid()
+    assert rollouts[3].parts["length"] == 3 and (tmp_path / "my_reward.py.log").read_text() == "run\n"
+
+
+def test_the_share_without_an_answer_is_logged(scorer):
+    """By the task's own number, and by any reward; not where rows have no answer."""
+    rows, texts = [{"prompt": "p", "answer": "1"}] * 3, ["Answer: 2", "I do not know", "Answer: 1"]
+    for scores in (scorer(), scorer("def reward(completions): return [0.0] * len(completions)")):
+        rollouts = [rollout(row, text) for row, text in zip(rows, texts)]
+        scores(rollouts)
+        assert [r.answered for r in rollouts] == [True, False, True]
+        metrics = rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
+        assert metrics["rewards/no_answer"] == rewards.evaluation(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
+        assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
+    rollouts = [rollout({"prompt": "p"}, text) for text in texts]
+    scores(rollouts)
+    assert "eval/rewards/no_answer" not in rewards.evaluation(rollouts, 3)
+
+
+def test_large_scores_keep_their_differences(scorer):
+    """In float32 these two would be one."""
+    source = "def reward(completions): return [1e7 + 0.25 * len(c) for c in completions]"
+    rollouts = [rollout(ROWS[0], text) for text in ("a", "ab")]
+    scorer(source)(rollouts)
+    assert [r.score for r in rollouts] == [1e7 + 0.25, 1e7 + 0.5] == [r.rewards[0] for r in rollouts]
 
 
 def test_scorer_keeps_parts_and_timeouts(scorer):

@@ -301,7 +301,6 @@ def test_compare_logprobs(mesh, folder):
     logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}
     metrics = weights.compare_logprobs(rollouts, logps, 0.2, tokenizer)
     assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
-        "sampling/stale_rollouts": 0,
         "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/p99": 0.2,
         "sampling/sampling_logp_difference/max": 0.2,
         "sampling/importance_sampling_ratio/min": math.exp(-0.2),
@@ -324,21 +323,19 @@ def test_compare_logprobs(mesh, folder):
         assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"
 
 
-def test_only_what_the_policys_own_weights_have_sampled_is_compared(mesh, folder):
+def test_rollouts_of_another_version_are_refused(mesh, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     made = lambda logprob, versions: rollout.Rollout.single([65], [66, 67], [logprob] * 2, "stop", versions)
     rollouts = [made(-1.0, ((0, 4),)), made(-9.0, ((0, 3),)), made(-9.0, ((0, 3), (1, 4)))]
     logps = {s: torch.tensor([-1.0, -1.1]) for s in (2, 0, 1)}
-    metrics = weights.compare_logprobs(rollouts, logps, 0.2, tokenizer, version=4, may_be_stale=True)
-    assert metrics["sampling/stale_rollouts"] == 2
+    metrics = weights.compare_logprobs(rollouts, {0: logps[0]}, 0.2, tokenizer, version=4)
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
-    only_stale = weights.compare_logprobs(rollouts, {1: logps[1]}, 0.2, tokenizer, 4, may_be_stale=True)
-    assert only_stale["sampling/stale_rollouts"] == only_stale["sampling/effective_sample_size"] == 1
     message = "step 4 trains on rollouts of step 3's policy: take the engine's as old"
     for s in (1, 2):
         with pytest.raises(RuntimeError, match=message):
-            weights.compare_logprobs(rollouts, {s: logps[s]}, 20.0, tokenizer, version=4)
+            weights.compare_logprobs(rollouts, {0: logps[0], s: logps[s]}, 20.0, tokenizer, version=4)
     weights.compare_logprobs(rollouts, logps, 20.0, tokenizer)
+    assert weights.compare_logprobs(rollouts, {}, 0.2, tokenizer, 4)["sampling/effective_sample_size"] == 1
 
 
 def test_a_request_that_would_be_cut_is_refused(engine):
@@ -393,6 +390,7 @@ def test_end_tokens(folder, tmp_path):
     config = AutoConfig.from_pretrained(path)
     config.eos_token_id = None
     config.save_pretrained(path)
+    check_model.read_config.cache_clear()
     assert check_model.end_tokens(path, tokenizer) == [tokenizer.eos_token_id]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="end-of-sequence"):
@@ -412,16 +410,12 @@ def test_end_tokens_that_the_template_never_writes(folder, tmp_path):
     assert check_model.end_note(path, tokenizer) == ""
 
 
-@pytest.mark.parametrize("content, message", [
-    ('{"eos_token_id": []}', r"eos_token_id=\[\]"), ('{"eos_token_id": -1}', r"eos_token_id=\[-1\]"),
-    ('{"eos_token_id": [3, 100000]}', r"eos_token_id=\[3, 100000\]"),
-    ('{"eos_token_id": "<|end|>"}', "eos_token_id="), ('{"eos_token_id"', "cannot be read"),
-    ("", "cannot be read")])
-def test_end_tokens_that_are_none(folder, tmp_path, content, message):
+@pytest.mark.parametrize("content", ['{"eos_token_id"', ""])
+def test_a_damaged_generation_config_is_named(folder, tmp_path, content):
     path = shutil.copytree(folder, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     (path / "generation_config.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="generation_config.json cannot be read"):
         check_model.end_tokens(str(path), tokenizer)
 
 

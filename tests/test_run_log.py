@@ -75,8 +75,8 @@ def test_the_metrics_of_rollouts():
                              sampled(row, "b", 0.0, {"right": 0.0}, 6, "length", problem=TIMED_OUT),
                              sampled(row, "c", math.nan, {"right": math.nan}, 4)], 3, 1)
     assert found == {"reward": 0.5, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
-                     "rewards/unscored": 1, "rewards/right/mean": 0.5,
-                     "rewards/short/mean": 0.0, "rewards/timeouts": 1,
+                     "rewards/min": 0.0, "rewards/max": 1.0, "rewards/unscored": 1,
+                     "rewards/right/mean": 0.5, "rewards/short/mean": 0.0, "rewards/timeouts": 1,
                      "completions/mean_length": 4.0, "completions/min_length": 2,
                      "completions/max_length": 6, "completions/clipped_ratio": pytest.approx(1 / 3)}
     assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1, 1)["reward"] == 0.0
@@ -148,7 +148,8 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert [line["step"] for line in metrics] == [0, 1, 2] and timing <= set(metrics[1])
     assert metrics[1]["perf/throughput"] == pytest.approx(90 / metrics[1]["timing_s/step"])
     assert {name: value for name, value in metrics[1].items() if name not in timing} == {
-        "step": 1, "reward": 0.5, "rewards/unscored": 0, "rewards/score/mean": 0.5, "rewards/timeouts": 1,
+        "step": 1, "reward": 0.5, "rewards/min": 0.0, "rewards/max": 1.0, "rewards/unscored": 0,
+        "rewards/score/mean": 0.5, "rewards/timeouts": 1,
         "completions/mean_length": 3.0, "completions/min_length": 3, "completions/max_length": 3,
         "completions/clipped_ratio": 0.0, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
         "num_tokens": 190}

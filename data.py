@@ -353,7 +353,7 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
     prompt as the model reads it, with its answer. Raises ValueError where load_rows or encode_rows does, and
     if too few prompts are left for a step, or too few held-out ones for the ranks.
     """
-    s, batches = settings, getattr(settings, "max_num_gen_batches", 1)
+    s, batches = settings, max(1, getattr(settings, "max_num_gen_batches", 1))     # 0: no filter
     wanted = s.prompts_per_step * batches
     # Both splits may be in one file, which is read once.
     read = reader(s)

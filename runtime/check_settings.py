@@ -30,8 +30,8 @@ SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_l
               "max_completion_length": 64}
 
 # Each rule names the settings that it reads as its parameters. Where it is false, the message follows the
-# first of them. For a training script four numbers are added to the settings: the ranks that train (trainers), the
-# ranks that sample (samplers), the engines, and the passes over a step's completions.
+# first of them. For a training script four numbers are added to the settings: the ranks that train (trainers)
+# and that sample (samplers), the engines, and the passes over a step's completions.
 RULES = (
     (lambda task, train_file, eval_file: task == "file" or not train_file and not eval_file,
      ": train_file={train_file} and eval_file={eval_file} are read only with --task=file"),

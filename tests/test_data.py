@@ -81,7 +81,7 @@ def test_gsm8k(tmp_path, monkeypatch):
     completion = [{"role": "assistant", "content": "#### 72"}]
     reward = rewards.load_reward("", "gsm8k")
     columns = {key: [row[key] for row in (first, second)] for key in first}
-    columns |= {"prompts": columns.pop("prompt"), "completions": [completion] * 2, "trainer_state": None}
+    columns |= {"prompts": columns.pop("prompt"), "completions": [completion] * 2, "trainer_state": [None] * 2}
     found = rewards.score(reward, columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
 
@@ -241,7 +241,7 @@ def test_columns_that_settings_name(tmp_path):
     assert first == ([{"role": "user", "content": GSM8K[0]["question"]}], GSM8K[0]["answer"])
     # The check of answers reads the number after ####.
     columns = {"prompts": [first[0]] * 2, "completions": ["The answer is 72", "70"],
-               "answer": [first[1]] * 2, "trainer_state": None}
+               "answer": [first[1]] * 2, "trainer_state": [None] * 2}
     found = rewards.score(rewards.load_reward("", "file"), columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     assert read(path, prompt_column="question", chat=False)[1][0] == GSM8K[1]["question"]

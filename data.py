@@ -154,9 +154,11 @@ def as_message(where, message):
     if "from" in message:                                       # ShareGPT's form
         who = message.pop("from")
         message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
-    if message.get("tool_calls"):
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{where}: tool_calls must be a list of objects, not {calls!r:.100}")
+    for call in calls:
         message.setdefault("content", "")
-    for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(f"{where}: arguments", function["arguments"])
@@ -351,7 +353,7 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
     prompt as the model reads it, with its answer. Raises ValueError where load_rows or encode_rows does, and
     if too few prompts are left for a step, or too few held-out ones for the ranks.
     """
-    s, batches = settings, getattr(settings, "max_num_gen_batches", 1)
+    s, batches = settings, max(1, getattr(settings, "max_num_gen_batches", 1))     # 0: no filter
     wanted = s.prompts_per_step * batches
     # Both splits may be in one file, which is read once.
     read = reader(s)

@@ -4,8 +4,8 @@ and how its answers are scored. config/shared.py imports them for the training s
 """
 # ------------------------------------------------------------------------------------------------------------
 # prompts
-prompt_column = ""              # the column of your file that holds the prompt: a text becomes a user's message;
-                                # if empty, prompt, messages or conversations
+prompt_column = ""              # the column of your file with the prompt, where a text becomes a user's
+                                # message; if empty, prompt, messages or conversations
 answer_column = ""              # the column that holds the answer; if empty, answer, ground_truth or solution
 difficulty = 1                  # of generated problems: 1 suits the tiny model, 3 a model of 1 B parameters
 chat = True                     # apply the chat template to messages; False joins them, for base models

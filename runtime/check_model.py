@@ -132,9 +132,12 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     own = load_tokenizer(path, key).get_vocab() if has_tokenizer(path) else {}
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
-    if size < policy_size or others:
-        raise ValueError(f"{key}={path} has to read the policy's tokens, but it has {size} tokens and the "
-                         f"policy {policy_size}, with other numbers for {others[:5]}")
+    if size < policy_size:
+        raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: it "
+                         "has to read the policy's tokens")
+    if others:
+        raise ValueError(f"{key}={path}: {others[0]!r} has another id than in the model: it has to read the "
+                         "policy's tokens")
     return path
 
 

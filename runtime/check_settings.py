@@ -13,13 +13,14 @@ from configurator import check, given
 from runtime.check_model import located, read_config
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples top_p
-    rollout_ranks sequence_parallel_size steps batch_size""".split()
+    max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
+    top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
+# Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
-    temperature top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip gamma lam
-    max_prompt_length max_turns max_turn_length max_environments max_num_gen_batches overlong_buffer max_staleness
-    train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout call_timeout
-    call_workers show""".split()                # settings of your own may be negative
+    temperature top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip
+    gamma lam max_prompt_length max_turns max_turn_length max_environments max_num_gen_batches overlong_buffer
+    max_staleness train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap
+    timeout call_timeout call_workers show""".split()
 SHARES = ("gamma", "lam", "top_p", "vllm_gpu_memory_utilization", "warmup", "decay")
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
@@ -28,65 +29,67 @@ CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloa
 SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
               "max_completion_length": 64}
 
-# Each rule names the settings that it reads as its parameters. Where it is false, the message follows the first of
-# them. For a training script four numbers are added to the settings: the ranks that train (trainers), the ranks
-# that sample (samplers), the engines, and the passes over a step's completions.
+# Each rule names the settings that it reads as its parameters. Where it is false, the message follows the
+# first of them. For a training script four numbers are added to the settings: the ranks that train (trainers)
+# and that sample (samplers), the engines, and the passes over a step's completions.
 RULES = (
     (lambda task, train_file, eval_file: task == "file" or not train_file and not eval_file,
-     "train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
+     ": train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
     # evaluate_model.py takes 0 for these two; it has no trainers.
-    (lambda temperature, trainers: temperature > 0, "must be above 0"),
-    (lambda max_prompt_length, trainers: max_prompt_length > 0, "must be above 0"),
+    (lambda temperature, trainers: temperature > 0, ": must be above 0"),
+    (lambda max_prompt_length, trainers: max_prompt_length > 0, ": must be above 0"),
     (lambda token_budget, max_prompt_length, max_completion_length:
      max_prompt_length + max_completion_length <= token_budget,
-     "less than max_prompt_length + max_completion_length"),
+     ": less than max_prompt_length + max_completion_length"),
     # A call with a limit says more than the watchdog, so its limit has to be reached first.
-    (lambda timeout, call_timeout: timeout == 0 or timeout > 10 * call_timeout, "not above 10 * call_timeout"),
+    (lambda timeout, call_timeout: not 0 < timeout <= 10 * call_timeout, ": not above 10 * call_timeout"),
     # ranks
     (lambda vllm_tensor_parallel_size, samplers: samplers % vllm_tensor_parallel_size == 0,
-     "does not divide the {samplers} ranks that sample"),
+     " does not divide the {samplers} ranks that sample"),
     (lambda vllm_tensor_parallel_size, engine: vllm_tensor_parallel_size == 1 or engine == "vllm"
-     or engine == "auto" and find_spec("vllm") is not None, "needs engine=vllm"),
+     or engine == "auto" and find_spec("vllm") is not None, " needs engine=vllm"),
     (lambda sequence_parallel_size, trainers: trainers % sequence_parallel_size == 0,
-     "does not divide the {trainers} ranks that train"),
+     " does not divide the {trainers} ranks that train"),
     (lambda shard_ranks, trainers: trainers % (shard_ranks or 1) == 0,
-     "does not divide the {trainers} ranks that train"),
-    (lambda prompts_per_step, engines: prompts_per_step % engines == 0, "does not divide by {engines}"),
+     " does not divide the {trainers} ranks that train"),
+    (lambda prompts_per_step, engines: prompts_per_step % engines == 0, " does not divide by {engines}"),
     (lambda max_staleness, in_flight: max_staleness > 0 or not in_flight,
-     "with in_flight=True: engines that wait for the trainers have nothing in flight"),
+     " with in_flight=True: engines that wait for the trainers have nothing in flight"),
     # updates
-    (lambda num_epochs, updates_per_step: updates_per_step % num_epochs == 0, "does not divide updates_per_step"),
+    (lambda num_epochs, updates_per_step: updates_per_step % num_epochs == 0,
+     " does not divide updates_per_step={updates_per_step}"),
     (lambda updates_per_step, prompts_per_step, num_generations, passes:
      passes * prompts_per_step * num_generations % updates_per_step == 0,
-     "does not divide the completions per step"),
-    (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, "leaves the policy no step"),
+     " does not divide the completions per step"),
+    (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"),
     # the loss
     (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
-     "with old_logprobs=engine the ratio corrects already"),
-    (lambda correction_low, correction_high: correction_low < correction_high, "is not below correction_high"),
-    (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, "needs a kl_coef above 0"),
+     ": with old_logprobs=engine the ratio corrects already"),
+    (lambda correction_low, correction_high: correction_low < correction_high,
+     " is not below correction_high={correction_high}"),
+    (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),
     (lambda kl_estimator, kl_in, kl_coef: kl_coef == 0 or (kl_in == "loss") != (kl_estimator == "k1"),
-     "with kl_in={kl_in}: in the loss the gradient of k1 is 0 in expectation, elsewhere only k1 has the "
+     " with kl_in={kl_in}: in the loss the gradient of k1 is 0 in expectation, elsewhere only k1 has the "
      "gradient of the KL"),
     (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_in:
      not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_in != "loss"),
-     "but entropy_coef or a KL in the loss moves the policy there too"),
+     ", but entropy_coef or a KL in the loss moves the policy there too"),
     # the advantage
     (lambda num_generations, advantage: num_generations > 1 or advantage in ("reinforce++", "none"),
-     "advantage={advantage} compares a prompt's completions"),
+     ": advantage={advantage} compares a prompt's completions"),
     (lambda advantage, kl_in, kl_coef: advantage != "none" or kl_coef > 0 and kl_in == "advantage",
-     "teaches nothing without kl_in=advantage and a kl_coef above 0"),
+     " teaches nothing without kl_in=advantage and a kl_coef above 0"),
     (lambda advantage, kl_in, kl_coef:
      advantage not in ("grpo_process", "gdpo") or kl_coef == 0 or kl_in != "reward",
-     "takes the rewards of steps or parts: kl_in=reward changes none"),
+     " takes the rewards of steps or parts: kl_in=reward changes none"),
     # what a step of DAPO trains on
     (lambda max_num_gen_batches, advantage:
      max_num_gen_batches == 0 or advantage not in ("reinforce++", "gdpo", "grpo_process", "none"),
-     "leaves out prompts that teach something with advantage={advantage}"),
+     " leaves out prompts that teach something with advantage={advantage}"),
     (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
-     "more than max_completion_length={max_completion_length}"),
+     ": more than max_completion_length={max_completion_length}"),
     (lambda overlong_buffer, advantage: not overlong_buffer or advantage not in ("grpo_process", "gdpo"),
-     "advantage={advantage} cannot take such a penalty"))
+     ": advantage={advantage} cannot take such a penalty"))
 
 
 def check_values(settings):
@@ -102,7 +105,7 @@ def check_values(settings):
         names = [*inspect.signature(rule).parameters]
         if values.keys() >= {*names}:
             check(rule(*(values[name] for name in names)),
-                  f"{names[0]}={values[names[0]]}: {message.format(**values)}")
+                  f"{names[0]}={values[names[0]]}{message.format(**values)}")
 
 
 def check_run(settings, trainers):

@@ -81,7 +81,8 @@ def test_gsm8k(tmp_path, monkeypatch):
     completion = [{"role": "assistant", "content": "#### 72"}]
     reward = rewards.load_reward("", "gsm8k")
     columns = {key: [row[key] for row in (first, second)] for key in first}
-    found = rewards.score(reward, columns | {"prompts": columns.pop("prompt"), "completions": [completion] * 2})
+    columns |= {"prompts": columns.pop("prompt"), "completions": [completion] * 2, "trainer_state": [None] * 2}
+    found = rewards.score(reward, columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
 
 
@@ -150,7 +151,8 @@ NOW = datetime.datetime(2026, 1, 2)
     ("{not json", "not JSON"),
     ("[1, 2]", "a message must be an object, not 1"),
     ('"text"', "not an object"),
-    ({"question": "1+1?", "answer": "2"}, "no column prompt; the columns are question, answer: --prompt_column=question"),
+    ({"question": "1+1?", "answer": "2"},
+     "no column prompt; the columns are question, answer: --prompt_column=question"),
     ({}, "no column prompt; the columns are none"),
     ({"prompt": None}, "no column prompt"),
     ({"prompt": ""}, "empty prompt"),
@@ -238,15 +240,17 @@ def test_columns_that_settings_name(tmp_path):
     first, second = read(path, prompt_column="question", answer_column="answer")
     assert first == ([{"role": "user", "content": GSM8K[0]["question"]}], GSM8K[0]["answer"])
     # The check of answers reads the number after ####.
-    columns = {"prompts": [first[0]] * 2, "completions": ["The answer is 72", "70"], "answer": [first[1]] * 2}
+    columns = {"prompts": [first[0]] * 2, "completions": ["The answer is 72", "70"],
+               "answer": [first[1]] * 2, "trainer_state": [None] * 2}
     found = rewards.score(rewards.load_reward("", "file"), columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     assert read(path, prompt_column="question", chat=False)[1][0] == GSM8K[1]["question"]
     path = write(tmp_path / "more.jsonl", {"prompt": "1+1?", "answer": "two", "value": 2.5})
     assert read(path, answer_column="value") == [("1+1?", "2.5")]
     assert read(path, prompt_column="prompt") == [([{"role": "user", "content": "1+1?"}], "two")]
-    for settings, message in (({"prompt_column": "nothing"}, "no column nothing; the columns are prompt, answer"),
-                              ({"answer_column": "result"}, "no answer in result; the columns are prompt, answer")):
+    for settings, message in (
+            ({"prompt_column": "nothing"}, "no column nothing; the columns are prompt, answer"),
+            ({"answer_column": "result"}, "no answer in result; the columns are prompt, answer")):
         with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: {message}"):
             read(path, **settings)
 
@@ -292,6 +296,9 @@ def test_messages_with_calls(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [
         {"function": {"name": "add", "arguments": "{"}}]}]})
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: arguments: not JSON"):
+        read(path)
+    path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [5]}]})
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: tool_calls must be a list of objects"):
         read(path)
 
 
@@ -579,7 +586,8 @@ def test_a_template_that_leaves_out_the_prompt_is_refused():
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
-            "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "", "max_prompt_length": 24, "shuffle": True}
+            "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "",
+            "max_prompt_length": 24, "shuffle": True}
 
 
 class Counting:

@@ -201,7 +201,8 @@ def test_what_fits_needs_no_advice(large):
 
 def test_where_it_does_not_fit_it_says_what_takes_less(large):
     """Each of the settings that it names does."""
-    s = settings(large, engine="vllm", token_budget=32768, prompts_per_step=128, vllm_gpu_memory_utilization=0.9)
+    s = settings(large, engine="vllm", token_budget=32768, prompts_per_step=128,
+                 vllm_gpu_memory_utilization=0.9)
     said = forecast.says(s, 2, 9e9, True).splitlines()[-1]
     assert said == forecast.ADVICE
     peaks = lambda s, ranks=2: [*map(sum, zip(*forecast.forecast(s, ranks, 9e9, True).values()))]

@@ -506,14 +506,14 @@ def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
 @pytest.mark.parametrize("ranks, settings, message", [
     (1, {}, "leaves no trainer: there are 1 ranks (torchrun --nproc_per_node=2 train_async.py has two)"),
     (2, {"rollout_ranks": 2}, "rollout_ranks=2 leaves no trainer: there are 2 ranks"),
-    (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2: does not divide the 1 ranks"),
+    (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide the 1 ranks"),
     (3, {"rollout_ranks": 2, "vllm_tensor_parallel_size": 2},
-     "vllm_tensor_parallel_size=2: needs engine=vllm"),
-    (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5: does not divide by 2"),
+     "vllm_tensor_parallel_size=2 needs engine=vllm"),
+    (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
-    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0: with in_flight=True"),
+    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0 with in_flight=True"),
     # Refused behind engine_correction, which auto leaves out here.
-    (2, {"old_logprobs": "engine", "correction_low": 3}, "correction_low=3.0: is not below")])
+    (2, {"old_logprobs": "engine", "correction_low": 3}, "correction_low=3.0 is not below")])
 def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings, message):
     arguments = with_defaults([], {"model": folder, "engine": "hf", "out_dir": tmp_path / "run"} | settings)
     refused(arguments, message, tmp_path, "train_async.py", ranks)
@@ -524,7 +524,7 @@ def test_ranks_cannot_share_an_engine_that_has_one_rank(folder, tmp_path):
     for more, forbidden in ((["--engine=hf"], []), ([], ["vllm"])):
         output = forked(tmp_path / "log", "train_grpo.py", *arguments, *more, ranks=2, code=2,
                         forbidden=forbidden)
-        assert "vllm_tensor_parallel_size=2: needs engine=vllm" in output and "Traceback" not in output
+        assert "vllm_tensor_parallel_size=2 needs engine=vllm" in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize("text, message", [

@@ -142,16 +142,15 @@ def test_a_run_does_not_lose_what_it_remembers(dapo_run, tmp_path, change, messa
 
 @pytest.mark.parametrize("arguments, message", [
     (["--max_num_gen_batches=5", "--train_prompts=100"], "times max_num_gen_batches=5 is more than the 100 "),
-    (["--max_num_gen_batches=0"], "max_num_gen_batches=0: must be above 0"),
-    (["--filter_groups=false"], "needs --filter_groups=true"),
+    (["--max_num_gen_batches=-1"], "max_num_gen_batches=-1: must not be negative"),
     (["--overlong_buffer=100"], "overlong_buffer=100: more than max_completion_length=64"),
     (["--overlong_buffer=-1"], "overlong_buffer=-1: must not be negative"),
-    (["--overlong_penalty=-1"], "overlong_penalty=-1.0: must not be negative"),
-    (["--advantage=grpo_process"], "overlong_buffer=12: advantage=grpo_process cannot take such"),
+    (["--advantage=grpo_process", "--max_num_gen_batches=0"],
+     "overlong_buffer=12: advantage=grpo_process cannot take such"),
     (["--advantage=reinforce++"],
-     "filter_groups=True leaves out prompts that teach something with advantage=reinforce++"),
+     "max_num_gen_batches=10 leaves out prompts that teach something with advantage=reinforce++"),
     (["--updates_per_step=3"], "updates_per_step=3 does not divide"),
-    (["--filter_group=true"], "did you mean --filter_groups?")])
+    (["--max_num_gen_batch=1"], "did you mean --max_num_gen_batches?")])
 def test_bad_input(folder, tmp_path, arguments, message):
     plain = PLAIN if "PLAIN" in arguments else {}
     arguments = with_defaults([argument for argument in arguments if argument != "PLAIN"], plain)

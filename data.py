@@ -373,6 +373,9 @@ def as_read(tokenizer, prompt):
     text = tokenizer.decode(prompt.ids)
     lines = [line[i:i + 100] for line in text.split("\n") for i in range(0, len(line) or 1, 100)]
     lines[5:-4] = [f"... {len(lines) - 9} lines ..."] if len(lines) > 10 else lines[5:-4]
+    if "strftime_now" in str(tokenizer.chat_template):
+        day = tokenizer.apply_chat_template.keywords["strftime_now"]("%Y-%m-%d %H:%M")
+        lines.append(f"(The chat template prints the date or the time: {day} for the whole run.)")
     if isinstance(prompt.row["prompt"], str) and tokenizer.chat_template:
         lines.append("(A string is read as it is. The model's chat template is for lists of messages.)")
     return "\n    ".join(["The model reads the first prompt as", *lines,

@@ -194,16 +194,17 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 
 # ---------------------------------------------------------------- loading and sharding
 
-def open_folders(s, longest):
+def open_folders(s, longest, clock=None):
     """Read what a run needs from its models' folders before it loads weights.
 
-    s: a script's settings. longest: the number of tokens in its longest row. The result has the attributes
+    s: a script's settings. longest: the number of tokens in its longest row. clock: see load_tokenizer. The result
+    has the attributes
     policy, reference and critic (folders or hub ids, the last two only if the script has such a setting),
     tokenizer, and eos_ids: the tokens that end a completion. Raises ValueError for a model that cannot be
     trained, or that does not read the policy's tokens.
     """
     policy = check_trainable(s.model, length=longest)
-    tokenizer = load_tokenizer(policy, settings=s)
+    tokenizer = load_tokenizer(policy, settings=s, clock=clock)
     other = {key.removesuffix("_model"): check_reader(key, getattr(s, key), policy, tokenizer, longest)
              for key in ("reference_model", "critic_model") if hasattr(s, key)}
     return SimpleNamespace(policy=policy, tokenizer=tokenizer, eos_ids=end_tokens(policy, tokenizer), **other)

@@ -97,7 +97,8 @@ longest = max_prompt_length + max_completion_length             # in tokens; the
 # gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
-    folders = open_folders(settings, longest)                   # of the models; no weights are read yet
+    # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
+    folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
     # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.

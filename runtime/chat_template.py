@@ -6,7 +6,6 @@ environment's message, the beginning of the next turn) is the difference of two 
 conversation, one with the message and one without it. Nothing is encoded twice, so no token can change. That
 is right only for templates that never rewrite earlier turns; check() refuses the others.
 """
-import datetime
 import functools
 
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
@@ -160,17 +159,6 @@ def broken_up(text, tokenizer, control, mark):
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None])]
     # Two that overlap take two rounds.
     return mark.join(broken_up(part, tokenizer, control, mark) for part in parts) if cuts else text
-
-
-def stop_clock(tokenizer, clock):
-    """Let the chat template print this date and time, in ISO format, where it asks for the present ones.
-
-    Otherwise the beginning of an episode that goes on at midnight would no longer be its prompt. Returns
-    whether the template asks for them.
-    """
-    tokenizer.apply_chat_template = functools.partial(
-        tokenizer.apply_chat_template, strftime_now=datetime.datetime.fromisoformat(clock).strftime)
-    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def tool_call(number, name, arguments):

@@ -8,6 +8,7 @@ What a model folder says about its model, and which models are refused before th
     end_note         a sentence, if the chat template writes none of them
 """
 import contextlib
+import datetime
 import functools
 import glob
 import json
@@ -193,10 +194,13 @@ def end_note(model, tokenizer):
             "a model that writes the latter is cut off at max_completion_length")
 
 
-def load_tokenizer(path, key="model", settings=None):
-    """The tokenizer of a folder or hub id, with the templates that `settings` name, if they are given.
+def load_tokenizer(path, key="model", settings=None, clock=None):
+    """Return the tokenizer of a folder or hub id, with the templates that `settings` name, if they are given.
 
-    Raises ValueError if it is damaged or belongs to another model, or if a template cannot be read.
+    clock: the date and time, in ISO format, that the chat template prints where it asks for the present ones; if
+    None, those of this call. The clock stands still, because the beginning of an episode that goes on at midnight
+    would no longer be its prompt. Raises ValueError if the tokenizer is damaged or belongs to another model, or
+    if a template cannot be read.
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -218,7 +222,9 @@ def load_tokenizer(path, key="model", settings=None):
         for name in more:
             if name not in str(tokenizer.chat_template):
                 raise ValueError(f"chat_template_kwargs: the chat template reads no {name}")
-        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **more)
+        now = datetime.datetime.fromisoformat(clock) if clock else datetime.datetime.now()
+        tokenizer.apply_chat_template = functools.partial(
+            tokenizer.apply_chat_template, strftime_now=now.strftime, **more)
     return tokenizer
 
 

@@ -63,17 +63,17 @@ class Run:
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         with input_errors():
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
-            clock = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-            self.out_dir, self.resumed = distributed.from_master(checkpoint.locate_run(
-                settings.out_dir, settings.resume, f"out/{kind}-{settings.task}-{clock}")
-                if dist.get_rank() == 0 else None)
+            now = datetime.datetime.now()
+            self.out_dir, self.resumed, clock = distributed.from_master((*checkpoint.locate_run(
+                settings.out_dir, settings.resume, f"out/{kind}-{settings.task}-{now:%Y%m%d-%H%M%S}"),
+                now.isoformat()) if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings),
-                      "world_size": self.world_size} | state
+                      "world_size": self.world_size, "clock": clock} | state
         self.declared, self.arrays = set(self.state), {}
         if self.resumed:
             self._read_state(kind, critic)

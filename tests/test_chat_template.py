@@ -1,6 +1,8 @@
 """The chat template between turns: exact tokens, what is refused, texts that look like control tokens."""
 import functools
+import shutil
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken
@@ -8,7 +10,8 @@ from tokenizers.normalizers import NFKC
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tiny import pretrain
-from runtime.chat_template import Template, stop_clock, tool_call, turn_of
+from runtime.chat_template import Template, tool_call, turn_of
+from runtime.check_model import SHIPPED, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {
     "name": name, "description": "Works.", "parameters": {"type": "object", "properties": {}}}}
@@ -328,12 +331,15 @@ def test_no_space_is_put_where_a_text_is_cut(attack, where):
         inserted(chat, "harmless", where)).replace("harmless", attack)
 
 
-def test_a_template_that_prints_the_time_prints_that_of_the_run():
+def test_a_template_that_prints_the_time_prints_that_of_the_run(tmp_path):
     template = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}" + pretrain.CHAT_TEMPLATE
     with pytest.raises(ValueError, match="the chat template rewrites"):
         made(template).check([user("2+3?")])
     tokenizer = tokenizer_with(template)
-    assert stop_clock(tokenizer, "2026-11-25T23:59:59.5") and not stop_clock(tokenizer_with(), "2026-11-25")
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(f"{SHIPPED['tiny']}/config.json", tmp_path)
+    settings = SimpleNamespace(chat_template="", response_template="", chat_template_kwargs="")
+    tokenizer = load_tokenizer(str(tmp_path), settings=settings, clock="2026-11-25T23:59:59.5")
     for tools in (None, TOOLS):
         chat = Template(tokenizer, [tokenizer.eos_token_id], tools)
         chat.check([user("2+3?")])

@@ -325,6 +325,9 @@ class Scorer:
             # Only those who use a reward model wait for this import.
             from runtime.reward_model import RewardModel
             self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
+        # The answers are numbers, and no code of the user's runs that might hang or raise.
+        self.plain = self.rewards == [Reward("accuracy", accuracy)] and not (
+            self.model or self.weights or player.make)
         if not (names or self.model or self.environment):
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
@@ -403,14 +406,11 @@ class Scorer:
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        plain = self.rewards == [Reward("accuracy", accuracy)]
-        if plain and not (self.model or self.weights or self.player.make):
-            # The answers are numbers, and no code of the user's runs that might hang or raise.
+        if self.plain:
             for r in rollouts:
                 number = number_of(r.completion)
-                r.score = float(number == Fraction(r.row["answer"]))
+                r.score, r.answered = float(number == Fraction(r.row["answer"])), number is not None
                 r.parts, r.rewards = {"accuracy": r.score}, {len(r.logprobs) - 1: r.score}
-                r.answered = number is not None
         elif rollouts:
             self._score(rollouts)
 
@@ -482,12 +482,6 @@ def part_means(rollouts, prefix, of="parts"):
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 
-def no_answer(rollouts, prefix):
-    # Returns the share of completions without a final answer, of those whose row has one.
-    known = [r.answered for r in rollouts if r.answered is not None]
-    return {f"{prefix}/no_answer": known.count(False) / len(known)} if known else {}
-
-
 def evaluation(rollouts, k, name="eval"):
     """Return mean@k, pass@k and maj@k of scored rollouts, where each prompt has k adjacent ones.
 
@@ -504,6 +498,7 @@ def evaluation(rollouts, k, name="eval"):
     themselves.
     """
     values, lengths = defaultdict(list), [len(rollout.logprobs) for rollout in rollouts]
+    answered = [rollout.answered for rollout in rollouts if rollout.answered is not None]
     cut_off = [rollout.finish_reason == "length" for rollout in rollouts]
     ended = [rollout.finish_reason == "stop" for rollout in rollouts if rollout.score > 0]
     for i in range(0, len(rollouts), k):
@@ -526,7 +521,8 @@ def evaluation(rollouts, k, name="eval"):
     return means | {f"{name}/mean_length": sum(lengths) / len(lengths),
                     f"{name}/clipped_ratio": sum(cut_off) / len(cut_off),
                     f"{name}/right_ended": sum(ended) / max(len(ended), 1),
-                    **part_means(rollouts, f"{name}/rewards"), **no_answer(rollouts, f"{name}/rewards")}
+                    **({f"{name}/rewards/no_answer": answered.count(False) / len(answered)}
+                       if answered else {}), **part_means(rollouts, f"{name}/rewards")}
 
 
 def rollout_metrics(rollouts, engines):
@@ -537,10 +533,12 @@ def rollout_metrics(rollouts, engines):
     lengths = [len(r.logprobs) for r in rollouts]
     scores = np.array([r.score for r in rollouts])
     scored = scores[~np.isnan(scores)].tolist()
+    answered = [r.answered for r in rollouts if r.answered is not None]
     figures = {"reward": float(np.nanmean(scores)) if scored else 0.0,
                "rewards/min": min(scored, default=0.0), "rewards/max": max(scored, default=0.0),
-               "rewards/unscored": len(scores) - len(scored), **no_answer(rollouts, "rewards"),
-               **part_means(rollouts, "rewards"), **part_means(rollouts, "logged", "extra"),
+               "rewards/unscored": len(scores) - len(scored), **part_means(rollouts, "rewards"),
+               **part_means(rollouts, "logged", "extra"),
+               **({"rewards/no_answer": answered.count(False) / len(answered)} if answered else {}),
                "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),
                "completions/mean_length": sum(lengths) / len(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),

@@ -123,7 +123,8 @@ class RunLog:
         self.say(f"step {self.metrics['step']:3d}  " + "".join(
             f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE if name in self.metrics)
             + f"{seconds:.1f} s")
-        if warning := self.health.same_scores(plain_text(samples[0]["completion"]), samples[0]["truth"]):
+        if self.metrics["step"] + 1 == health.FIRST and (warning := self.health.same_scores(
+                plain_text(samples[0]["completion"]), samples[0]["truth"])):
             self.say(warning)
         self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}")
         self.bar.update()

@@ -527,8 +527,8 @@ def evaluation(rollouts, k, name="eval"):
 
 
 def failures(rollouts):
-    """Return a text for each completion that has no score, or that is scored 0 because a call took too long."""
-    return [r.counts.get("problem") or r.problem or "it has no score" for r in rollouts
+    """Return why completions have no score, or the score 0 because a call took too long: a text for each."""
+    return [r.counts.get("problem") or r.problem or "the reward gave no score" for r in rollouts
             if r.problem or math.isnan(r.score)]
 
 

@@ -187,8 +187,8 @@ class Run:
         self.log.add(means={f"{prefix}grad_norm": [norm]},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
         if not finite:
-            self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm of "
-                         f"its gradient is {norm}: look for NaN or infinity in the advantages and in the loss")
+            self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm "
+                         f"of its gradient is {norm}: is there a NaN among the advantages, or in the loss?")
         in_a_row = self.state["skipped_updates"]
         in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
         if in_a_row[name] >= MAX_SKIPPED:
@@ -264,8 +264,8 @@ def opening(run, policy, data_note, updates):
              f"{run.engine.name}",
              f"Each step uses {s.prompts_per_step} prompts x {s.num_generations} completions = {N} sequences "
              f"and makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
-             f"The run has {run.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} completions "
-             "per held-out prompt.", printable(data_note), run.forecast]
+             f"The run has {run.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} "
+             "completions per held-out prompt.", printable(data_note), run.forecast]
     if run.end_note:
         lines.append(run.end_note)
     if (s.environment or s.tools) and s.call_workers:
@@ -274,8 +274,8 @@ def opening(run, policy, data_note, updates):
     if run.resumed:
         lines.append(f"resumes {run.resumed}")
         if state["world_size"] != run.world_size:
-            lines.append(f"{state['world_size']} ranks wrote it: sums round differently on {run.world_size}, so "
-                         "the steps are not bit for bit those of an unbroken run")
+            lines.append(f"{state['world_size']} ranks wrote it: sums round differently on {run.world_size}, "
+                         "so the steps are not bit for bit those of an unbroken run")
         lines += [f"{key}: its file has changed since {run.resumed} was written" for key in run.changed]
     return "\n".join(lines)
 

@@ -135,8 +135,7 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size:
         raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: "
-                         "it "
-                         "has to read the policy's tokens")
+                         "it has to read the policy's tokens")
     if others:
         raise ValueError(f"{key}={path}: {others[0]!r} has another id than in the model: it has to read the "
                          "policy's tokens")

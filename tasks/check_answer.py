@@ -158,7 +158,7 @@ SYMBOLS = {
     r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\frac": r"\dfrac \tfrac \cfrac",
     r"\binom": r"\dbinom \tbinom", r"\pi": "π", r"\sqrt": "√", r"\theta": "θ", r"\infty": r"∞ \inf \infinity",
     r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈", r"\pm": "±", r"\emptyset": r"\varnothing ∅",
-    r"\matrix(": r"\begin{matrix} \begin{pmatrix} \begin{bmatrix}", "mi/h": "mph",
+    r"\matrix(": r"\begin{matrix} \begin{pmatrix} \begin{bmatrix}", "mi/h": "mph", "km/h": "kph",
     ")": r"\end{matrix} \end{pmatrix} \end{bmatrix} \end{array}", " ": r"\, \; \: \quad \qquad ~",
     "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \displaystyle \! \( \) \[ \] \$ $ £ € ¥ ₹ \% % "
         r"\degree °"}
@@ -184,6 +184,9 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<![a-z\\])(pi|sqrt|sin|cos|tan|log|ln|inf(?:inity)?)(?![a-z])", r"\\\1 "),
     ("|".join(re.escape(each) + "(?![a-z])" * each[-1].isalpha()
               for each in sorted(SPELLINGS, key=len, reverse=True)), lambda found: SPELLINGS[found[0]]),
+    # \sin x is \sin(x), but \sin 2x may be \sin(2x).
+    (r"\\(sin|cos|tan|log|ln)\s*(?:(\d+|[a-z]|\\pi|\\theta)(?=\s*(?:[-+,)}=]|$))|\{(\w+)\})",
+     r"\\\1(\2\3)"),
     # 5 x 10^3, (1, 2] U [3, 4), \{x: x>3\}, and 1:9
     (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"(?<=[)\]])\s*u\s*(?=[(\[])", r"\\cup "),
     (r"(\\\{\s*[a-z]\s*):", r"\1|"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
@@ -310,9 +313,6 @@ def tree_of(text):
             tree = applied("/", parse(ATOM), parse(ATOM))
         elif token == r"\sqrt":
             tree = token, parse(ATOM) if tokens[-1] == "[" else 2, parse(ATOM)
-        elif token in (r"\sin", r"\cos", r"\tan", r"\log", r"\ln") and tokens[-1] not in ")]}(^_":
-            # \sin x is \sin(x).
-            tree = "*", token, ("of", parse(ATOM))
         else:
             tree = Fraction(token) if re.match(r"\.?\d", token) else token
             if token.isdigit() and tokens[-1] == r"\frac":

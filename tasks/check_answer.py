@@ -185,7 +185,7 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     ("|".join(re.escape(each) + "(?![a-z])" * each[-1].isalpha()
               for each in sorted(SPELLINGS, key=len, reverse=True)), lambda found: SPELLINGS[found[0]]),
     # \sin x is \sin(x), but \sin 2x may be \sin(2x).
-    (r"\\(sin|cos|tan|log|ln)\s*(?:(\d+|[a-z]|\\pi|\\theta)(?=\s*(?:[-+,)}=]|$))|\{(\w+)\})",
+    (r"\\(sin|cos|tan|log|ln)\s*(?:(\d+|[a-z]|\\pi|\\theta)(?=\s*(?:[-+,)}]|$))|\{(\w+)\})",
      r"\\\1(\2\3)"),
     # 5 x 10^3, (1, 2] U [3, 4), \{x: x>3\}, and 1:9
     (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"(?<=[)\]])\s*u\s*(?=[(\[])", r"\\cup "),

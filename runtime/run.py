@@ -438,8 +438,12 @@ def append(path, rows):
 
     JSON has no NaN and no infinity: null stands for these.
     """
+    try:
+        lines = [json.dumps(row, allow_nan=False) for row in rows]
+    except ValueError:
+        lines = [json.dumps(finite(row)) for row in rows]
     with open(path, "a") as file:
-        file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+        file.writelines(line + "\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
 

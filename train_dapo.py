@@ -52,8 +52,8 @@ out_dir = ""                    # the run's folder; if empty, that of the resume
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
 from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
 # what a step trains on; these three settings are DAPO's
-max_num_gen_batches = 10        # rollouts per step, at most, until enough prompts have completions of different
-                                # scores; 0 samples once and leaves no prompt out
+max_num_gen_batches = 10        # rollouts per step, at most, until enough prompts have completions of
+                                # different scores; 0 samples once and leaves no prompt out
 overlong_buffer = 12            # tokens before max_completion_length over which the score falls by 1; 0: none
 mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 # algorithm

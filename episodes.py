@@ -332,7 +332,8 @@ class Episode:
         world, (*earlier, last) = self.world, self.row["prompt"]
         instance = self.instance = world.idle.pop() if world.idle else (yield from self._call(world.make))
         world.opened[id(instance)] = instance
-        columns = accepted(instance.reset, deepcopy(self.row), f"{world.who}: reset", logging_into(self.extra))
+        columns = accepted(instance.reset, deepcopy(self.row), f"{world.who}: reset",
+                           logging_into(self.extra))
         observation = yield from self._call(instance.reset, **columns)
         if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
             observation, _ = observation

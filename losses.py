@@ -29,8 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 # reinforce++_baseline, and gdpo, where parts may differ that add up to the same.
 
 def grouped(scores, num_generations):
-    """Return three [P, G] tensors: the scores, a mask of those that are not NaN, and score - mean of the group,
-    which is 0 at NaN, and exactly 0 in a group of equal scores, whatever their sum rounds to."""
+    """Return three [P, G] tensors: scores, a mask of those that are not NaN, and score - group mean, which
+    is 0 at NaN, and exactly 0 in a group of equal scores."""
     groups = scores.double().view(-1, num_generations)            # [P, G]
     scored = ~groups.isnan()                                      # [P, G]
     low, high = (groups.nan_to_num(nan).aminmax(dim=1, keepdim=True)[end]               # [P, 1]
@@ -171,7 +171,7 @@ def out_of_bounds(ratio, adv, epsilon, epsilon_high):
 
 
 def clip_ratios(low, high):
-    """Return the two masks of a loss, and where clipping acted at either bound, by the names of their means."""
+    """Return the two masks of a loss, and where either is true, by the names of the figures for the log."""
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
 
@@ -491,7 +491,7 @@ def chunks(targets, weight):
 
 def schedule(peak, step, steps, kind, warmup=0):
     """Return a coefficient at `step` of `steps`. It rises in `warmup` steps to its peak, from peak / warmup
-    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). Before step 0 it is 0."""
+    on, and then stays there ("constant") or falls to 0 at `steps` ("linear", "cosine"). Below 0 it is 0."""
     if step < warmup:
         return peak * (step + 1) / warmup if step >= 0 else 0.0
     progress = (step - warmup) / max(1, steps - warmup)

@@ -197,11 +197,10 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 def open_folders(s, longest, clock=None):
     """Read what a run needs from its models' folders before it loads weights.
 
-    s: a script's settings. longest: the number of tokens in its longest row. clock: see load_tokenizer. The result
-    has the attributes
-    policy, reference and critic (folders or hub ids, the last two only if the script has such a setting),
-    tokenizer, and eos_ids: the tokens that end a completion. Raises ValueError for a model that cannot be
-    trained, or that does not read the policy's tokens.
+    s: a script's settings. longest: the number of tokens in its longest row. clock: see load_tokenizer. The
+    result has the attributes policy, reference and critic (folders or hub ids, the last two only if the
+    script has such a setting), tokenizer, and eos_ids: the tokens that end a completion. Raises ValueError
+    for a model that cannot be trained, or that does not read the policy's tokens.
     """
     policy = check_trainable(s.model, length=longest)
     tokenizer = load_tokenizer(policy, settings=s, clock=clock)

@@ -134,7 +134,7 @@ def deal(rollouts, chosen, num_ranks):
 
 
 def shared_tokens(rollouts, dealt):
-    """The fraction of tokens that is saved by computing common prefixes only once. dealt: deal's result per update."""
+    """Return the share of tokens saved by computing common prefixes once. dealt: deal's result per update."""
     orders = [prefix_order(rollouts, share) for shares in dealt for share in shares]
     separate = sum(size for order in orders for _, size, _ in order)
     return 1 - sum(map(row_size, orders)) / max(1, separate) if separate else 0.0

@@ -325,6 +325,9 @@ class Scorer:
             # Only those who use a reward model wait for this import.
             from runtime.reward_model import RewardModel
             self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
+        # The answers are numbers, and no code of the user's runs that might hang or raise.
+        self.plain = self.rewards == [Reward("accuracy", accuracy)] and not (
+            self.model or self.weights or player.make)
         if not (names or self.model or self.environment):
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
@@ -403,14 +406,11 @@ class Scorer:
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
-        plain = self.rewards == [Reward("accuracy", accuracy)]
-        if plain and not (self.model or self.weights or self.player.make):
-            # The answers are numbers, and no code of the user's runs that might hang or raise.
+        if self.plain:
             for r in rollouts:
                 number = number_of(r.completion)
-                r.score = float(number == Fraction(r.row["answer"]))
+                r.score, r.answered = float(number == Fraction(r.row["answer"])), number is not None
                 r.parts, r.rewards = {"accuracy": r.score}, {len(r.logprobs) - 1: r.score}
-                r.answered = number is not None
         elif rollouts:
             self._score(rollouts)
 
@@ -482,12 +482,6 @@ def part_means(rollouts, prefix, of="parts"):
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 
-def no_answer(rollouts, prefix):
-    # Returns the share of completions without a final answer, of those whose row has one.
-    known = [r.answered for r in rollouts if r.answered is not None]
-    return {f"{prefix}/no_answer": known.count(False) / len(known)} if known else {}
-
-
 def evaluation(rollouts, k, name="eval"):
     """Return mean@k, pass@k and maj@k of scored rollouts, where each prompt has k adjacent ones.
 
@@ -500,10 +494,11 @@ def evaluation(rollouts, k, name="eval"):
     The figures over all prompts are called {name}/..., those over the prompts of a source
     {name}/{source}/.... Completions without a score are ignored. The mean of each part is
     {name}/rewards/{part}/mean. mean_length is the number of sampled tokens, clipped_ratio the share of
-    completions that were cut off, and right_ended the share of those with a score above 0 that ended by
-    themselves.
+    completions that were cut off, right_ended the share of those with a score above 0 that ended by
+    themselves, and unscored counts those whose reward or episode failed.
     """
     values, lengths = defaultdict(list), [len(rollout.logprobs) for rollout in rollouts]
+    answered = [rollout.answered for rollout in rollouts if rollout.answered is not None]
     cut_off = [rollout.finish_reason == "length" for rollout in rollouts]
     ended = [rollout.finish_reason == "stop" for rollout in rollouts if rollout.score > 0]
     for i in range(0, len(rollouts), k):
@@ -523,25 +518,34 @@ def evaluation(rollouts, k, name="eval"):
             values[f"{prefix}/pass@{k}"].append(max(scores))
             values[f"{prefix}/maj@{k}"].append(scores[winner])
     means = {key: sum(each) / len(each) for key, each in values.items()}
-    return means | {f"{name}/mean_length": sum(lengths) / len(lengths),
+    return means | {f"{name}/unscored": len(failures(rollouts)),
+                    f"{name}/mean_length": sum(lengths) / len(lengths),
                     f"{name}/clipped_ratio": sum(cut_off) / len(cut_off),
                     f"{name}/right_ended": sum(ended) / max(len(ended), 1),
-                    **part_means(rollouts, f"{name}/rewards"), **no_answer(rollouts, f"{name}/rewards")}
+                    **({f"{name}/rewards/no_answer": answered.count(False) / len(answered)}
+                       if answered else {}), **part_means(rollouts, f"{name}/rewards")}
+
+
+def failures(rollouts):
+    """Return why completions have no score, or the score 0 because a call took too long: a text for each."""
+    return [r.counts.get("problem") or r.problem or "the reward gave no score" for r in rollouts
+            if r.problem or math.isnan(r.score)]
 
 
 def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
-    """Sample k completions per prompt, with the same seeds every time, score them, and log what evaluation returns.
+    """Sample k completions per prompt, with the same seeds every time, score them, and log an evaluation.
 
     sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for
     its share of the prompts. A collective.
     """
-    import torch.distributed as dist                # a reward's process imports this file, and needs no PyTorch
+    import torch.distributed as dist                # a reward's process needs this file, and no PyTorch
     from runtime.distributed import gathered
     own = range(dist.get_rank(), len(prompts), dist.get_world_size())
     with log.timed("eval"):
         rollouts = sample([prompts[i] for i in own], k, [f"{name} {i}" for i in own], **sampling)
         scorer(rollouts)
-        log.evaluation(evaluation(gathered(rollouts), k, name))
+        everyones = gathered(rollouts)
+        log.evaluation(evaluation(everyones, k, name), failures(everyones), len(everyones))
     return rollouts
 
 
@@ -557,11 +561,13 @@ def rollout_metrics(rollouts, n, engines):
     scores = np.array([r.score for r in rollouts])
     stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]
     scored = scores[~np.isnan(scores)].tolist()
+    answered = [r.answered for r in rollouts if r.answered is not None]
     figures = {"reward": float(np.nanmean(scores)) if scored else 0.0,
                "reward_std": stds.mean().item(), "frac_reward_zero_std": (stds == 0).double().mean().item(),
                "rewards/min": min(scored, default=0.0), "rewards/max": max(scored, default=0.0),
-               "rewards/unscored": len(scores) - len(scored), **no_answer(rollouts, "rewards"),
-               **part_means(rollouts, "rewards"), **part_means(rollouts, "logged", "extra"),
+               "rewards/unscored": len(scores) - len(scored), **part_means(rollouts, "rewards"),
+               **part_means(rollouts, "logged", "extra"),
+               **({"rewards/no_answer": answered.count(False) / len(answered)} if answered else {}),
                "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),
                "completions/mean_length": sum(lengths) / len(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),

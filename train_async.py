@@ -164,7 +164,7 @@ def evaluate(step):
         (few,), _ = deal_to_ranks(rollouts, [range(min(32 * world_size, len(rollouts)))])
         logps = token_logprobs(policy, rollouts, few, token_budget, temperature)
         compare_logprobs(rollouts, logps, gap_bound, tokenizer)
-        log.evaluation(rewards.evaluation(rollouts, eval_samples))
+        log.evaluation(rewards.evaluation(rollouts, eval_samples), rewards.failures(rollouts), len(rollouts))
 
 
 def save(step):

@@ -52,8 +52,8 @@ out_dir = ""                    # the run's folder; if empty, that of the resume
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
 from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
 # what a step trains on; these three settings are DAPO's
-max_num_gen_batches = 10        # rollouts per step, at most, until enough prompts have completions of different
-                                # scores; 0 samples once and leaves no prompt out
+max_num_gen_batches = 10        # rollouts per step, at most, until the scores of enough prompts differ;
+                                # 0 samples once and leaves no prompt out
 overlong_buffer = 12            # tokens before max_completion_length over which the score falls by 1; 0: none
 mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 # algorithm
@@ -97,6 +97,7 @@ longest = max_prompt_length + max_completion_length             # in tokens; the
 # gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
+    engine_class = rollout.engine_class(engine)                 # refuses vllm where it is not installed
     # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
@@ -111,9 +112,8 @@ with input_errors():                                            # a ValueError b
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = rollout.engine_class(engine)(
-        start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
-        vllm_tensor_parallel_size, float32_head)
+    rollout_engine = engine_class(start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
+                                  vllm_tensor_parallel_size, float32_head)
 optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
 networks = {"": (policy, optimizer)}        # what is saved, by the checkpoint's subfolder; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.

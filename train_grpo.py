@@ -96,6 +96,7 @@ longest = max_prompt_length + max_completion_length             # in tokens; the
 # gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
+    engine_class = rollout.engine_class(engine)                 # refuses vllm where it is not installed
     # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
@@ -110,9 +111,8 @@ with input_errors():                                            # a ValueError b
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = rollout.engine_class(engine)(
-        start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
-        vllm_tensor_parallel_size, float32_head)
+    rollout_engine = engine_class(start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
+                                  vllm_tensor_parallel_size, float32_head)
 optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
 networks = {"": (policy, optimizer)}        # what is saved, by the checkpoint's subfolder; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.

@@ -134,8 +134,8 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size:
-        raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: it "
-                         "has to read the policy's tokens")
+        raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: "
+                         "it has to read the policy's tokens")
     if others:
         raise ValueError(f"{key}={path}: {others[0]!r} has another id than in the model: it has to read the "
                          "policy's tokens")
@@ -162,9 +162,10 @@ def model_class(config):
 
 
 def end_tokens(model, tokenizer):
-    """Return the ids of the tokens that end a completion, from the generation config, the config or the tokenizer.
+    """Return the ids of the tokens that end a completion: of the generation config, config or tokenizer.
 
-    The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation config.
+    The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation
+    config.
     """
     named = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
     path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
@@ -179,7 +180,7 @@ def end_tokens(model, tokenizer):
 
 
 def end_note(model, tokenizer):
-    """Return a sentence if the chat template ends a turn with none of the model's end tokens, otherwise ""."""
+    """Return a sentence if the chat template ends a turn with none of the model's end tokens, or else ""."""
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "forty-two"}]
     try:
         written = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
@@ -190,17 +191,18 @@ def end_note(model, tokenizer):
     if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
         return ""
     names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
-    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with {written!r}; "
+    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with "
+            f"{written!r}; "
             "a model that writes the latter is cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None, clock=None):
     """Return the tokenizer of a folder or hub id, with the templates that `settings` name, if they are given.
 
-    clock: the date and time, in ISO format, that the chat template prints where it asks for the present ones; if
-    None, those of this call. The clock stands still, because the beginning of an episode that goes on at midnight
-    would no longer be its prompt. Raises ValueError if the tokenizer is damaged or belongs to another model, or
-    if a template cannot be read.
+    clock: the date and time, in ISO format, that the chat template prints where it asks for the present ones;
+    if None, those of this call. The clock stands still, because the beginning of an episode that goes on at
+    midnight would no longer be its prompt. Raises ValueError if the tokenizer is damaged or belongs to
+    another model, or if a template cannot be read.
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import STARTED_IN, checkpoint, distributed, forecast, health
-from runtime.check_model import end_note
+from runtime.check_model import ROOT, end_note
 from runtime.check_settings import check_run, check_suits, same
 from runtime.user_code import source_of, specs
 
@@ -90,8 +90,9 @@ class Run:
               f"{self.resumed} has {'a' if has_critic else 'no'} critic, unlike runs of {kind}")
         loaded = json.loads(Path(self.resumed, "trainer", "state.json").read_bytes())
         strange = sorted(loaded.keys() - self.state.keys())
-        check(not strange, f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(self.script)} "
-                           "would lose: resume it with the script, in the version, that wrote it")
+        check(not strange, f"{self.resumed} holds {', '.join(strange)}, which "
+                           f"{os.path.basename(self.script)} would lose: resume it with the script, in the "
+                           "version, that wrote it")
         self.state |= loaded
         if os.path.exists(path := f"{self.resumed}/trainer/arrays.safetensors"):
             self.arrays = load_file(path)
@@ -126,8 +127,8 @@ class Run:
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
 
-        networks: {subfolder of a checkpoint: (model, optimizer or None)}. data_note: a sentence about the prompts.
-        updates: the updates of a step, in words.
+        networks: {subfolder of a checkpoint: (model, optimizer or None)}. data_note: a sentence about the
+        prompts. updates: the updates of a step, in words.
         """
         with input_errors():
             if self.resumed:
@@ -140,36 +141,12 @@ class Run:
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
-        self._say_what_it_is(policy, data_note, updates)
+        self.log.say(opening(self, policy, data_note, updates))
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
         self.signals, self.stopped = [], False
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
         return self.log
-
-    def _say_what_it_is(self, policy, data_note, updates):
-        s, say = self.settings, self.log.say
-        N = s.prompts_per_step * s.num_generations
-        million = sum(p.numel() for p in policy.parameters()) / 1e6
-        evaluates = f"every {s.eval_interval}" if s.eval_interval else "its first and last model"
-        say(f"{self.out_dir}: {s.model}, {million:.2f} M parameters, on {self.world_size} x "
-            f"{next(policy.parameters()).device.type}, engine {self.engine.name}\n"
-            f"Each step uses {s.prompts_per_step} prompts x {s.num_generations} completions = {N} "
-            f"sequences and makes {updates}, in micro-batches of at most {s.token_budget} tokens.\n"
-            f"The run has {self.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} completions "
-            f"per held-out prompt.\n{printable(data_note)}\n{self.forecast}")
-        if self.end_note:
-            say(self.end_note)
-        if (s.environment or s.tools) and s.call_workers:
-            say("call_workers: turns begin when the environments answer, so the run does not repeat bit "
-                "for bit")
-        if self.resumed:
-            say(f"resumes {self.resumed}")
-            if self.state["world_size"] != self.world_size:
-                say(f"{self.state['world_size']} ranks wrote it: sums round differently on {self.world_size}, "
-                    "so the steps are not bit for bit those of an unbroken run")
-            for key in self.changed:
-                say(f"{key}: its file has changed since {self.resumed} was written")
 
     def _check_state(self):
         # What a resumed run would not get back is refused now, and not when it is missed.
@@ -188,8 +165,8 @@ class Run:
             os._exit(130)
         self.signals.append(time.monotonic())
         if len(self.signals) == 1:
-            self.log.say("This step will be finished and saved, then the run stops. Ctrl-C again ends it at once.",
-                         error=True)
+            self.log.say("This step will be finished and saved, then the run stops. Ctrl-C again ends it at "
+                         "once.", error=True)
 
     def due(self, interval):
         """Whether what happens every `interval` steps is due; 0 stands for the first step alone."""
@@ -207,8 +184,11 @@ class Run:
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
         is not finite. Raises RuntimeError after MAX_SKIPPED_UPDATES in a row."""
         finite, prefix = math.isfinite(norm), "" if name == "actor" else f"{name}/"
-        self.log.add(means={f"{prefix}grad_norm": [norm] if finite else []},
+        self.log.add(means={f"{prefix}grad_norm": [norm]},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
+        if not finite:
+            self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm "
+                         f"of its gradient is {norm}: is there a NaN among the advantages, or in the loss?")
         in_a_row = self.state["skipped_updates"]
         in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
         if in_a_row[name] >= MAX_SKIPPED:
@@ -266,12 +246,38 @@ class Run:
         """Close the log, write the report, close the engine, and leave the process group."""
         self.log.bar.close()
         if self.log.master:
-            report = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "report.py")
+            report = os.path.join(ROOT, "report.py")
             # In a process of its own, whose failure costs nothing else.
             done = subprocess.run([sys.executable, report, self.out_dir], capture_output=True, text=True)
             self.log.say((done.stdout or done.stderr).strip())
         self.engine.close()
         distributed.leave()
+
+
+def opening(run, policy, data_note, updates):
+    # Returns the lines that say what a run is.
+    s, state, device = run.settings, run.state, next(policy.parameters()).device.type
+    N = s.prompts_per_step * s.num_generations
+    million = sum(p.numel() for p in policy.parameters()) / 1e6
+    evaluates = f"every {s.eval_interval}" if s.eval_interval else "its first and last model"
+    lines = [f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x {device}, engine "
+             f"{run.engine.name}",
+             f"Each step uses {s.prompts_per_step} prompts x {s.num_generations} completions = {N} sequences "
+             f"and makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
+             f"The run has {run.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} "
+             "completions per held-out prompt.", printable(data_note), run.forecast]
+    if run.end_note:
+        lines.append(run.end_note)
+    if (s.environment or s.tools) and s.call_workers:
+        lines.append("call_workers: turns begin when the environments answer, so the run does not repeat bit "
+                     "for bit")
+    if run.resumed:
+        lines.append(f"resumes {run.resumed}")
+        if state["world_size"] != run.world_size:
+            lines.append(f"{state['world_size']} ranks wrote it: sums round differently on {run.world_size}, "
+                         "so the steps are not bit for bit those of an unbroken run")
+        lines += [f"{key}: its file has changed since {run.resumed} was written" for key in run.changed]
+    return "\n".join(lines)
 
 
 class RunLog:
@@ -296,6 +302,8 @@ class RunLog:
                 Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
                 Path(out_dir, "config.json").write_text(json.dumps(
                     settings | {"checksums": state["checksums"], "out_dir": out_dir}, indent=1))
+                if diff := changes():                           # so that a changed losses.py is found again
+                    Path(out_dir, "changes.diff").write_text(diff[:1_000_000])
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
         # The console as it was when the run began: a user's code may set sys.stdout to None, or replace it.
         self.console, self.errors = sys.stdout, sys.stderr
@@ -338,16 +346,24 @@ class RunLog:
             total, count = self.totals.get(name, (0.0, 0))
             self.totals[name] = total + values.sum(), count + values.numel()
 
-    def evaluation(self, results):
-        """Log the results of an evaluation, and show those over all prompts on the console."""
+    def evaluation(self, results, failures=(), count=0):
+        """Log the results of an evaluation, and show those over all prompts on the console.
+
+        failures: why completions were not scored, out of `count`. If more than a tenth was not, the
+        evaluation chooses no best checkpoint.
+        """
         self.metrics |= results
         step, least = self.metrics["step"], min((name.count("/") for name in results), default=0)
         # A resumed run knows the evaluation of the model that it begins with, and which checkpoint is the
         # best.
         known = self.state["evaluated"] if self.state["evaluated"].get("step") == step else {}
         self.state["evaluated"] = known | {"step": step} | results
-        self.state["eval_scores"] |= {str(step): value for name, value in results.items()
-                                      if name.startswith("eval/mean@")}
+        if failures:
+            self.say(f"step {step}: {len(failures)} of {count} held-out completions were not scored; the "
+                     f"first: {failures[0]}")
+        if len(failures) <= count / 10:
+            self.state["eval_scores"] |= {str(step): value for name, value in results.items()
+                                          if name.startswith("eval/mean@")}
         lines = [f"step {step:3d}"]                             # of at most 80 columns
         for name, value in results.items():
             if name.count("/") > least:
@@ -372,7 +388,8 @@ class RunLog:
             self.say("\n".join(
                 f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
-        if warning := self.health.same_scores(plain_text(samples[0]["completion"]), samples[0]["truth"]):
+        if self.metrics["step"] + 1 == health.FIRST and (warning := self.health.same_scores(
+                plain_text(samples[0]["completion"]), samples[0]["truth"])):
             self.say(warning)
         self.say(f"step {self.metrics['step']:3d}  " + "".join(
             f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE if name in self.metrics)
@@ -417,11 +434,40 @@ class RunLog:
 
 
 def append(path, rows):
-    """Append dicts to a .jsonl file and wait until the disk has them, because a checkpoint relies on them."""
+    """Append dicts to a .jsonl file and wait until the disk has them, because a checkpoint relies on them.
+
+    JSON has no NaN and no infinity: null stands for these.
+    """
+    try:
+        lines = [json.dumps(row, allow_nan=False) for row in rows]
+    except ValueError:
+        lines = [json.dumps(finite(row)) for row in rows]
     with open(path, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(line + "\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
+
+
+def finite(value):
+    # Returns a copy of what JSON can hold, with None for NaN and infinity.
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def changes():
+    """Return how the project's files differ from its commit, as a diff with new .py files; "" without git."""
+    def git(*arguments):
+        return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True,
+                              errors="replace").stdout
+
+    try:
+        new = git("ls-files", "--others", "--exclude-standard", "*.py").splitlines()
+        return git("diff", "HEAD") + "".join(git("diff", "--no-index", "/dev/null", path) for path in new)
+    except FileNotFoundError:                                   # git is not installed
+        return ""
 
 
 def rewind(path, step):

@@ -345,7 +345,7 @@ def test_a_file_finds_its_neighbours_and_no_package_runs(tmp_path):
 
 def test_an_installed_function_is_a_reward():
     reward = in_process("rewards:exact_accuracy")
-    assert score(reward, ROWS, ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"], 5)[0] == [1.0, 0.0, 0.0, 1.0]
+    assert score(reward, ROWS, ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"], 5)[0] == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_verl_reward_without_a_truth(tmp_path):
@@ -412,7 +412,7 @@ SETTINGS = {"reward": "", "task": "algebra", "call_timeout": 5.0, "call_workers"
 def rollout(row, completion, score=NAN, **parts):
     return SimpleNamespace(row=row, completion=completion, finish_reason="stop", score=score, parts=parts,
                            extra={}, ids=np.array([5, 6]), spans=np.array([[1, 2]]), rewards={},
-                           logprobs=[-1.0], sampled_ids=[], problem="", versions=((0, 3),), answered=None)
+                           logprobs=[-1.0], sampled_ids=[], problem="", versions=((0, 3),), answered=None, counts={})
 
 
 def prompts_of(rows):
@@ -533,7 +533,7 @@ def test_the_share_without_an_answer_is_logged(scorer):
         rollouts = [rollout(row, text) for row, text in zip(rows, texts)]
         scores(rollouts)
         assert [r.answered for r in rollouts] == [True, False, True]
-        metrics = rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
+        metrics = rewards.rollout_metrics(rollouts, 3, 1)
         assert metrics["rewards/no_answer"] == rewards.evaluation(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
         assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
     rollouts = [rollout({"prompt": "p"}, text) for text in texts]
@@ -625,7 +625,7 @@ def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
 
 
 # Of the rollouts below, where all have one token and end by themselves.
-ENDED = {"eval/mean_length": 1.0, "eval/clipped_ratio": 0.0, "eval/right_ended": 1.0}
+ENDED = {"eval/unscored": 0, "eval/mean_length": 1.0, "eval/clipped_ratio": 0.0, "eval/right_ended": 1.0}
 
 
 def rollouts_of(*results):
@@ -649,13 +649,13 @@ def test_evaluation_by_hand():
     rollouts[1].finish_reason = rollouts[0].finish_reason = rollouts[3].finish_reason = "length"
     rollouts[2].finish_reason, rollouts[0].logprobs = "turns", [-1.0] * 33
     assert rewards.evaluation(rollouts, 4) == {
-        "eval/mean_length": 3.0, "eval/clipped_ratio": 3 / 16, "eval/right_ended": 2 / 4,
+        "eval/unscored": 0, "eval/mean_length": 3.0, "eval/clipped_ratio": 3 / 16, "eval/right_ended": 2 / 4,
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
         "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
     unscored = rollouts_of(("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3"))
     assert rewards.evaluation(unscored, 2) == {
-        **ENDED, "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
+        **ENDED, "eval/unscored": 3, "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
         "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
     # 1/2 and 0.5 are one answer.
     assert rewards.evaluation(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
@@ -675,7 +675,7 @@ def test_evaluation_has_the_mean_of_each_part():
     parts = {"right": 1 / 3, "brief": -0.5, "none": 0.0, "late": 0.25}
     assert rewards.part_means(rollouts, "rewards") == {f"rewards/{name}/mean": parts[name] for name in parts}
     assert rewards.evaluation(rollouts, 2) == {
-        **ENDED, "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
+        **ENDED, "eval/unscored": 1, "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
         **{f"eval/rewards/{name}/mean": parts[name] for name in parts}}
 
 
@@ -915,9 +915,9 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
         # Where the call failed, the model's score alone would be compared with sums.
         assert [r.score for r in rollouts] == [3.0, pytest.approx(NAN, nan_ok=True), 0.0, 3.0]
         assert [bool(r.problem) for r in rollouts] == [False, True, False, False]
-    assert rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 4, 1) | {
+    assert rewards.rollout_metrics(rollouts, 4, 1) | {
         "rewards/unscored": 1, "rewards/right/mean": 2 / 3, "rewards/timeouts": 0} == rewards.rollout_metrics(
-        [SimpleNamespace(**vars(r), counts={}) for r in rollouts], 4, 1)
+        rollouts, 4, 1)
     # One of the two made-up completions may fail.
     (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
     scorer(**settings).check_with(prompts_of(ROWS))

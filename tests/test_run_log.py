@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,8 @@ from packing import shared_tokens
 from rewards import TIMED_OUT, rollout_metrics, sample_lines
 from rollout import Rollout
 from runs import lines, on_ranks
-from runtime.run import Run, RunLog, rewind
+from runtime import run
+from runtime.run import Run, RunLog, append, rewind
 
 
 def sampled(row, completion, score, parts, length=3, finish_reason="stop", problem=""):
@@ -111,9 +113,8 @@ def test_shared_tokens():
     group = [Rollout.single([5, 6, 7], [token, 9, 9], [-1.0] * 3, "stop") for token in (1, 2, 3, 4)]
     for shares, shared in (([[[0], [2]], [[1], []]], 0), ([[[0, 2], []], [[1], []]], 3),
                            ([[[0, 2, 1], []], [[], []]], 6)):
-        assert shared_tokens(group, shares) == {"perf/shared_tokens": pytest.approx(shared / 15),
-                                                "perf/shareable_tokens": pytest.approx(6 / 15)}
-    assert shared_tokens(group, [[[]]]) == {"perf/shared_tokens": 0.0, "perf/shareable_tokens": 0.0}
+        assert shared_tokens(group, shares) == pytest.approx(shared / 15)
+    assert shared_tokens(group, [[[]]]) == 0.0
 
 
 def end_step(log, rollouts, n=2):
@@ -133,6 +134,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
         log.start(step)
         with log.timed("gen"):
             pass
+        log.metrics |= {"eval/mean@2": 0.5} if step == 0 else {}
         state = end_step(log, [
             sampled(row, [{"role": "assistant", "content": f"{step} {row['answer']} {g}"}], float(g),
                     {"score": float(g)}, problem=TIMED_OUT * (g == i == 0))
@@ -165,7 +167,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
          "logprobs": [-1.0] * 3} for step in range(2) for row in rows[:8]]
     output = capsys.readouterr().out
     assert "'0?'" in output and "'0 3 0'" in output and "reward 0, truth '3'" in output
-    assert "'0 4 0'" not in output and "'1 0 0'" not in output
+    assert "'0 4 0'" not in output and "'1 0 0'" not in output      # nor in a step without an evaluation
     assert "step   1  reward 0.500  length    3  " in output
     assert "eval/mean@2 0.250" in output and "sums" not in output
 
@@ -196,10 +198,10 @@ def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys):
         log.metrics |= {"entropy": 0.22 if step < 5 else 0.001, "grad_norm": 0.29,
                         "sampling/sampling_logp_difference/max": 9.8e-6}
         log.started -= 12.3
-        end_step(log, [sampled(row, "x^2-11x+18=0\n(x-2)(x-9)=0\nThe larger one is 9.\nAnswer: 9", 0.1, {})])
+        end_step(log, [sampled(row, "x^2-11x+18=0\n(x-2)(x-9)=0\nThe larger one is 9.\nAnswer: 9", 0.1, {})], 1)
     log.bar.close()
     lines_shown = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines_shown)) <= 80
+    assert max(map(len, lines_shown)) <= 80, max(lines_shown, key=len)
     assert "step  10  reward 0.100  length    3  entropy 0.001  grad 0.29  gap 1e-05  12.3 s" in lines_shown
     assert "    eval/mean_length 14.031  eval/clipped_ratio 0.000  eval/right_ended 1.000" in lines_shown
     assert sum("The entropy has collapsed" in line for line in lines_shown) == 1
@@ -219,6 +221,7 @@ def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
         r.row, r.completion = row | {"answer": str(number)}, said
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 1}, run_state())
+    log.metrics["eval/mean@1"] = 0.5
     end_step(log, rollouts, 1)
     log.bar.close()
     samples = lines(tmp_path / "run", "samples.jsonl")
@@ -266,3 +269,41 @@ def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path):
                                        {"step": 3, "eval/mean@4": 0.75}]
     assert log.state["eval_scores"] == {"0": 0.25, "2": 0.5, "3": 0.75}
     log.bar.close()
+
+
+def test_an_evaluation_in_which_much_failed_chooses_no_checkpoint(mesh, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
+    for step, failed in ((0, 1), (1, 2)):
+        log.start(step)
+        log.evaluation({"eval/mean@4": 0.5 + step, "eval/unscored": failed}, ["late"] * failed, 10)
+        log.write()
+    log.bar.close()
+    assert log.state["eval_scores"] == {"0": 0.5}
+    said = capsys.readouterr().out
+    assert "step 0: 1 of 10 held-out completions were not scored; the first: late" in said and "2 of 10" in said
+
+
+def test_json_has_no_nan(tmp_path):
+    append(str(tmp_path / "lines.jsonl"), [{"a": math.nan, "b": [1.5, math.inf, {"c": -math.inf}], "d": "NaN"}])
+    assert lines(tmp_path, "lines.jsonl") == [{"a": None, "b": [1.5, None, {"c": None}], "d": "NaN"}]
+
+
+def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
+    """The difference to the commit, and new .py files; nothing where there is no git."""
+    monkeypatch.setattr(run, "ROOT", str(tmp_path))
+    assert run.changes() == ""
+    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path,
+                                        check=True, capture_output=True)
+    git("init")
+    (tmp_path / "losses.py").write_text("a = 1\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert run.changes() == ""
+    (tmp_path / "losses.py").write_text("a = 2\n")
+    (tmp_path / "mine.py").write_text("b = 3\n")
+    (tmp_path / "notes.txt").write_text("no code")
+    found = run.changes()
+    assert "-a = 1\n+a = 2\n" in found and "+b = 3\n" in found and "no code" not in found
+    monkeypatch.setenv("PATH", "")
+    assert run.changes() == ""

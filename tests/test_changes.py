@@ -192,8 +192,10 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     script = changed(
         tmp_path,
         ("    scorer = rewards.Scorer(",
-         "    hard_set = data.encode_rows(tokenizer, data.named_rows('file', 'eval', 0, 0, 1, '', "
-         f"'{tmp_path}/hard.jsonl'))\n    scorer = rewards.Scorer("),
+         f"    named = data.named_rows('file', 'eval', 0, 0, 1, '', '{tmp_path}/hard.jsonl', "
+         "data.reader(settings))\n"
+         "    hard_set = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)\n"
+         "    scorer = rewards.Scorer("),
         ("    run.save(networks, tokenizer)\nrun.end()",
          "    rewards.evaluate(hard_set, 1, sample, scorer, log, 'eval/hard', temperature=0, length=16)\n"
          "    run.save(networks, tokenizer)\nrun.end()"),

@@ -211,19 +211,17 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
               "token_budget updates_per_step max_steps eval_samples "
               "difficulty keep_checkpoints vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks max_steps updates_per_step",
-        DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
+        DAPO: "updates_per_step", SAMPLE: "samples max_completion_length difficulty",
         PPO: "num_epochs updates_per_step max_steps"}),
     ("-1", BOUND, {
-        GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
+        GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high kl_coef "
               "entropy_coef correction_low correction_high logprob_gap call_timeout timeout train_prompts "
               "eval_prompts vllm_gpu_memory_utilization",
         ASYNC: "max_staleness learning_rate kl_coef",
-        DAPO: "overlong_buffer overlong_penalty",
+        DAPO: "overlong_buffer max_num_gen_batches",
         PPO: "critic_learning_rate critic_warmup_steps value_clip",
         SAMPLE: "temperature top_p top_k eval_prompts call_timeout show vllm_gpu_memory_utilization"}),
-    ("1.5", BOUND, {GRPO: "beta1 beta2 vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
-                    SAMPLE: "top_p"}),
-    ("1", BOUND, {GRPO: "beta1 beta2"}),
+    ("1.5", BOUND, {GRPO: "vllm_gpu_memory_utilization", PPO: "gamma lam", SAMPLE: "top_p"}),
     ("nonsense", r"\b{}\b.*nonsense", {
         GRPO: "task engine dtype advantage kl_in kl_estimator old_logprobs loss_type loss_aggregation "
               "engine_correction lr_decay", ASYNC: "in_flight engine engine_correction",
@@ -244,16 +242,15 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
     ([GRPO, DAPO], {
         r"\bepsilon=": "epsilon=1",
-        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; dual_clip=1; "
-                "dual_clip=3 loss_type=gmpo; old_logprobs=engine loss_type=gpg; correction_low=2 "
-                "correction_high=2; correction_low=3 correction_high=2",
+        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; old_logprobs=engine loss_type=gpg; "
+                "correction_low=2 correction_high=2; correction_low=3 correction_high=2",
         "kl_estimator": "kl_coef=0.1 kl_estimator=k1; kl_coef=0.1 kl_in=reward kl_estimator=k3",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
-        ITSELF: "max_num_gen_batches=17; overlong_buffer=13",
-        "filter_groups": "advantage=reinforce++", "max_num": "max_num_gen_batches=2 filter_groups=false",
-        "overlong_buffer": "advantage=grpo_process overlong_buffer=5", runs(): ["seed=0"]}),
-    ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
+        ITSELF: "max_num_gen_batches=17; overlong_buffer=13", "max_num": "advantage=reinforce++",
+        "overlong_buffer": "advantage=grpo_process overlong_buffer=5 max_num_gen_batches=0",
+        runs(): "seed=0; max_num_gen_batches=0"}),
+    ([PPO], {ITSELF: "critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
              runs(): ["seed=0"]}),
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "

@@ -345,7 +345,7 @@ def test_a_file_finds_its_neighbours_and_no_package_runs(tmp_path):
 
 def test_an_installed_function_is_a_reward():
     reward = in_process("rewards:exact_accuracy")
-    assert score(reward, ROWS, ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"], 5)[0] == [1.0, 0.0, 0.0, 1.0]
+    assert score(reward, ROWS, ["Answer: 0", "Answer: 2", "2", r"\boxed{3.0}"], 5)[0] == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_verl_reward_without_a_truth(tmp_path):
@@ -533,7 +533,7 @@ def test_the_share_without_an_answer_is_logged(scorer):
         rollouts = [rollout(row, text) for row, text in zip(rows, texts)]
         scores(rollouts)
         assert [r.answered for r in rollouts] == [True, False, True]
-        metrics = rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1)
+        metrics = rewards.rollout_metrics([SimpleNamespace(**vars(r), counts={}) for r in rollouts], 1, 1)
         assert metrics["rewards/no_answer"] == rewards.evaluation(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
         assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
     rollouts = [rollout({"prompt": "p"}, text) for text in texts]

@@ -201,7 +201,7 @@ def resumed_steps(folder):
 # ---- settings ----------------------------------------------------------------------------------------------
 BAD_VALUES = {
     "max_steps": ["", "1.5", "nan", "inf", "-inf", "1e400", "ten", "true", "None", "1+1", "[5]", "'5'", "5 5",
-                  "0x", "5\n6", "5\x00", "\udcff", "９１x", "9" * 5000, "(" * 100_000, "-" * 99_999 + "1"],
+                  "0x", "5\n6", "5\x00", "\udcff", "９１x", "9" * 5000, "(" * 100_000],
     "learning_rate": ["", "nan", "inf", "-inf", "1e400", "x", "True", "1+1", "1,5", "--1", "1e", "9" * 400],
     "chat": ["", "1", "0", "yes", "no", "on", "None", "2", "'True'"]}
 BOUND = r"\.py: {}(=| must be)"
@@ -610,7 +610,7 @@ ENVIRONMENT_FILES = {  # what is in g.py
 OPENINGS = {
     "Game: reset": "raise ValueError; sys.exit(0); raise Unspeakable; return 5; return b'x'; await 1; "
                    "await asyncio.sleep(1000); row['prompt'][0]['nothing']",
-    "with what reset returned .* max_prompt_length=64": "return 'x' * 99",
+    "reset returned so much .* max_prompt_length=64": "return 'x' * 99",
     runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
 STEPS = {
     "environment Game: (it|step|the reward)": """

@@ -592,15 +592,15 @@ class Game:
         '''
 """
 ENVIRONMENT_NAMES = {
-    "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b", "g.txt:Game"],
+    "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b"],
+    r"environment.*g\.txt": ["g.txt:Game"],
     r"environment.*no such file.*none\.py": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
 ENVIRONMENT_FILES = {  # what is in g.py
     r"environment.*g\.py": ["1/0", "import sys; sys.exit(0)", "class Game(:", "", "Game = 5", GARBAGE,
                             FOLDER],
     r"g\.py:Game: Game\(\) raised": [
         "class Game:\n    def __init__(self, size): pass", "class Game:\n    def __init__(self): 1/0"],
-    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass"],
-    r"g\.py raised ValueError: no signature": ["Game = dict"],
+    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass", "Game = dict"],
     "neither a method step nor tools": [
         "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0",
         "class Game:\n    step = 5\n    def reset(self): pass"],

@@ -86,7 +86,7 @@ longest = max_prompt_length + max_completion_length             # in tokens; the
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
     engine_class = rollout.engine_class(engine)                 # refuses vllm where it is not installed
-    # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
+    # The models' folders, without weights. A chat template that prints a date prints the day the run began.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
@@ -95,7 +95,7 @@ with input_errors():                                            # a ValueError b
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
+    # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
@@ -144,7 +144,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # each rank samples for prompts of its own
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; their names seed them
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward
@@ -219,7 +219,7 @@ for step in range(run.first_step, max_steps):
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                log.add(sums={"loss": loss / updates_per_step},
+                log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
                                "entropy": entropy} | losses.clip_ratios(clipped_low, clipped_high))
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
@@ -228,7 +228,7 @@ for step in range(run.first_step, max_steps):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # one whole tensor at a time
+    with log.timed("sync"):                                     # step + 1: the version of these weights
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log

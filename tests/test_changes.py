@@ -100,7 +100,7 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     for way in (["--old_logprobs=trainer"], ["--old_logprobs=trainer", "--updates_per_step=2"]):
         others = [one for one in arguments if "old_logprobs" not in one]
         output = forked(tmp_path / "log", script, *others, *way, f"--out_dir={tmp_path}/refused", code=1)
-        assert "step 1 trains on rollouts of step 0's policy: take the engine's as old" in output
+        assert "step 1 trains on rollouts of step 0's policy: take the engine's old logprobs" in output
         shutil.rmtree(tmp_path / "refused")
 
 

@@ -112,7 +112,7 @@ def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     advantages = []
     for first in range(0, len(rows), 4):
-        given = [{int(t): r for t, r in row["rewards"].items()} for row in rows[first:first + 4]]
+        given = [dict(row["rewards"]) for row in rows[first:first + 4]]
         values = torch.tensor([r for own in given for r in own.values()], dtype=torch.float64)
         assert len(values) >= 4
         for row, own in zip(rows[first:first + 4], given):
@@ -169,7 +169,7 @@ def test_distillation(folder, teacher, reward_file, tmp_path, ranks):
 
 @pytest.mark.parametrize("change, message", [
     ({"vocab_size": 100}, "its tokenizer has 261 tokens, but its embedding only 100"),
-    ({"swap": True}, "has to read the policy's tokens, but it has 263 tokens and the policy 261"),
+    ({"swap": True}, "has another id than in the model: it has to read the policy's tokens"),
     ({"max_position_embeddings": 20}, "the model takes 20")])
 def test_a_reference_that_reads_other_tokens_is_refused(folder, teacher, tmp_path, change, message):
     path = shutil.copytree(teacher, tmp_path / "other")

@@ -43,8 +43,9 @@ def test_countdown_is_solvable(difficulty):
     ("Answer: 16", [3, 5, 8], 16, 0.0),
     ("Answer: 5/(3-3)", [3, 3, 5], 0, 0.0),
     ("Answer: (3+5+8", [3, 5, 8], 16, 0.0),
-    ("Answer: 3(5+8)", [3, 5, 8], 39, 0.0),
-    ("3+5+8", [3, 5, 8], 16, 0.0),                                   # no answer marked
+    ("Answer: 3(5+8)", [3, 5, 8], 39, 1.0),                          # a product
+    ("3+5+8", [3, 5, 8], 16, 1.0),                                   # nothing but an answer
+    ("It is 3+5+8, I think", [3, 5, 8], 16, 0.0),                    # no answer marked
     ("Answer: __import__('os').system('false') or 3+5+8", [3, 5, 8], 16, 0.0),
     ("Answer: (lambda: 3+5+8)()", [3, 5, 8], 16, 0.0),
     ("Answer: " + "(" * 9999 + "3+5+8" + ")" * 9999, [3, 5, 8], 16, 0.0),

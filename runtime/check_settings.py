@@ -121,7 +121,7 @@ def check_run(settings, trainers):
 
 
 def same(one, other):
-    """Whether two values of a setting mean the same; paths may be spelled in different ways."""
+    """Return whether two values of a setting mean the same; paths may be spelled in different ways."""
     return one == other or all(isinstance(value, str) for value in (one, other)) and (
         os.path.realpath(located(one)) == os.path.realpath(located(other)))
 

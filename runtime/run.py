@@ -60,7 +60,7 @@ class Run:
     def __init__(self, settings, script, critic=False, **state):
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         check_run(settings, self.world_size)
-        # The console as it is before a user's code, which may set sys.stdout to None or replace it, is called.
+        # The console as it is before a user's code is called, which may set sys.stdout to None or replace it.
         self.console = sys.stdout, sys.stderr
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         with input_errors():
@@ -172,11 +172,11 @@ class Run:
                          "once.", error=True)
 
     def due(self, interval):
-        """Whether what happens every `interval` steps is due; 0 stands for the first step alone."""
+        """Return whether what happens every `interval` steps is due; 0 stands for the first step alone."""
         return self.state["step"] % (interval or self.max_steps) == 0
 
     def stopping(self, signalled=False):
-        """Whether a signal has come, or torchrun has died, on any rank. A collective.
+        """Return whether a signal has come, or torchrun has died, on any rank. A collective.
 
         signalled: whether this rank knows of a signal elsewhere.
         """

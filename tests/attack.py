@@ -230,7 +230,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
     (f"{10 ** 30}", r"\b{}\b", {
         GRPO: "prompts_per_step num_generations eval_samples max_completion_length train_prompts "
               "eval_prompts difficulty updates_per_step max_prompt_length sequence_parallel_size",
-        ASYNC: "max_staleness rollout_ranks num_generations"})]
+        ASYNC: "rollout_ranks"})]
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
     ([GRPO, DAPO, PPO], {
@@ -241,8 +241,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
     ([GRPO, DAPO], {
-        r"\bepsilon=": "epsilon=1",
-        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; old_logprobs=engine loss_type=gpg; "
+        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; "
                 "correction_low=2 correction_high=2; correction_low=3 correction_high=2",
         "kl_estimator": "kl_coef=0.1 kl_estimator=k1; kl_coef=0.1 kl_in=reward kl_estimator=k3",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),

@@ -142,6 +142,7 @@ def read_value(source, kind):
     with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
         value = ast.literal_eval(source)
         fits = type(value) is kind or {type(value), kind} == {int, float}
+        str(value).encode()                                     # files, logs and tokenizers take only UTF-8
         if fits and kind(value) == value and value not in (math.inf, -math.inf):
             return kind(value)
 

@@ -182,7 +182,7 @@ class Run:
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
-        is not finite. Raises RuntimeError after MAX_SKIPPED_UPDATES in a row."""
+        is not finite. Raises RuntimeError after MAX_SKIPPED in a row."""
         finite, prefix = math.isfinite(norm), "" if name == "actor" else f"{name}/"
         self.log.add(means={f"{prefix}grad_norm": [norm]},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})

@@ -412,7 +412,7 @@ class RunLog:
         with self._writing():
             append(os.path.join(self.out_dir, "metrics.jsonl"), [self.metrics])
             append(os.path.join(self.out_dir, "samples.jsonl"),
-                   [{"step": self.metrics["step"]} | sample for sample in samples])
+                   [{"step": self.metrics["step"]} | sample for sample in samples], default=str)
             for name, value in self.metrics.items():
                 with contextlib.suppress(ValueError):           # TensorBoard does not accept every name
                     self.board.add_scalar(name, value, self.metrics["step"])
@@ -433,13 +433,14 @@ class RunLog:
             tqdm.write(text, file=self.errors if error else self.console)
 
 
-def append(path, rows):
+def append(path, rows, default=None):
     """Append dicts to a .jsonl file and wait until the disk has them, because a checkpoint relies on them.
 
-    JSON has no NaN and no infinity: null stands for these.
+    JSON has no NaN and no infinity: null stands for these. default: as in json.dumps, for the rows of a
+    parquet file, whose messages may hold dates.
     """
     with open(path, "a") as file:
-        file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+        file.writelines(json.dumps(finite(row), allow_nan=False, default=default) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
@@ -461,7 +462,8 @@ def changes():
 
     try:
         new = git("ls-files", "--others", "--exclude-standard", "*.py").splitlines()
-        return git("diff", "HEAD") + "".join(git("diff", "--no-index", "/dev/null", path) for path in new)
+        new = "".join(git("diff", "--no-index", "/dev/null", path) for path in new)
+        return git("diff", "HEAD", "--", ".") + new             # a larger repository may hold the project
     except FileNotFoundError:                                   # git is not installed
         return ""
 

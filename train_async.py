@@ -100,21 +100,30 @@ with input_errors():
 # Rank and world size are those of the role.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks, bridge.join)
+if bridge.trains:                                               # the trainers know how the run begins
+    run = Run(settings, __file__, ahead={})
+    ahead = kept_ahead(run, settings)                           # {step: (rollouts, figures)}
+    resumed, clock = run.resumed, run.state["clock"]
+    bridge.tell((resumed, clock, run.first_step, run.state["position"], [*ahead]))
+else:
+    resumed, clock, version, position, kept = bridge.begin()
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
-    folders = open_folders(settings, longest)                   # of the models; no weights are read yet
+    # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
+    folders = open_folders(settings, longest, clock)
     tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
     part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
     # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
+    # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
+    start = resumed if resumed and not lora_rank else folders.policy
 
 # ---------------------------------------------------------------- the engines
 if not bridge.trains:
-    start, version, position, kept = bridge.begin()
     with input_errors():
         scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
         # With a training prompt and a held-out one, a broken environment or reward shows now.
@@ -122,7 +131,9 @@ if not bridge.trains:
         rollout_engine = rollout.engine_class(engine)(
             start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization, vllm_tensor_parallel_size,
             float32_head, apart=True)
-    rollout_engine.version, rollout_engine.incoming = version, bridge.weights
+    # The base model, which an engine with lora_rank was loaded with, is version 0, so that all of its ranks
+    # switch to the version to begin with.
+    rollout_engine.version, rollout_engine.incoming = 0 if lora_rank else version, bridge.weights
     bridge.send("ready", 0, [], {})
     table = Table(player, rollout_engine)
     rollout_engine.serve([], lambda _: sample_for_trainers(                             # until the run ends
@@ -130,13 +141,8 @@ if not bridge.trains:
 
 # ---------------------------------------------------------------- the trainers
 player.close()                                                  # only the engines play
-run = Run(settings, __file__, ahead={})
 with input_errors():
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
-    # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
-    start = run.resumed if run.resumed and not lora_rank else folders.policy
-    ahead = kept_ahead(run, settings)                           # {step: (rollouts, figures)}
-    bridge.tell((start, run.first_step, run.state["position"], [*ahead]))
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None

@@ -64,7 +64,8 @@ RULES = (
      " does not divide the completions per step"),
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"),
     # the loss
-    (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
+    (lambda engine_correction, old_logprobs:                    # train_async.py replaces auto
+     old_logprobs == "trainer" or engine_correction in ("none", "auto"),
      ": with old_logprobs=engine the ratio corrects already"),
     (lambda correction_low, correction_high: correction_low < correction_high,
      " is not below correction_high={correction_high}"),
@@ -121,7 +122,7 @@ def check_run(settings, trainers):
 
 
 def same(one, other):
-    """Whether two values of a setting mean the same; paths may be spelled in different ways."""
+    """Return whether two values of a setting mean the same; paths may be spelled in different ways."""
     return one == other or all(isinstance(value, str) for value in (one, other)) and (
         os.path.realpath(located(one)) == os.path.realpath(located(other)))
 

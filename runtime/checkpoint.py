@@ -49,7 +49,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     networks: {subfolder: (model, optimizer, or None if nothing trains it)}; the policy's is "", so that
     from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict
     that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
-    `keep` newest and the best by state["eval_scores"], {step: score}. Returns None, or what went wrong if the
+    `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. Returns None, or what went wrong if the
     checkpoint could not be written (because the disk is full, say); then no older one is removed. A
     collective.
     """
@@ -91,8 +91,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     elif master:
         found = checkpoints(os.path.dirname(folder))
         count = found.index(folder) + 1
-        scores = {one: state["eval_scores"].get(str(step_of(one)), -math.inf) for one in found[:count]}
-        best = max(scores, key=scores.get)
+        scores = {one: state["eval_scores"].get(str(step_of(one))) for one in found[:count]}
+        best = max((one for one in scores if scores[one] is not None), key=scores.get, default=None)
         # If there are newer ones, the run was resumed from an older checkpoint because they were damaged.
         for other in set(found) - {*found[:count][-keep:], best}:
             shutil.rmtree(other, ignore_errors=True)
@@ -154,7 +154,7 @@ def checksum(path):
 
 
 def checksum_of_rows(rows):
-    """The CRC-32 of a data set's rows, by which a resumed run recognises its data."""
+    """Return the CRC-32 of a data set's rows, by which a resumed run recognises its data."""
     value, encode = 0, json.JSONEncoder(default=str).encode
     for row in rows:
         value = zlib.crc32(encode(row).encode(), value)
@@ -164,7 +164,7 @@ def checksum_of_rows(rows):
 # ---------------------------------------------------------------- and back
 
 def checkpoints(out_dir):
-    """The checkpoint-N folders of a run, oldest first."""
+    """Return the checkpoint-N folders of a run, oldest first."""
     names = [name for name in os.listdir(out_dir) if re.fullmatch(r"checkpoint-\d+", name)]
     return [os.path.join(out_dir, name) for name in sorted(names, key=step_of)]
 
@@ -174,7 +174,7 @@ def step_of(folder):
 
 
 def damage(folder):
-    """What is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
+    """Return what is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
     found, place = contents(folder), "trainer/checksums.json"
     plain = {name: path for name, path in found.items() if path.is_file() and not path.is_symlink()}
     try:

@@ -60,7 +60,7 @@ class Run:
     def __init__(self, settings, script, critic=False, **state):
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         check_run(settings, self.world_size)
-        # The console as it is before a user's code, which may set sys.stdout to None or replace it, is called.
+        # The console as it is before a user's code is called, which may set sys.stdout to None or replace it.
         self.console = sys.stdout, sys.stderr
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         with input_errors():
@@ -172,11 +172,11 @@ class Run:
                          "once.", error=True)
 
     def due(self, interval):
-        """Whether what happens every `interval` steps is due; 0 stands for the first step alone."""
+        """Return whether what happens every `interval` steps is due; 0 stands for the first step alone."""
         return self.state["step"] % (interval or self.max_steps) == 0
 
     def stopping(self, signalled=False):
-        """Whether a signal has come, or torchrun has died, on any rank. A collective.
+        """Return whether a signal has come, or torchrun has died, on any rank. A collective.
 
         signalled: whether this rank knows of a signal elsewhere.
         """
@@ -185,7 +185,7 @@ class Run:
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
-        is not finite. Raises RuntimeError after MAX_SKIPPED_UPDATES in a row."""
+        is not finite. Raises RuntimeError after MAX_SKIPPED in a row."""
         finite, prefix = math.isfinite(norm), "" if name == "actor" else f"{name}/"
         self.log.add(means={f"{prefix}grad_norm": [norm]},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
@@ -415,7 +415,7 @@ class RunLog:
         with self._writing():
             append(os.path.join(self.out_dir, "metrics.jsonl"), [self.metrics])
             append(os.path.join(self.out_dir, "samples.jsonl"),
-                   [{"step": self.metrics["step"]} | sample for sample in samples])
+                   [{"step": self.metrics["step"]} | sample for sample in samples], default=str)
             for name, value in self.metrics.items():
                 with contextlib.suppress(ValueError):           # TensorBoard does not accept every name
                     self.board.add_scalar(name, value, self.metrics["step"])
@@ -436,15 +436,16 @@ class RunLog:
             tqdm.write(text, file=self.errors if error else self.console)
 
 
-def append(path, rows):
+def append(path, rows, default=None):
     """Append dicts to a .jsonl file and wait until the disk has them, because a checkpoint relies on them.
 
-    JSON has no NaN and no infinity: null stands for these.
+    JSON has no NaN and no infinity: null stands for these. default: as in json.dumps, for the rows of a
+    parquet file, whose messages may hold dates.
     """
     try:
-        lines = [json.dumps(row, allow_nan=False) for row in rows]
+        lines = [json.dumps(row, allow_nan=False, default=default) for row in rows]
     except ValueError:
-        lines = [json.dumps(finite(row)) for row in rows]
+        lines = [json.dumps(finite(row), default=default) for row in rows]
     with open(path, "a") as file:
         file.writelines(line + "\n" for line in lines)
         file.flush()
@@ -468,7 +469,8 @@ def changes():
 
     try:
         new = git("ls-files", "--others", "--exclude-standard", "*.py").splitlines()
-        return git("diff", "HEAD") + "".join(git("diff", "--no-index", "/dev/null", path) for path in new)
+        new = "".join(git("diff", "--no-index", "/dev/null", path) for path in new)
+        return git("diff", "HEAD", "--", ".") + new             # a larger repository may hold the project
     except FileNotFoundError:                                   # git is not installed
         return ""
 

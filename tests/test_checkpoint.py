@@ -182,6 +182,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
             checkpoint.locate_run(str(out_dir), "", "out/x")
 
 
+def test_only_the_newest_stay_where_none_was_evaluated(folder, mesh, tmp_path):
+    networks, tokenizer = {"": (load_policy(folder, mesh, torch.float32), None)}, load_tokenizer(folder)
+    save = lambda step, scores: checkpoint.save_checkpoint(
+        str(tmp_path / f"checkpoint-{step}"), networks, tokenizer, {"eval_scores": scores}, 1)
+    for step, scores, kept in ((1, {}, [1]), (2, {"0": 1.0}, [2]), (3, {"2": 0.0}, [2, 3])):
+        assert not save(step, scores)
+        assert [*map(checkpoint.step_of, checkpoint.checkpoints(str(tmp_path)))] == kept
+
 
 def test_a_network_without_an_optimizer_is_saved_and_has_to_come_from_its_checkpoint(folder, mesh, tmp_path):
     saved, load = str(tmp_path / "checkpoint-1"), lambda path: load_policy(path, mesh, torch.float32)

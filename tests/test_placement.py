@@ -25,6 +25,7 @@ from rollout import Rollout, as_arrays, from_arrays
 from runs import TORCHRUN, begin, finish, forked, kept_rollouts, launch, lines, refused, with_defaults
 from test_many_ranks import bits
 from test_survive import count_lines, start, wait_for
+from tiny import pretrain
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 6, "save_interval": 1, "warmup_steps": 0,
@@ -181,6 +182,17 @@ def test_a_killed_role_ends_the_other_and_a_resume_goes_on(whole, folder, reward
     output = forked(log, *arguments, ranks=2)
     assert re.search(r"^resumes .*checkpoint-[24]\n", output, re.M)
     assert same_as(whole, run)
+
+
+def test_a_resumed_run_reads_the_prompts_of_the_day_on_which_it_began(train, tmp_path):
+    (tmp_path / "template.jinja").write_text(
+        "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}" + pretrain.CHAT_TEMPLATE)
+    settings = {"chat_template": tmp_path / "template.jinja", "max_prompt_length": 128, "max_steps": 4}
+    whole, _ = train(**settings)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+    metrics, output = train(resume="auto", **settings)
+    assert figures(metrics) == figures(whole) and "checkpoint-2\n" in output
 
 
 def workers_of(process):

@@ -1,4 +1,5 @@
 """What a run writes down: a step's figures over all ranks, samples, and the same scalars for TensorBoard."""
+import datetime
 import json
 import math
 import os
@@ -289,6 +290,14 @@ def test_json_has_no_nan(tmp_path):
     assert lines(tmp_path, "lines.jsonl") == [{"a": None, "b": [1.5, None, {"c": None}], "d": "NaN"}]
 
 
+def test_a_sample_may_hold_what_json_has_not(mesh, tmp_path):
+    """The messages of a parquet file may have dates."""
+    log = RunLog(str(tmp_path), __file__, {"max_steps": 1}, run_state())
+    log.write([{"prompt": [{"role": "user", "content": "?", "on": datetime.date(2026, 1, 2)}]}])
+    log.bar.close()
+    assert lines(tmp_path, "samples.jsonl")[0]["prompt"][0]["on"] == "2026-01-02"
+
+
 def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     """The difference to the commit, and new .py files; nothing where there is no git."""
     monkeypatch.setattr(run, "ROOT", str(tmp_path))
@@ -305,5 +314,9 @@ def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("no code")
     found = run.changes()
     assert "-a = 1\n+a = 2\n" in found and "+b = 3\n" in found and "no code" not in found
+    # What a larger repository holds besides the project is not the project's.
+    (tmp_path / "project").mkdir()
+    monkeypatch.setattr(run, "ROOT", str(tmp_path / "project"))
+    assert run.changes() == ""
     monkeypatch.setenv("PATH", "")
     assert run.changes() == ""

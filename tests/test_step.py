@@ -35,8 +35,8 @@ def groups_of(rows, G=6):
 def test_the_loss_of_what_is_counted(tmp_path, aggregation):
     """Filtered groups in no statistics, truncated completions in no denominator, the penalty in the score."""
     metrics = dapo(tmp_path, *STILL, "--advantage=grpo_batch", "--max_num_gen_batches=1",
-                   "--mask_truncated=true", "--overlong_buffer=8", "--updates_per_step=2", "--epsilon_high=0.2",
-                   f"--loss_aggregation={aggregation}")
+                   "--mask_truncated=true", "--overlong_buffer=8", "--updates_per_step=2",
+                   "--epsilon_high=0.2", f"--loss_aggregation={aggregation}")
     rows = kept_rollouts(tmp_path, 1)
     for row in rows:
         assert row["length"] == len(row["logprobs"])

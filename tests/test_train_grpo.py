@@ -123,8 +123,8 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
      "--engine_correction=token_truncate"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
     metrics, _ = train(folder, tmp_path / "run", reward_file, *arguments)
-    # The policy leaves the reference.
-    assert metrics[0]["kl"] < metrics[1]["kl"] and metrics[1]["kl"] > 1e-3
+    # The policy leaves the reference. The mean of k1 over so few tokens may be below 0.
+    assert abs(metrics[0]["kl"]) < 1e-5 and abs(metrics[1]["kl"]) > 1e-3
     assert metrics[1]["grad_norm"] > 0
 
 
@@ -251,7 +251,8 @@ def bad(tmp_path_factory, folder):
     (["--engine=vllm", "HIDE_VLLM"], "engine=vllm needs vLLM: install requirements.txt"),
     (["--reward=BAD/nonsuch.py:score"], "nonsuch.py"),
     (["--reward=BAD/rewards.py:nonsuch"], "nonsuch"),
-    (["--reward=BAD/rewards.py"], "file.py:function"),
+    (["--reward=score"], "reward must be file.py:function"),
+    (["--reward=BAD/rewards.py"], "rewards.py has no function compute_score"),
     (["--reward=BAD/crash.py:score"], "nonsuch"),
     (["--reward=BAD/rewards.py:raises"], "colour"),
     (["--reward=BAD/rewards.py:short"], "short"),

@@ -130,6 +130,5 @@ def test_bad_input(folder, tmp_path, arguments, message):
     config = Qwen3Config(vocab_size=77, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                          num_attention_heads=1, num_key_value_heads=1, head_dim=8)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "critic")
-    shutil.copy(f"{folder}/tokenizer.json", tmp_path / "critic")
     arguments = [argument.replace("BAD", str(tmp_path / "critic")) for argument in arguments]
     refused([f"--model={folder}", *arguments], message, tmp_path, script="train_ppo.py")

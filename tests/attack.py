@@ -811,8 +811,8 @@ def folder_cases(add):
 # ---- resumes -----------------------------------------------------------------------------------------------
 RESUMES = {
     "resume(=| must)": ["3", "{dir}/run/checkpoint-9", "{dir}/run", str(MODEL), "{dir}/run/config.json",
-                "x" * 300, "{dir}/run/config.json/x", "{dir}/run/checkpoint-3/trainer", "\udcff", "{dir}/\0", "AUTO",
-                " "],
+                        "x" * 300, "{dir}/run/config.json/x", "{dir}/run/checkpoint-3/trainer",
+                        "\udcff", "{dir}/\0", "AUTO", " "],
     "resume=.*newer": ["{dir}/run/checkpoint-2"],
     runs("resumes "): ["{dir}//run/./checkpoint-3///", "{dir}/run/checkpoint-2/../checkpoint-3",
                            "~/run/checkpoint-3", ROOT.count("/") * "../" + "./{dir}/run/checkpoint-3"]}

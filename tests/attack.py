@@ -407,7 +407,7 @@ QUESTION = {"question": "What is 1+1?", "answer": "Two.\n#### 2"}
 GSM8K = {
     r"train\.jsonl": [b"", FIFO, LOST], r"train\.jsonl:1": [jsonl([1])],
     r"train\.jsonl:2": [jsonl(QUESTION, row) for row in (
-        {"prompt": "x"}, b"\xff\x00", QUESTION | {"answer": "Two."}, [QUESTION])],
+        b"\xff\x00", b"[1, ", b"5x", b'{"question": "x')],
     runs(): [jsonl(*[QUESTION] * 40)]}
 
 

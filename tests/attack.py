@@ -407,7 +407,7 @@ QUESTION = {"question": "What is 1+1?", "answer": "Two.\n#### 2"}
 GSM8K = {
     r"train\.jsonl": [b"", FIFO, LOST], r"train\.jsonl:1": [jsonl([1])],
     r"train\.jsonl:2": [jsonl(QUESTION, row) for row in (
-        {"prompt": "x"}, b"\xff\x00", QUESTION | {"answer": "Two."}, {"question": 1, "answer": 2})],
+        b"\xff\x00", b"[1, ", b"5x", b'{"question": "x')],
     runs(): [jsonl(*[QUESTION] * 40)]}
 
 
@@ -519,7 +519,7 @@ REWARD_FILES = {  # what is in r.py
     "column more": ["def score(data_source, solution_str, ground_truth, more): pass"],
     "reward score": ["def score(prompts, completions, **c): yield 1.0"],
     r"reward.*(score|max)": ["score = max"], r"reward.*(score|dict)": ["score = dict"],
-    "__signature__": ["def score(*_, **__): return [1.0] * 2\nscore.__signature__ = 5"],
+    r"r\.py raised Type": ["score = len(5)"],
     later("reward score"): ["def score(): return [1.0] * 2"],
     r"r\.py raised Value": ["import sys; sys.stderr.close(); raise ValueError"],
     runs(): [
@@ -811,8 +811,8 @@ def folder_cases(add):
 # ---- resumes -----------------------------------------------------------------------------------------------
 RESUMES = {
     "resume(=| must)": ["3", "{dir}/run/checkpoint-9", "{dir}/run", str(MODEL), "{dir}/run/config.json",
-                "x" * 300, "{dir}/run/config.json/x", "{dir}/run/checkpoint-3/trainer", "\udcff", "{dir}/\0", "AUTO",
-                " "],
+                        "x" * 300, "{dir}/run/config.json/x", "{dir}/run/checkpoint-3/trainer",
+                        "\udcff", "{dir}/\0", "AUTO", " "],
     "resume=.*newer": ["{dir}/run/checkpoint-2"],
     runs("resumes "): ["{dir}//run/./checkpoint-3///", "{dir}/run/checkpoint-2/../checkpoint-3",
                            "~/run/checkpoint-3", ROOT.count("/") * "../" + "./{dir}/run/checkpoint-3"]}

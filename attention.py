@@ -20,7 +20,7 @@ from runtime.vllm_workarounds import GROUPED
 
 
 def kernel_takes(query, value):
-    """Whether PyTorch's CUDA kernel for sequences of several lengths accepts tensors like these."""
+    """Return whether PyTorch's CUDA kernel for sequences of several lengths accepts tensors like these."""
     head = query.shape[-1]
     return (query.is_cuda and len(query) == 1 and query.dtype in (torch.bfloat16, torch.float16)
             and head % 8 == 0 and head <= 256 and value.shape[-1] == head
@@ -100,7 +100,7 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
 
 
 def pick(x, places):
-    """The tokens at these places: [1, heads, T, d] -> [1, heads, K, d]."""
+    """Return the tokens at these places: [1, heads, T, d] -> [1, heads, K, d]."""
     # With all heads of a token at once a CPU takes a third of the time.
     tokens = Pick.apply(x.transpose(1, 2).flatten(2)[0], places)
     return tokens[None].unflatten(2, (x.shape[1], -1)).transpose(1, 2)
@@ -163,7 +163,7 @@ class Cut:
     mine: torch.Tensor          # which of these C tokens are predicted in this rank's part
 
     def to(self, device):
-        """A copy with its tensor on the device."""
+        """Return a copy with its tensor on the device."""
         return replace(self, mine=self.mine.to(device))
 
 

@@ -47,14 +47,14 @@ def fail(message):
 
 
 def check(ok, message):
-    """Stops the script with the message, which names the setting to change, unless ok is true."""
+    """Stop the script with the message, which names the setting to change, unless ok is true."""
     if not ok:
         fail(message)
 
 
 @contextlib.contextmanager
 def input_errors():
-    """Stops the script with the message of a ValueError and no traceback, because its user can correct it."""
+    """Stop the script with the message of a ValueError and no traceback, because its user can correct it."""
     try:
         yield
     except ValueError as error:
@@ -62,8 +62,8 @@ def input_errors():
 
 
 def read_layout(path):
-    """The script's [key, comment lines, default] in order, then those of the files that its block imports
-    with *. The key of a heading is ''. What the script itself assigns is listed only there.
+    """Return the script's [key, comment lines, default] in order, then those of the files that its block
+    imports with *. The key of a heading is ''. What the script itself assigns is listed only there.
 
     A default is a node of Python's syntax tree. The script is not run.
     """
@@ -96,7 +96,7 @@ def read_layout(path):
 
 
 def read_defaults(path):
-    """A script's settings and their defaults, as far as these are literals, without running it."""
+    """Return a script's settings and their defaults, as far as these are literals, without running it."""
     found = {}
     for key, _, default in read_layout(path):
         with contextlib.suppress(ValueError, TypeError):        # an expression, or no setting
@@ -120,7 +120,7 @@ def show_help(docstring, layout, settings):
 
 
 def read_config(given, script):
-    """Yields (place, key, source of the value). The file is parsed, never run: it can only set values."""
+    """Yield (place, key, source of the value). The file is parsed, never run: it can only set values."""
     folders = Path(), Path(script).parent, Path(__file__).parent
     path = next((folder / given for folder in folders if os.path.isfile(folder / given)), None)
     check(path, f"cannot read {given} (no such file)")
@@ -137,16 +137,18 @@ def read_config(given, script):
 
 
 def read_value(source, kind):
-    """The literal in `source` as a `kind`, or None if it is not one. 1 is taken for 1.0, 1e5 for 100000."""
+    """Return the literal in `source` as a `kind`, or None if it is not one.
+    1 is taken for 1.0, 1e5 for 100000."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError, OverflowError):
         value = ast.literal_eval(source)
         fits = type(value) is kind or {type(value), kind} == {int, float}
+        str(value).encode()                                     # files, logs and tokenizers take only UTF-8
         if fits and kind(value) == value and value not in (math.inf, -math.inf):
             return kind(value)
 
 
 def configure(namespace, argv=None, choices={}):
-    """Applies the command line to `namespace`, a script's globals(), and returns all settings in order.
+    """Apply the command line to `namespace`, a script's globals(), and returns all settings in order.
 
     The settings are the attributes of what it returns. choices: {setting: what it may be}; its default may be
     something else.

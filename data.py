@@ -32,7 +32,7 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}            
 
 
 def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file=""):
-    """Returns the rows of a task's split, "train" or "eval".
+    """Return the rows of a task's split, "train" or "eval".
 
     The tasks of tasks/generate_problems.py generate `count` distinct problems; with count 0 these are 4,096
     for "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give their first
@@ -44,7 +44,7 @@ def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file
 
 
 def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read=None):
-    """Returns the rows of load_rows as pairs (name, row); a message about a row begins with its name.
+    """Return the rows of load_rows as pairs (name, row); a message about a row begins with its name.
 
     The name is file:line, or the text of a generated problem. read: the function that reads a file, by
     default file_rows.
@@ -101,8 +101,8 @@ def gsm8k_rows(split):
 
 
 def reader(s):
-    """A function that reads a file once. s: settings. With an environment rows need no prompt, because its
-    reset may give one."""
+    """Return a function that reads a file once. s: settings. With an environment rows need no prompt, because
+    its reset may give one."""
     return functools.cache(functools.partial(
         file_rows, prompt_column=s.prompt_column, answer_column=s.answer_column, chat=s.chat,
         default=NO_PROMPT if s.environment else None))
@@ -146,8 +146,8 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, default=None)
 
 
 def as_message(where, message):
-    """A message of a file as chat templates expect it: with role and content, and without null, which Arrow
-    writes into every field that another message has. The arguments of a call may be a JSON string."""
+    """Return a message of a file as chat templates expect it: with role and content, and without null, which
+    Arrow writes into every field that another message has. The arguments of a call may be a JSON string."""
     if not isinstance(message, dict):
         raise ValueError(f"{where}: a message must be an object, not {message!r:.100}")
     message = without_null(message)
@@ -241,7 +241,7 @@ unescaped = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def check_row(where, row):
-    """Raises ValueError for a row that cannot be used; the message begins with `where`."""
+    """Raise ValueError for a row that cannot be used; the message begins with `where`."""
     prompt, text = row["prompt"], unescaped(row)
     if not isinstance(prompt, (str, list)):
         raise ValueError(f"{where}: prompt must be a string or a list of messages, not {prompt!r:.100}")
@@ -273,7 +273,7 @@ class Prompt(NamedTuple):
 
 
 def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
-    """Returns a Prompt for each of the pairs (name, row) that named_rows returns.
+    """Return a Prompt for each of the pairs (name, row) that named_rows returns.
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
@@ -326,12 +326,12 @@ class Prompts:
         self.tokenizer, self.named, self.s, self.tools = tokenizer, named, s, tools
 
     def encoded(self, numbers):
-        """Returns a Prompt for each of the rows with these numbers."""
+        """Return a Prompt for each of the rows with these numbers."""
         return encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
                            self.s.system_prompt, self.tools)
 
     def draw(self, position, count, seed):
-        """Returns the next `count` prompts that fit, the same on every rank, and the new position.
+        """Return the next `count` prompts that fit, the same on every rank, and the new position.
 
         position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
         order (epoch_order), so resuming needs no more.
@@ -346,7 +346,7 @@ class Prompts:
 
 
 def load_prompts(tokenizer, settings, world_size=1, tools=None):
-    """Returns a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
+    """Return a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
 
     settings: what configure returns. tools: as in encode_rows. Prompts of more than max_prompt_length tokens
     are left out. The held-out prompts are the same for every seed. The sentence is followed by the first
@@ -443,5 +443,6 @@ def whole_text(prompt):
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(num_rows, epoch, seed, shuffle=True):
-    """The row numbers in the order in which an epoch uses them: a permutation, or unshuffled 0, 1, ..."""
+    """Return the row numbers in the order in which an epoch uses them: a permutation, or unshuffled 0, 1,
+    ..."""
     return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows) if shuffle else range(num_rows)

@@ -17,6 +17,7 @@ Functions become tools as well, with or without a class: --tools=my_tools.py:sea
 Each episode continues as soon as it can: its next turn joins those that the engine is working on. Without an
 environment an answer is an episode of one turn, which train_async.py plays here as well.
 """
+import contextlib
 import inspect
 import json
 import math
@@ -257,8 +258,10 @@ class Environment:
 
     def number(self, reward, turn, row):
         """Return a reward as a float. Raises RuntimeError if it is none that float32 has."""
-        if hasattr(reward, "__float__") and abs(reward) <= 3.4e38:          # float32's largest
-            return float(reward)
+        # float raises for an array of several numbers and for 10**400.
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if hasattr(reward, "__float__") and abs(float(reward)) <= 3.4e38:       # float32's largest
+                return float(reward)
         raise self.broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
 
 

@@ -43,7 +43,8 @@ output = ""                     # a JSONL file that gets a line per prompt: its 
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 check_values(settings)
-_, _, device, *_ = distributed.set_up()
+_, world_size, device, *_ = distributed.set_up()
+check(world_size == 1, "evaluate_model.py runs in one process: python evaluate_model.py")
 
 with input_errors():
     engine_type = rollout.engine_class(engine)

@@ -397,7 +397,7 @@ def product(a, b):
 
 
 def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0):
-    """Logits of a linear head, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or None.
+    """Return the logits of a linear head, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or None.
 
     scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
     softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
@@ -482,7 +482,7 @@ class LogprobsFromHidden(torch.autograd.Function):
 
 
 def chunks(targets, weight):
-    """Slices of tokens, each with at most LOGITS logits."""
+    """Return slices of tokens, each with at most LOGITS logits."""
     size = max(1, LOGITS[weight.device.type] // len(weight))
     return [slice(i, i + size) for i in range(0, len(targets), size)]
 

@@ -44,7 +44,7 @@ class Network(nn.Module):
         self.hf, self.decoder = hf, (text_model(hf),)   # in a tuple, or PyTorch would list its weights twice
 
     def hidden_states(self, batch):
-        """The last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
+        """Return the last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
 
         If the row is cut over ranks, these are the places in this rank's part.
         """
@@ -112,13 +112,15 @@ class Critic(Network):
 
 
 def text_model(hf):
-    """The part of a Hugging Face model that turns tokens into hidden states: no head, nothing for images."""
+    """Return the part of a Hugging Face model that turns tokens into hidden states: no head, nothing for
+    images."""
     part = hf.get_decoder()
     return part if part is hf or part.get_decoder() is part else text_model(part)
 
 
 def scale_and_softcap(config):
-    """The scale and the softcap of a model's logits (see head_logits). Their names depend on the family."""
+    """Return the scale and the softcap of a model's logits (see head_logits).
+    Their names depend on the family."""
     named = lambda key: getattr(config.get_text_config(), key, None)
     scale = (named("logit_scale") or 1.0) * (named("lm_head_multiplier") or 1.0)
     return scale / (named("logits_scaling") or 1.0), named("final_logit_softcapping") or 0.0
@@ -151,7 +153,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
 
 
 def deal_to_ranks(rollouts, updates):
-    """What this rank computes of each update, as lists of s, and the share of tokens that prefixes save.
+    """Return this rank's part of each update, as lists of s, and the share of tokens that prefixes save.
 
     updates: lists of s, the same on every rank. packing.deal gives each rank about the same number of tokens.
     """
@@ -160,12 +162,14 @@ def deal_to_ranks(rollouts, updates):
 
 
 def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
-    """A policy's logprobs of the sampled tokens of rollouts[s] for s in chosen: {s: [len]}. A collective."""
+    """Return a policy's logprobs of the sampled tokens of rollouts[s] for s in chosen: {s: [len]}.
+    A collective."""
     return per_token(policy, lambda batch: policy(batch, temperature)[0], rollouts, chosen, token_budget)
 
 
 def gathered_logprobs(policy, rollouts, token_budget, temperature):
-    """A policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank. A collective."""
+    """Return a policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank.
+    A collective."""
     share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
     device, found = next(policy.parameters()).device, {}
@@ -178,7 +182,7 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
 
 
 def token_values(critic, rollouts, chosen, token_budget):
-    """A critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
+    """Return a critic's values of the states before the sampled tokens: {s: [len]}. A collective."""
     return per_token(critic, critic, rollouts, chosen, token_budget)
 
 
@@ -214,7 +218,7 @@ CLOSE = 1e-4                # less difference from transformers, relative to the
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=True, sequence_group=None,
                 adapter=None, trained=True):
-    """A Policy from a folder or hub id: float32 master weights, FSDP2-sharded over mesh, computing in dtype.
+    """Return a Policy from a folder or hub id: float32 master weights, sharded by FSDP2, computing in dtype.
 
     float32_head: see head_logits; the engine needs the same. sequence_group: the ranks that share each row
     with this one, or None. adapter: None, or the arguments of lora.adapt after the layers; then everything
@@ -233,7 +237,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=Tr
 
 
 def load_reference(path, policy, mesh, dtype):
-    """The frozen model that a KL compares a policy with, from a folder or hub id, with weights in dtype.
+    """Return the frozen model that a KL compares a policy with, from a folder or hub id, in dtype.
 
     If `path` is the base of the policy's adapters, this is the policy without them, which takes no memory.
     """
@@ -256,7 +260,7 @@ class ValueHead(PreTrainedModel):
 
 
 def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None):
-    """A Critic from a folder or hub id, loaded like a policy. A head that the folder lacks starts at 0.
+    """Return a Critic from a folder or hub id. A head that the folder lacks starts at 0.
 
     transformers' class for token classification reads its checkpoints as well, if the family has one.
     """
@@ -271,7 +275,7 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
 
 
 def on_all_ranks(what, read, sequence_group):
-    """The Policy or Critic that read() returns on rank 0, on every rank, after it was compared there.
+    """Return the Policy or Critic that read() returns on rank 0, on every rank, after it was compared there.
 
     On the other ranks its parameters are on the meta device, without numbers. A ValueError of rank 0 is
     raised on every rank. sequence_group: the ranks that share each of its rows, or None. A collective.
@@ -408,8 +412,8 @@ def check_same(what, network, P):
 
 
 def by_transformers(network, sequences):
-    """What transformers computes of sequences of at most 14 tokens: a policy's logprobs, [C], or a critic's
-    hidden states, [C, H], of all tokens except the first of each."""
+    """Return what transformers computes of sequences of at most 14 tokens: a policy's logprobs, [C], or a
+    critic's hidden states, [C, H], of all tokens except the first of each."""
     # No token sees what follows it, so a short sequence may be repeated up to the others' length.
     rows = torch.tensor(np.stack([np.resize(ids, 14) for ids in sequences])).long()
     if isinstance(network, Critic):                                     # whose new head returns 0

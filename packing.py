@@ -74,7 +74,7 @@ class MicroBatch:
         return dict(zip(self.sequences, flat.split(self.lengths)))
 
     def to(self, device):
-        """A copy with its tensors on the device."""
+        """Return a copy with its tensors on the device."""
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if hasattr(x, "to")})
 
 
@@ -99,14 +99,15 @@ def prefix_order(rollouts, chosen):
 
 
 def common_prefix(a, b):
-    """The length of the longest common prefix of two arrays of tokens."""
+    """Return the length of the longest common prefix of two arrays of tokens."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     return int(different.argmax()) if different.any() else length
 
 
 def row_size(neighbours):
-    """The number of tokens in a row of these neighbours in prefix_order's list, without repeated prefixes."""
+    """Return the number of tokens in a row of these neighbours in prefix_order's list, without repeated
+    prefixes."""
     return sum(size - (shared if i else 0) for i, (_, size, shared) in enumerate(neighbours))
 
 
@@ -259,14 +260,14 @@ class Segments:
                                           for x in (sizes, self.key_sizes))
 
     def to(self, device):
-        """A copy with its tensors on the device."""
+        """Return a copy with its tensors on the device."""
         other = copy.copy(self)
         other.masks = {}
         vars(other).update({name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)})
         return other
 
     def mask(self, size, before, window, dtype):
-        """A mask to add to scores, [size, before + size]: 0 where a token sees a key, otherwise -inf.
+        """Return a mask to add to scores, [size, before + size]: 0 where a token sees a key, otherwise -inf.
 
         The first `before` keys stand before the first token. The mask is made once for all layers.
         """

@@ -129,7 +129,7 @@ class Bridge:
             name: sum(figures[name] for _, figures in parts) / len(parts) for name in parts[0][1]}
 
     def signalled(self):
-        """Whether an engine has got a signal to stop."""
+        """Return whether an engine has got a signal to stop."""
         return any(("signal", 0) in box for box in self.boxes)
 
     def close(self):

@@ -45,7 +45,7 @@ PANELS = (
 
 
 def read_run(folder):
-    """A run's lines of metrics, its settings, and the defaults of the script as it ran."""
+    """Return a run's lines of metrics, its settings, and the defaults of the script as it ran."""
     scripts, defaults = sorted(glob.glob(os.path.join(glob.escape(folder), "*.py"))), {}
     with open(f"{folder}/config.json", "rb") as config, open(f"{folder}/metrics.jsonl", "rb") as metrics:
         settings = {"script": ", ".join(map(os.path.basename, scripts))} | json.load(config)
@@ -88,7 +88,7 @@ def thinned(points, most):
 
 
 def summary(folder, lines, metrics):
-    """The cells of a run's line: folder, last step, minutes, and its first and last scores."""
+    """Return the cells of a run's line: folder, last step, minutes, and its first and last scores."""
     minutes = sum(seconds for _, seconds in series(lines, "timing_s/step")) / 60
     return [folder, f"to step {max((line['step'] for line in lines), default=0)}", f"{minutes:.1f} min",
             *(f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}" for metric in metrics
@@ -96,7 +96,7 @@ def summary(folder, lines, metrics):
 
 
 def page(folders):
-    """The HTML of the page, as a string."""
+    """Return the HTML of the page, as a string."""
     read, panels = [read_run(folder) for folder in folders], []
     values = {key: [str(settings.get(key, "")) for _, settings, _ in read]
               for _, settings, _ in read for key in settings}

@@ -62,7 +62,7 @@ class Rollout:
 
     @classmethod
     def single(cls, prompt_ids, completion_ids, logprobs, finish_reason, versions=((0, 0),)):
-        """Returns the Rollout of one completion, given as lists."""
+        """Return the Rollout of one completion, given as lists."""
         ids = np.array([*prompt_ids, *completion_ids], dtype=np.int32)
         return cls(ids, np.array([[len(prompt_ids), len(ids)]], dtype=np.int32),
                    np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
@@ -112,7 +112,7 @@ def from_arrays(arrays):
 
 
 def engine_class(engine):
-    """Returns the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf.
+    """Return the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf.
 
     Raises ValueError for vllm if it is not installed.
     """
@@ -191,11 +191,11 @@ class Engine:
         self.load_weights(self.incoming(version), version)
 
     def so_far(self):
-        """Returns {name of a request: how many tokens were sampled for it}, where there are any."""
+        """Return {name of a request: how many tokens were sampled for it}, where there are any."""
         return {}
 
     def serve(self, jobs, play):
-        """Returns play(jobs), a list with a result per job. play calls add and step.
+        """Return play(jobs), a list with a result per job. play calls add and step.
 
         If ranks share an engine, the first of them plays the jobs of all, and the others take the same steps.
         Raises RuntimeError if play calls this again, as an environment might that samples.
@@ -213,7 +213,7 @@ class Engine:
         return play(jobs)
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        """Returns n adjacent Rollouts per prompt, a list of ids, with the seeds seed, seed + 1, ..."""
+        """Return n adjacent Rollouts per prompt, a list of ids, with the seeds seed, seed + 1, ..."""
         def play(jobs):
             for name, (prompt, seed) in enumerate(jobs):
                 self.add(Request(name, prompt, seed, max_tokens, temperature, top_p, top_k))

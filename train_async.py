@@ -70,7 +70,8 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_proce
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_in = "loss"                  # "loss" adds the KL to the loss, "reward" subtracts it from each score, and
                                 # "advantage" from each token's advantage (on-policy distillation)
-kl_estimator = "k3"             # with kl_in=loss k2, k3, k3+ or k3_is, otherwise k1; see losses.kl_penalty
+kl_estimator = "k3"             # kl_in=loss takes k2, k3, k3+ or k3_is; for the others set k1; see
+                                # losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -222,7 +223,7 @@ for step in range(run.first_step, max_steps):
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_in == "reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs scores and G.
+    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=part_weights)
     if reference and kl_in == "advantage":
@@ -231,10 +232,10 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
+    # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
-    # shares: this rank's part of each update, dealt by length.
     shares, log.metrics["perf/shared_tokens"] = deal_to_ranks(rollouts, computed)
-    # pi_old is the policy before the first update. If there is only one update, section 5 has its logprobs.
+    # pi_old is the policy before the first update. On-policy, section 5 takes logp and reads no old_logps.
     on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):
         old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
@@ -245,11 +246,11 @@ for step in range(run.first_step, max_steps):
         log.metrics["learning_rate"] = set_learning_rate(
             optimizer, losses.schedule(learning_rate, step, max_steps, lr_decay, warmup_steps))
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
+            # Both counts are those of the whole update, over all ranks, however it is dealt and packed.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)               # [N]; token_mean: 1 / num_tokens
-            new_logps = {}                                      # {s: [len]}
+            new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
@@ -262,14 +263,14 @@ for step in range(run.first_step, max_steps):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and kl_in == "loss":               # as in TRL, no correction of the KL
+                if reference and kl_in == "loss":               # not corrected, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, engine_logp if max_staleness else old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / updates_per_step},
+                log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
@@ -283,7 +284,7 @@ for step in range(run.first_step, max_steps):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # one whole tensor at a time
+    with log.timed("sync"):                                     # step + 1: the version of these weights
         bridge.load_weights(policy.full_weights(compute_dtype, bridge.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log

@@ -63,7 +63,8 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_proce
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_in = "loss"                  # "loss" adds the KL to the loss, "reward" subtracts it from each score, and
                                 # "advantage" from each token's advantage (on-policy distillation)
-kl_estimator = "k3"             # with kl_in=loss k2, k3, k3+ or k3_is, otherwise k1; see losses.kl_penalty
+kl_estimator = "k3"             # kl_in=loss takes k2, k3, k3+ or k3_is; for the others set k1; see
+                                # losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -75,7 +76,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO); see losses.sequence_weights
 engine_correction = "none"      # the trainer's probabilities differ a little from the engine's; this weights
-                                # tokens by their ratio or leaves tokens out: token_truncate (TIS),
+                                # tokens by the ratio of the two or leaves tokens out: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; or none; see
                                 # losses.correction_weights
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
@@ -97,7 +98,8 @@ longest = max_prompt_length + max_completion_length             # in tokens; the
 # gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
-    # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
+    engine_class = rollout.engine_class(engine)                 # refuses vllm where it is not installed
+    # The models' folders, without weights. A chat template that prints a date prints the day the run began.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
@@ -106,33 +108,34 @@ with input_errors():                                            # a ValueError b
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
+    # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = rollout.engine_class(engine)(
-        start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
-        vllm_tensor_parallel_size, float32_head)
+    rollout_engine = engine_class(start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
+                                  vllm_tensor_parallel_size, float32_head)
 optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
-networks = {"": (policy, optimizer)}        # what is saved, by the checkpoint's subfolder; "" is its root
+networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
-# N rollouts per step, on all ranks; s is the number of a rollout. A rollout r has r.ids (prompt and
-# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set) and r.score.
-# {s: [len]} is a dict with a tensor for each rollout, which has an entry for each sampled token.
+# N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and
+# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set) and r.score, with
+# r.rewards by token and r.parts by name where the reward gives them. {s: [len]} is a dict with a tensor for
+# each rollout, which has an entry for each sampled token.
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
 # (packing.py). C of its tokens were sampled. Forward and backward are collectives, so a rank with fewer
-# micro-batches than another gets empty micro-batches, C = 0. Ranks of a sequence_group compute each other's;
-# only the owner has C > 0. For two rollouts, 0 and 1, with two sampled tokens each:
-#     batch.flat({0: [a, b], 1: [c, d]})   -> [a, b, c, d]              {s: [len]} to [C]
-#     batch.split([a, b, c, d])            -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
-#     batch.spread([x, y])                 -> [x, x, y, y]              [N] to [C]; takes {s: [len]} as well
-#     batch.mean([1, 3, 5, 9])             -> [2, 2, 7, 7]              [C] to [C]: the mean over the rollout
+# micro-batches than another gets empty micro-batches, C = 0. In a sequence_group each rank computes a part of
+# every rank's micro-batches, and only the rank they belong to gets the results; on the others C = 0. For a
+# micro-batch of the rollouts 0 and 1 of three, with two sampled tokens each:
+#     batch.flat({0: [a, b], 1: [c, d], ...})  -> [a, b, c, d]              {s: [len]} to [C]
+#     batch.split([a, b, c, d])                -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
+#     batch.spread([x, y, z])                  -> [x, x, y, y]              [N] to [C]; or {s: [len]} to [C]
+#     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
 for step in range(run.first_step, max_steps):
     log.start(step)
 
@@ -151,7 +154,7 @@ for step in range(run.first_step, max_steps):
     for gen_batch in range(max(1, max_num_gen_batches)):
         with log.timed("gen"):
             picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-            own = range(rank * B, (rank + 1) * B)               # each rank samples for prompts of its own
+            own = range(rank * B, (rank + 1) * B)               # this rank's prompts; their names seed them
             first = gen_batch * prompts_per_step
             own_rollouts = sample([picked[i] for i in own], G, [f"{step} {first + i}" for i in own])
         with log.timed("reward"):
@@ -177,13 +180,13 @@ for step in range(run.first_step, max_steps):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}             # k1 of each token, {s: [len]}
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1 of each sampled token, {s: [len]}
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_in == "reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()           # DAPO
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
-    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo needs scores and G.
+    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
     if reference and kl_in == "advantage":
@@ -195,10 +198,10 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 4 split into updates; old logprobs
     order = random.Random(f"{seed} {step}").sample(counted, len(counted))       # DAPO: only these
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
+    # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
-    # shares: this rank's part of each update, dealt by length.
     shares, log.metrics["perf/shared_tokens"] = deal_to_ranks(rollouts, computed)
-    # pi_old is the policy before the first update. If there is only one update, section 5 has its logprobs.
+    # pi_old is the policy before the first update. On-policy, section 5 takes logp and reads no old_logps.
     on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):
         old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
@@ -209,11 +212,11 @@ for step in range(run.first_step, max_steps):
         log.metrics["learning_rate"] = set_learning_rate(
             optimizer, losses.schedule(learning_rate, step, max_steps, lr_decay, warmup_steps))
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
+            # Both counts are those of the whole update, over all ranks, however it is dealt and packed.
             weight = losses.sequence_weights(
                 lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
                 max_length=max_completion_length)               # [N]; token_mean: 1 / num_tokens
-            new_logps = {}                                      # {s: [len]}
+            new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
@@ -226,26 +229,26 @@ for step in range(run.first_step, max_steps):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and kl_in == "loss":               # as in TRL, no correction of the KL
+                if reference and kl_in == "loss":               # not corrected, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
-                log.add(sums={"loss": loss / updates_per_step},
+                log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # Before the first update engine and trainer have the same weights: a gap stops the run.
-                log.metrics |= compare_logprobs(rollouts, new_logps, gap_bound, tokenizer, step)
+                # These logprobs precede the step, so the engine had the same weights: a gap stops the run.
+                log.metrics |= compare_logprobs(rollouts, new_logps, gap_bound, tokenizer, version=step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted
                 optimizer.step()
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # one whole tensor at a time
+    with log.timed("sync"):                                     # step + 1: the version of these weights
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log

@@ -85,7 +85,8 @@ longest = max_prompt_length + max_completion_length             # in tokens; the
 # gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
 with input_errors():                                            # a ValueError becomes a one-line message
-    # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
+    engine_class = rollout.engine_class(engine)                 # refuses vllm where it is not installed
+    # The models' folders, without weights. A chat template that prints a date prints the day the run began.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
@@ -94,16 +95,15 @@ with input_errors():                                            # a ValueError b
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
+    # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = rollout.engine_class(engine)(
-        start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
-        vllm_tensor_parallel_size, float32_head)
+    rollout_engine = engine_class(start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
+                                  vllm_tensor_parallel_size, float32_head)
 optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
 critic_optimizer = make_optimizer(critic, critic_learning_rate, weight_decay, offload_optimizer)
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
@@ -144,7 +144,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # each rank samples for prompts of its own
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; their names seed them
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward
@@ -219,7 +219,7 @@ for step in range(run.first_step, max_steps):
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.spread(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                log.add(sums={"loss": loss / updates_per_step},
+                log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
                                "entropy": entropy} | losses.clip_ratios(clipped_low, clipped_high))
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
@@ -228,7 +228,7 @@ for step in range(run.first_step, max_steps):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # one whole tensor at a time
+    with log.timed("sync"):                                     # step + 1: the version of these weights
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log

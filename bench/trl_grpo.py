@@ -64,7 +64,7 @@ train_set, eval_set, _ = data.load_prompts(tokenizer, settings)
 scorer = rewards.Scorer(settings, "cpu", torch.float32, Player(settings, tokenizer, eos_ids))
 evaluator = rollout.HFEngine(base, torch.float32, max_prompt_length + max_completion_length, eos_ids, 0.0)
 policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (beta1, beta2),
+optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (0.9, 0.95),
                               weight_decay=weight_decay, fused=True)
 # The updates of a step share a learning rate. With TRL's own schedules it would change after each update.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: losses.schedule(

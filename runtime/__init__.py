@@ -30,13 +30,13 @@ def make_lenient():
 
     What such a console would have shown goes to the null device.
     """
-    def lenient(write, number):
-        def write_or_drop(text):
+    def lenient(call, number):
+        def call_or_drop(*text):
             try:
-                return write(text)
+                return call(*text)
             except (OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        return write_or_drop
+        return call_or_drop
 
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:                          # it was closed when the process began
@@ -44,4 +44,4 @@ def make_lenient():
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:                    # a notebook has streams of its own
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
-            stream.write = lenient(stream.write, number)
+            stream.write, stream.flush = lenient(stream.write, number), lenient(stream.flush, number)

@@ -37,11 +37,11 @@ class Template:
         self.calls_at_once = None               # no limit, unless check finds that the template has one
 
     def opening(self, messages):
-        """The ids of the messages before the first turn."""
+        """Return the ids of the messages before the first turn."""
         return self._encode(messages, True)
 
     def between(self, turn, reply):
-        """The ids after the end token of a turn, up to where the next turn begins.
+        """Return the ids after the end token of a turn, up to where the next turn begins.
 
         turn: a message, of which only the names of its tool calls matter. reply: the messages that follow it.
         """
@@ -59,7 +59,7 @@ class Template:
         return after[len(before):]
 
     def example(self):
-        """The ids of a question and of a turn that calls the first tool, as the template writes it."""
+        """Return the ids of a question and of a turn that calls the first tool, as the template writes it."""
         _, ids = self._until_end(tuple(self.names[:1]))
         begin = len(self.opening([{"role": "user", "content": "?"}]))
         return ids[:begin], ids[begin:]
@@ -69,7 +69,7 @@ class Template:
         return broken_up(text.encode(errors="replace").decode(), self.tokenizer, self.control, CUT)
 
     def check(self, messages):
-        """Raises ValueError if the template cannot be used for several turns after these messages."""
+        """Raise ValueError if the template cannot be used for several turns after these messages."""
         reply = {"role": "user", "content": "forty-two"}
         if self.tools:
             if self.opening(messages) == Template(self.tokenizer, self.eos_ids, None).opening(messages):
@@ -162,7 +162,7 @@ def broken_up(text, tokenizer, control, mark):
 
 
 def tool_call(number, name, arguments):
-    """A turn's tool call as transformers writes it in a message; number: its place in the turn."""
+    """Return a turn's tool call as transformers writes it in a message; number: its place in the turn."""
     # Some templates want an id of nine letters or digits.
     return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
 

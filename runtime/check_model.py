@@ -44,19 +44,21 @@ def reading(what):
 
 
 def located(path):
-    """The folder or file that the name of a model stands for, or the name itself, which may be a hub id."""
+    """Return the folder or file that the name of a model stands for, or the name itself, which may be a hub
+    id."""
     here = os.path.join(STARTED_IN, os.path.expanduser(SHIPPED.get(path, path)))
     return here if os.path.exists(here) else path
 
 
 @functools.cache
 def read_config(path):
-    """The config in a model's folder or of a hub id. It is read once, for all checks; nothing changes it."""
+    """Return the config in a model's folder or of a hub id. It is read once, for all checks; nothing changes
+    it."""
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def check_model(path, key="model", tokenizer=True, length=0):
-    """The folder (or hub id) of the model that `path` names, if it has all that a model needs.
+    """Return the folder (or hub id) of the model that `path` names, if it has all that a model needs.
 
     path: a folder, a hub id, or the name of a model that is shipped. key: the setting that names it, for the
     message. tokenizer: whether the model needs one. length: tokens that it has to read in a row. Raises
@@ -93,7 +95,7 @@ def has_tokenizer(path):
 
 
 def longest_row(config):
-    """How many tokens a model with this config reads in a row, and why no more."""
+    """Return how many tokens a model with this config reads in a row, and why no more."""
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), rope.get("factor") or 1
@@ -109,7 +111,8 @@ def longest_row(config):
 
 
 def check_trainable(path, key="model", tokenizer=True, length=0):
-    """What check_model returns. Also raises ValueError for a model that by its config cannot be trained."""
+    """Return what check_model returns. Also raises ValueError for a model that by its config cannot be
+    trained."""
     path = check_model(path, key, tokenizer, length)
     config = read_config(path)
     if quantised := getattr(config, "quantization_config", None):
@@ -135,8 +138,7 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size:
         raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: "
-                         "it "
-                         "has to read the policy's tokens")
+                         "it has to read the policy's tokens")
     if others:
         raise ValueError(f"{key}={path}: {others[0]!r} has another id than in the model: it has to read the "
                          "policy's tokens")
@@ -153,7 +155,7 @@ def check_loaded(what, info, may_lack=()):
 
 
 def model_class(config):
-    """The class in transformers that generates text with such a config, or None.
+    """Return the class in transformers that generates text with such a config, or None.
 
     If there are several, it is the one that takes images, so that checkpoints keep the weights for them.
     """
@@ -175,7 +177,11 @@ def end_tokens(model, tokenizer):
             named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     for ids in named:
         if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
+            ids = ids if isinstance(ids, list) else [ids]
+            vocabulary = range(read_config(model).get_text_config().vocab_size)
+            if not ids or not all(number in vocabulary for number in ids):
+                raise ValueError(f"model={model}: eos_token_id={ids} is no token of the model")
+            return ids
     raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
                      "names an end-of-sequence token")
 

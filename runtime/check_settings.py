@@ -21,7 +21,8 @@ NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_
     gamma lam max_prompt_length max_turns max_turn_length max_environments max_num_gen_batches overlong_buffer
     max_staleness train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap
     timeout call_timeout call_workers show""".split()
-SHARES = ("gamma", "lam", "top_p", "vllm_gpu_memory_utilization", "warmup", "decay")
+SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
+    decay""".split()
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
            "reward_errors": ("stop", "unscored"), "kl_in": ("loss", "reward", "advantage")}
@@ -121,7 +122,7 @@ def check_run(settings, trainers):
 
 
 def same(one, other):
-    """Whether two values of a setting mean the same; paths may be spelled in different ways."""
+    """Return whether two values of a setting mean the same; paths may be spelled in different ways."""
     return one == other or all(isinstance(value, str) for value in (one, other)) and (
         os.path.realpath(located(one)) == os.path.realpath(located(other)))
 

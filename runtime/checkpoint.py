@@ -153,7 +153,7 @@ def checksum(path):
 
 
 def checksum_of_rows(rows):
-    """The CRC-32 of a data set's rows, by which a resumed run recognises its data."""
+    """Return the CRC-32 of a data set's rows, by which a resumed run recognises its data."""
     value, encode = 0, json.JSONEncoder(default=str).encode
     for row in rows:
         value = zlib.crc32(encode(row).encode(), value)
@@ -163,7 +163,7 @@ def checksum_of_rows(rows):
 # ---------------------------------------------------------------- and back
 
 def checkpoints(out_dir):
-    """The checkpoint-N folders of a run, oldest first."""
+    """Return the checkpoint-N folders of a run, oldest first."""
     names = [name for name in os.listdir(out_dir) if re.fullmatch(r"checkpoint-\d+", name)]
     return [os.path.join(out_dir, name) for name in sorted(names, key=step_of)]
 
@@ -173,7 +173,7 @@ def step_of(folder):
 
 
 def damage(folder):
-    """What is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
+    """Return what is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
     found, place = contents(folder), "trainer/checksums.json"
     plain = {name: path for name, path in found.items() if path.is_file() and not path.is_symlink()}
     try:

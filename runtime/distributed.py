@@ -144,14 +144,14 @@ largest = functools.partial(reduced, op=dist.ReduceOp.MAX)
 
 
 def mean(values):
-    """The mean over all ranks of the values that are not NaN, in float64; 0 if there are none."""
+    """Return the mean over all ranks of the values that are not NaN, in float64; 0 if there are none."""
     values = torch.as_tensor(values, dtype=torch.float64)
     summed, count = total([values.nansum(), (~values.isnan()).sum()])
     return summed / max(count, 1)
 
 
 def gathered(items):
-    """The lists of all ranks joined into one, in the order of the ranks."""
+    """Return the lists of all ranks joined into one, in the order of the ranks."""
     # On one rank the list is not sent, because to send a large one gloo's thread would start OpenMP threads
     # of its own, and on two cores everything after that would take one and a half times as long.
     lists = [items] * dist.get_world_size()

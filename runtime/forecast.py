@@ -37,7 +37,7 @@ ADVICE = ("It does not fit. An update takes less memory with gradient_checkpoint
 
 @functools.cache
 def shape(path):
-    """The sizes of the model with this config: its widths, and how many parameters its parts have."""
+    """Return the sizes of the model with this config: its widths, and how many parameters its parts have."""
     with reading(f"model={path}: its config"), torch.device("meta"):
         config = read_config(located(path))
         hf = model_class(config)(config)
@@ -62,7 +62,7 @@ def shape(path):
 
 
 def kept_by_layer(m, b, full=True):
-    """Bytes per token that a layer keeps for the backward pass.
+    """Return the bytes per token that a layer keeps for the backward pass.
 
     m: the model's shape. b: bytes of a number in the dtype that layers compute in. full: whether norms are
     trained, as they are without adapters. A norm keeps its input in float32 and, if it is trained, the
@@ -74,7 +74,8 @@ def kept_by_layer(m, b, full=True):
 
 
 def update_peak(m, s, b, T, shards, cuda):
-    """Bytes that an update holds besides weights, gradients and Adam's moments, at the highest of three
+    """Return the bytes that an update holds besides weights, gradients and Adam's moments, at the highest of
+    three
     moments: where logits are computed, where a layer's backward pass runs, and where the gradients of FSDP's
     root (the embedding, the head and the last norm) are added up. T: tokens of a micro-batch on a rank."""
     full = not s.lora_rank
@@ -148,7 +149,7 @@ def forecast(s, ranks, memory, cuda):
 
 
 def says(s, ranks, memory, cuda, table=True):
-    """The forecast as text: a table of roles, a line of phases, and advice if it does not fit."""
+    """Return the forecast as text: a table of roles, a line of phases, and advice if it does not fit."""
     parts, gb = forecast(s, ranks, memory, cuda), lambda size: f"{size / 1e9:.2f}" if size else "-"
     peaks = [*map(sum, zip(*parts.values()))]
     phases = ", ".join(f"{phase} {gb(peak)}" for phase, peak in zip(PHASES, peaks))
@@ -159,7 +160,8 @@ def says(s, ranks, memory, cuda, table=True):
 
 
 def device_memory():
-    """Bytes of this process's GPU, or of its part of the host's memory; and whether it is a GPU."""
+    """Return the bytes of this process's GPU, or of its part of the host's memory; and whether it is a
+    GPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, True
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

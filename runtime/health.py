@@ -44,8 +44,8 @@ UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
 
 
 def findings(lines, settings):
-    """A dict for each broken rule: metric, first and last step of the latest stretch in which it was broken,
-    and text.
+    """Return a dict for each broken rule: metric, first and last step of the latest stretch in which it was
+    broken, and text.
 
     lines: dicts of metrics, one per step, as in metrics.jsonl. settings: a dict of the run's settings.
     """
@@ -96,7 +96,8 @@ class Watch:
         self.settings, self.lines, self.new, self.told = settings, [], [], set()
 
     def news(self):
-        """The texts, in lines of 80 columns, for rules that are broken now and were not told of before."""
+        """Return the texts, in lines of 80 columns, for rules that are broken now and were not told of
+        before."""
         # What no rule reads is not kept.
         kept = ("step", *SCORES, *RULES)
         self.lines += [{name: value for name, value in line.items()
@@ -108,7 +109,7 @@ class Watch:
         return [filled(f["text"]) for f in now]
 
     def same_scores(self, completion, truth):
-        """The text, in lines of 80 columns, if all scores of the first steps are the same; otherwise "".
+        """Return a text, in lines of 80 columns, if all scores of the first steps are the same, or "".
 
         completion, truth: the text of the first sample, and the right answer to its prompt.
         """

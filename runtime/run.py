@@ -60,6 +60,8 @@ class Run:
     def __init__(self, settings, script, critic=False, **state):
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         check_run(settings, self.world_size)
+        # The console as it is before a user's code is called, which may set sys.stdout to None or replace it.
+        self.console = sys.stdout, sys.stderr
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         with input_errors():
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
@@ -136,7 +138,8 @@ class Run:
         dist.barrier()
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
-        self.log, self.engine = RunLog(self.out_dir, self.script, vars(self.settings), self.state), engine
+        self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state, self.console)
+        self.engine = engine
         engine.version = self.first_step
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
@@ -169,11 +172,11 @@ class Run:
                          "once.", error=True)
 
     def due(self, interval):
-        """Whether what happens every `interval` steps is due; 0 stands for the first step alone."""
+        """Return whether what happens every `interval` steps is due; 0 stands for the first step alone."""
         return self.state["step"] % (interval or self.max_steps) == 0
 
     def stopping(self, signalled=False):
-        """Whether a signal has come, or torchrun has died, on any rank. A collective.
+        """Return whether a signal has come, or torchrun has died, on any rank. A collective.
 
         signalled: whether this rank knows of a signal elsewhere.
         """
@@ -287,10 +290,11 @@ class RunLog:
     settings: a dict of the run's settings. state: run.state; the log begins at its step, and drops the lines
     of that step and of later ones, because the run writes them again. Only rank 0 writes. The line of a step
     consists of `metrics`, a dict of figures that all ranks agree on, and of what `add` was given, summed or
-    averaged over all ranks when the step ends. A disk that is full ends the run.
+    averaged over all ranks when the step ends. A disk that is full ends the run. console: where to print, if
+    not to the present sys.stdout and sys.stderr.
     """
 
-    def __init__(self, out_dir, script, settings, state):
+    def __init__(self, out_dir, script, settings, state, console=None):
         self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
         self.health = health.Watch(settings)
         first_step = state["step"]
@@ -305,8 +309,7 @@ class RunLog:
                 if diff := changes():                           # so that a changed losses.py is found again
                     Path(out_dir, "changes.diff").write_text(diff[:1_000_000])
                 self.board = SummaryWriter(out_dir, purge_step=first_step)
-        # The console as it was when the run began: a user's code may set sys.stdout to None, or replace it.
-        self.console, self.errors = sys.stdout, sys.stderr
+        self.console, self.errors = console or (sys.stdout, sys.stderr)
         self.bar = tqdm(total=settings["max_steps"], initial=first_step, disable=not self.master,
                         file=self.errors, unit="step")
         # Otherwise the bar writes once more as the interpreter ends, below the error that ends the run.
@@ -439,8 +442,12 @@ def append(path, rows, default=None):
     JSON has no NaN and no infinity: null stands for these. default: as in json.dumps, for the rows of a
     parquet file, whose messages may hold dates.
     """
+    try:
+        lines = [json.dumps(row, allow_nan=False, default=default) for row in rows]
+    except ValueError:
+        lines = [json.dumps(finite(row), default=default) for row in rows]
     with open(path, "a") as file:
-        file.writelines(json.dumps(finite(row), allow_nan=False, default=default) + "\n" for row in rows)
+        file.writelines(line + "\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
 

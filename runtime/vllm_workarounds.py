@@ -49,7 +49,8 @@ def leave_memory_unbound():
 
 
 def has_head(model):
-    """Whether a model of vLLM has an output head of its own. If not, it refuses the weights of lm_head."""
+    """Return whether a model of vLLM has an output head of its own.
+    If not, it refuses the weights of lm_head."""
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
 
 

@@ -16,13 +16,13 @@ from fractions import Fraction
 
 
 def term(k, name=""):
-    """Returns a signed term of a sum: +2x, -x, +3, and nothing for 0."""
+    """Return a signed term of a sum: +2x, -x, +3, and nothing for 0."""
     digits = "" if name and abs(k) == 1 else abs(k)
     return f"{'-' if k < 0 else '+'}{digits}{name}" if k else ""
 
 
 def polynomial(coefficients, name="x"):
-    """Returns the text of a polynomial, the highest power first: [1, -5, 6] is x^2-5x+6."""
+    """Return the text of a polynomial, the highest power first: [1, -5, 6] is x^2-5x+6."""
     powers = range(len(coefficients) - 1, -1, -1)
     names = [f"{name}^{power}" if power > 1 else name * power for power in powers]
     return "".join(map(term, coefficients, names)).removeprefix("+")

@@ -201,7 +201,7 @@ def resumed_steps(folder):
 # ---- settings ----------------------------------------------------------------------------------------------
 BAD_VALUES = {
     "max_steps": ["", "1.5", "nan", "inf", "-inf", "1e400", "ten", "true", "None", "1+1", "[5]", "'5'", "5 5",
-                  "0x", "5\n6", "5\x00", "\udcff", "９１x", "9" * 5000, "(" * 100_000, "-" * 99_999 + "1"],
+                  "0x", "5\n6", "5\x00", "\udcff", "９１x", "9" * 5000, "(" * 100_000],
     "learning_rate": ["", "nan", "inf", "-inf", "1e400", "x", "True", "1+1", "1,5", "--1", "1e", "9" * 400],
     "chat": ["", "1", "0", "yes", "no", "on", "None", "2", "'True'"]}
 BOUND = r"\.py: {}(=| must be)"
@@ -211,28 +211,26 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
               "token_budget updates_per_step max_steps eval_samples "
               "difficulty keep_checkpoints vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks max_steps updates_per_step",
-        DAPO: "max_num_gen_batches updates_per_step", SAMPLE: "samples max_completion_length difficulty",
+        DAPO: "updates_per_step", SAMPLE: "samples max_completion_length difficulty",
         PPO: "num_epochs updates_per_step max_steps"}),
     ("-1", BOUND, {
-        GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high dual_clip kl_coef "
+        GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high kl_coef "
               "entropy_coef correction_low correction_high logprob_gap call_timeout timeout train_prompts "
               "eval_prompts vllm_gpu_memory_utilization",
         ASYNC: "max_staleness learning_rate kl_coef",
-        DAPO: "overlong_buffer overlong_penalty",
+        DAPO: "overlong_buffer max_num_gen_batches",
         PPO: "critic_learning_rate critic_warmup_steps value_clip",
         SAMPLE: "temperature top_p top_k eval_prompts call_timeout show vllm_gpu_memory_utilization"}),
-    ("1.5", BOUND, {GRPO: "beta1 beta2 vllm_gpu_memory_utilization", PPO: "gamma lam beta1",
-                    SAMPLE: "top_p"}),
-    ("1", BOUND, {GRPO: "beta1 beta2"}),
+    ("1.5", BOUND, {GRPO: "vllm_gpu_memory_utilization", PPO: "gamma lam", SAMPLE: "top_p"}),
     ("nonsense", r"\b{}\b.*nonsense", {
         GRPO: "task engine dtype advantage kl_in kl_estimator old_logprobs loss_type loss_aggregation "
               "engine_correction lr_decay", ASYNC: "in_flight engine engine_correction",
         PPO: "loss_aggregation lr_decay dtype task engine", DAPO: "loss_type advantage",
         SAMPLE: "task engine dtype"}),
     (f"{10 ** 30}", r"\b{}\b", {
-        GRPO: "prompts_per_step num_generations eval_samples max_completion_length train_prompts "
-              "eval_prompts difficulty updates_per_step max_prompt_length sequence_parallel_size",
-        ASYNC: "max_staleness rollout_ranks num_generations"})]
+        GRPO: "prompts_per_step max_completion_length train_prompts eval_prompts difficulty "
+              "updates_per_step max_prompt_length sequence_parallel_size",
+        ASYNC: "rollout_ranks"})]
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
     ([GRPO, DAPO, PPO], {
@@ -243,45 +241,45 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
     ([GRPO, DAPO], {
-        r"\bepsilon=": "epsilon=1",
-        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; dual_clip=1; "
-                "dual_clip=3 loss_type=gmpo; old_logprobs=engine loss_type=gpg; correction_low=2 "
-                "correction_high=2; correction_low=3 correction_high=2",
+        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; "
+                "correction_low=2 correction_high=2; correction_low=3 correction_high=2",
         "kl_estimator": "kl_coef=0.1 kl_estimator=k1; kl_coef=0.1 kl_in=reward kl_estimator=k3",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
-        ITSELF: "max_num_gen_batches=17; overlong_buffer=13",
-        "filter_groups": "advantage=reinforce++", "max_num": "max_num_gen_batches=2 filter_groups=false",
-        "overlong_buffer": "advantage=grpo_process overlong_buffer=5", runs(): ["seed=0"]}),
-    ([PPO], {ITSELF: "dual_clip=1; critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
+        ITSELF: "max_num_gen_batches=17; overlong_buffer=13", "max_num": "advantage=reinforce++",
+        "overlong_buffer": "advantage=grpo_process overlong_buffer=5 max_num_gen_batches=0",
+        runs(): "seed=0; max_num_gen_batches=0"}),
+    ([PPO], {ITSELF: "critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
              runs(): ["seed=0"]}),
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
                 "shard_ranks=2; updates_per_step=7; eval_file=x.jsonl",
         "in_flight": "in_flight=true max_staleness=0",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
-        runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; timeout=20; "
-                "advantage=grpo_process max_staleness=1; timeout=0"}),
+        runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; "
+                "timeout=20 call_timeout=1; advantage=grpo_process max_staleness=1; timeout=0"}),
     ([GRPO], {
         "grpo_process": "advantage=grpo_process kl_coef=0.1 kl_in=reward kl_estimator=k1",
         "advantage=none": "advantage=none; advantage=none kl_coef=1 kl_in=reward kl_estimator=k1",
-        "skip_zero_advantage": "skip_zero_advantage=true entropy_coef=0.1; skip_zero_advantage=true kl_coef=0.1",
+        "skip_zero_advantage": "skip_zero_advantage=true entropy_coef=0.1; "
+                               "skip_zero_advantage=true kl_coef=0.1",
         "reference_model": "reference_model=tiny; reference_model=none_here kl_coef=0.1",
         "unknown setting": [f"{key}=5" for key in (
             "max_step", "learnig_rate", "sync_timeout", "MAX_STEPS", "max-steps", "", "model\n", "__name__",
             "__file__", "settings", "math", "critic_model", "skip_after", "help", "\udcff", "x" * 100_000)],
         ITSELF: "difficulty=1000000000; train_prompts=7000; eval_prompts=5000",
-        "model='x'": ["model='x'"], "model=": ["model=/no\nsuch", "model=/no\udcff"], "task": ["task=\udcff"],
-        r"\.jsonl: no such file": ["task=file train_file=\udcff.jsonl", "task=file train_file=~no/x.jsonl"],
-        "--seed given twice": "seed=1 chat=true seed=2", either("out_dir"): ["out_dir={dir}/\udce9"],
-        either("system_prompt"): ["system_prompt=\udcff max_prompt_length=100"],
+        "model='x'": ["model='x'"], "model=": ["model=/no\nsuch"], "task": ["task=\udcff"],
+        r"\.jsonl: no such file": "task=file train_file=~no/x.jsonl",
+        "--seed given twice": "seed=1 chat=true seed=2", "must be a string": [
+            "task=file train_file=\udcff.jsonl", "model=/no\udcff", "out_dir={dir}/\udce9",
+            "system_prompt=\udcff"],
         **{either(rf"\b{key}\b"): [f"{key}={value}"] for key, value in (
             ("temperature", "1e308"), ("timeout", "1e300"), ("call_timeout", "1e-300"),
-            ("epsilon_high", "1e300"), ("warmup_steps", 10 ** 4000), ("seed", 10 ** 4000))},
+            ("seed", 10 ** 4000))},
         runs(): ["eval_interval=0 save_interval=0",
                  "seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
                  "chat=fAlSe", "grad_clip=0", "call_timeout=0", "timeout=0", "keep_checkpoints=1_000",
-                 "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n", "beta1=0"]})]
+                 "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n"]})]
 
 
 def settings_cases(add):
@@ -317,8 +315,7 @@ def settings_cases(add):
 CONFIGS = {  # what is in x.py
     r"x\.py": [
         b"model = '\xff\xfe'", b"seed = 1\x00\n", "seed = 1".encode("utf-16"), "# coding: nonsense\nseed = 1",
-        "seed = " + "1+" * 200_000 + "1", "seed = " + "(" * 100_000 + "1" + ")" * 100_000,
-        "seed = " + "-" * 100_000 + "1", "seed = a" + ".b" * 100_000, "seed = " + "9" * 5000,
+        "seed = " + "(" * 100_000 + "1" + ")" * 100_000, "seed = " + "9" * 5000,
         b"# coding: ascii\nmodel = '\xc3'", GARBAGE, "x" * 10_000_000, FOLDER, FIFO, ZERO, NULL, LOST, LOOP],
     r"x\.py.*:1": [
         "import os", "seed += 1", "seed, chat = 1, True", "seed.x = 1", "seed[0] = 1", "*seed, = [1]",
@@ -331,12 +328,11 @@ CONFIGS = {  # what is in x.py
     r"x\.py.*:1.*kl_coef": ["kl_coef = 1e999", "kl_coef = float('nan')"], r"x\.py.*:1.*chat": ["chat = 1"],
     r"x\.py.*:2": ["seed = 1\nmax_steps = int('5')"],
     r"x\.py.*:2: unknown setting learnig_rate": ["\nlearnig_rate = 1"],
-    r"x\.py.*:2: seed given twice": ["seed = 1\nseed = 2"],
     # What is found only when the value is used.
-    "max_steps=-1": ["max_steps = -1"], "out_dir": [r"out_dir = '/tmp/a\0b'", r"out_dir = '/tmp/\ud800'"],
-    "model": [r"model = '/a\0b'", r"model = '/a\ud800'"], "reward": [r"reward = 'a\0b.py:score'"],
+    "max_steps=-1": ["max_steps = -1"], "model": [r"model = '/a\0b'", r"model = '/a\ud800'"],
     "train_file|jsonl": [r"task = 'file'; train_file = 'a\0b.jsonl'"],
-    runs(): ["", "\ufeffseed = 1", "seed = 1\r\nchat = True\r\n", b"# coding: latin-1\n# \xe9\nseed = 1",
+    runs(): ["", "seed = 1\nseed = 2", "\ufeffseed = 1", "seed = 1\r\nchat = True\r\n",
+             b"# coding: latin-1\n# \xe9\nseed = 1",
              "seed = 1; chat = True", "lr_decay = 'lin' 'ear'", "seed = (\n1)"]}
 
 
@@ -480,8 +476,8 @@ VALUES = {
         float('nan')}] * n; [{'a': [1]}] * n; [{'a': {'b': 1}}] * n; [{'score': 'x'}] * n; [{'score': 10 **
         400}] * n; [10 ** 400] * n; [1e39] * n; [1j] * n; [Decimal('NaN')] * n; [Decimal('1e400')] * n;
         range(n); [Fraction(10 ** 400)] * n; [object()] * n; [Odd()] * n; [score] * n; numpy.ones((n, 2));
-        bytes(n); numpy.array(1.0); numpy.array(['1'] * n); numpy.full(n, numpy.nan); torch.ones(n, 1); torch.full((n,),
-        torch.inf); numpy.array([1j] * n); dict.fromkeys(range(n), 1.0)""",
+        bytes(n); numpy.array(1.0); numpy.array(['1'] * n); numpy.full(n, numpy.nan); torch.ones(n, 1);
+        torch.full((n,), torch.inf); numpy.array([1j] * n); dict.fromkeys(range(n), 1.0)""",
     runs(): """
         [None] * n; (1,) * n; numpy.ones(n); numpy.ones(n, bool); torch.ones(n, requires_grad=True); [{}] * n;
         [True] * n; [Decimal('0.5')] * n; [Fraction(1, 3)] * n; [numpy.float32(1)] * n; [torch.ones(())] * n;
@@ -508,7 +504,8 @@ STATEMENTS = {
         asyncio.run(asyncio.sleep(0)); warnings.simplefilter('ignore')"""}
 SLOW = {"reward score|call_timeout": "time.sleep(1000); while True: pass; linger()"}
 # What a reward that has passed its trial may do later.
-LATE_SLOW = {runs(): "time.sleep(1000); while True: pass; linger(); __import__('re').match('(a+)+$', 'a' * 60 + 'b')"}
+LATE_SLOW = {runs(): "time.sleep(1000); while True: pass; linger(); "
+                     "__import__('re').match('(a+)+$', 'a' * 60 + 'b')"}
 LATE_VALUES = {later("reward score"): "None; [1.0]; ['1'] * n; [float('nan')] * n; [10 ** 400] * n"}
 LATE_STATEMENTS = {later("reward score"): "raise ValueError; sys.exit(0); raise Unspeakable; 1 / 0",
                    later("reward score ended its process with status 3"): "os._exit(3)"}
@@ -598,15 +595,15 @@ class Game:
         '''
 """
 ENVIRONMENT_NAMES = {
-    "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b", "g.txt:Game"],
+    "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b"],
+    r"environment.*g\.txt": ["g.txt:Game"],
     r"environment.*no such file.*none\.py": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
 ENVIRONMENT_FILES = {  # what is in g.py
     r"environment.*g\.py": ["1/0", "import sys; sys.exit(0)", "class Game(:", "", "Game = 5", GARBAGE,
                             FOLDER],
     r"g\.py:Game: Game\(\) raised": [
         "class Game:\n    def __init__(self, size): pass", "class Game:\n    def __init__(self): 1/0"],
-    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass"],
-    r"g\.py raised ValueError: no signature": ["Game = dict"],
+    r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass", "Game = dict"],
     "neither a method step nor tools": [
         "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0",
         "class Game:\n    step = 5\n    def reset(self): pass"],
@@ -616,7 +613,7 @@ ENVIRONMENT_FILES = {  # what is in g.py
 OPENINGS = {
     "Game: reset": "raise ValueError; sys.exit(0); raise Unspeakable; return 5; return b'x'; await 1; "
                    "await asyncio.sleep(1000); row['prompt'][0]['nothing']",
-    "with what reset returned .* max_prompt_length=64": "return 'x' * 99",
+    "reset returned so much .* max_prompt_length=64": "return 'x' * 99",
     runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
 STEPS = {
     "environment Game: (it|step|the reward)": """
@@ -813,8 +810,8 @@ def folder_cases(add):
 
 # ---- resumes -----------------------------------------------------------------------------------------------
 RESUMES = {
-    "resume=": ["3", "{dir}/run/checkpoint-9", "{dir}/run", str(MODEL), "{dir}/run/config.json", "x" * 300,
-                "{dir}/run/config.json/x", "{dir}/run/checkpoint-3/trainer", "\udcff", "{dir}/\0", "AUTO",
+    "resume(=| must)": ["3", "{dir}/run/checkpoint-9", "{dir}/run", str(MODEL), "{dir}/run/config.json",
+                "x" * 300, "{dir}/run/config.json/x", "{dir}/run/checkpoint-3/trainer", "\udcff", "{dir}/\0", "AUTO",
                 " "],
     "resume=.*newer": ["{dir}/run/checkpoint-2"],
     runs("resumes "): ["{dir}//run/./checkpoint-3///", "{dir}/run/checkpoint-2/../checkpoint-3",

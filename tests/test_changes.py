@@ -100,7 +100,7 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     for way in (["--old_logprobs=trainer"], ["--old_logprobs=trainer", "--updates_per_step=2"]):
         others = [one for one in arguments if "old_logprobs" not in one]
         output = forked(tmp_path / "log", script, *others, *way, f"--out_dir={tmp_path}/refused", code=1)
-        assert "step 1 trains on rollouts of step 0's policy: take the engine's as old" in output
+        assert "step 1 trains on rollouts of step 0's policy: take the engine's old logprobs" in output
         shutil.rmtree(tmp_path / "refused")
 
 
@@ -192,8 +192,10 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     script = changed(
         tmp_path,
         ("    scorer = rewards.Scorer(",
-         "    hard_set = data.encode_rows(tokenizer, data.named_rows('file', 'eval', 0, 0, 1, '', "
-         f"'{tmp_path}/hard.jsonl'))\n    scorer = rewards.Scorer("),
+         f"    named = data.named_rows('file', 'eval', 0, 0, 1, '', '{tmp_path}/hard.jsonl', "
+         "data.reader(settings))\n"
+         "    hard_set = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)\n"
+         "    scorer = rewards.Scorer("),
         ("    run.save(networks, tokenizer)\nrun.end()",
          "    rewards.evaluate(hard_set, 1, sample, scorer, log, 'eval/hard', temperature=0, length=16)\n"
          "    run.save(networks, tokenizer)\nrun.end()"),

@@ -110,6 +110,7 @@ EQUAL = [
     (r"x \lt 2", "x<2"), (r"x\gt2", "x > 2"), (r"90\degree", "90"), ("½", "0.5"), (r"\lvert x\rvert", "|x|"),
     (r"\{3,1,2\}", r"\{1,2,3\}"), ("5, 3", "3, 5"), (r"3\text{ and }2", "2, 3"), ("3,-3", r"\pm 3"),
     ("{3, 4}", r"\{3,4\}"), (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
+    (r"\{5\}", "5"), ("2(3)", "6"), ("2+3=5", "5"), (r"3\cos x", r"3\cos(x)"), ("5 kph", "5 km/h"),
     (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
 ]
 UNEQUAL = [
@@ -219,6 +220,8 @@ N = 100_000
     "5" + "元" * 400, "She makes " * N + "5", "她" * N + "5", "Answer: " + "a b " * N + "5", "answer\n" * N,
     "Answer: " + "答" * N, "{1," * 90 + "}" * 90, r"\{1," * 60 + r"\}" * 60, "\u200b" * N, "1,\\!" * 120,
     '"answer": ' * N, '{"answer": "' + ",}" * N, "1\\!, " * N, "½" * N, "x\\pm" * 90,
+    r"\boxed{" + "{}" * N, r"\boxed{1}" + " " * N + "and", r"\boxed{\{" * N,
+    "** a" * N, "a=b" * N, "x_" * 240 + "=",
 ], ids=lambda attack: f"{attack[:12]!r}x{len(attack)}")
 def test_attacks_are_quick_and_wrong(attack):
     def quick(function, *args):

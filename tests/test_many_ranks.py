@@ -121,16 +121,16 @@ def test_every_script_cuts_rows(folder, reward_file, tmp_path, script):
 
 
 @pytest.mark.parametrize("script, message", [
-    ("train_grpo.py", "sequence_parallel_size=3: does not divide the 2 ranks that train"),
-    ("train_async.py", "sequence_parallel_size=3: does not divide the 1 ranks that train")])
+    ("train_grpo.py", "sequence_parallel_size=3 does not divide the 2 ranks that train"),
+    ("train_async.py", "sequence_parallel_size=3 does not divide the 1 ranks that train")])
 def test_ranks_that_cannot_share_rows_are_refused(folder, reward_file, tmp_path, script, message):
     _, said = train(script, folder, tmp_path / "run", reward_file, 2, code=2, sequence_parallel_size=3)
     assert message in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("script, message", [
-    ("train_grpo.py", "shard_ranks=3: does not divide the 2 ranks that train"),
-    ("train_async.py", "shard_ranks=3: does not divide the 1 ranks that train")])
+    ("train_grpo.py", "shard_ranks=3 does not divide the 2 ranks that train"),
+    ("train_async.py", "shard_ranks=3 does not divide the 1 ranks that train")])
 def test_ranks_that_copies_do_not_divide_are_refused(folder, reward_file, tmp_path, script, message):
     _, said = train(script, folder, tmp_path / "run", reward_file, 2, code=2, shard_ranks=3)
     assert message in said and "Traceback" not in said
@@ -349,8 +349,8 @@ def test_an_engine_over_two_ranks(talker, games, reward_file, tmp_path):
 
 
 @pytest.mark.parametrize("setting, count, message", [
-    ("--vllm_tensor_parallel_size=2", 1, "vllm_tensor_parallel_size=2: does not divide the 1 ranks"),
-    ("--prompts_per_step=5", 2, "prompts_per_step=5: does not divide by 2"),
+    ("--vllm_tensor_parallel_size=2", 1, "vllm_tensor_parallel_size=2 does not divide the 1 ranks"),
+    ("--prompts_per_step=5", 2, "prompts_per_step=5 does not divide by 2"),
     ("--eval_prompts=1", 2, "eval_prompts: 1 held-out prompts are fewer than 2 ranks")])
 def test_what_does_not_suit_the_ranks_is_refused(folder, tmp_path, setting, count, message):
     arguments = [f"--model={folder}", "--engine=hf", f"--out_dir={tmp_path}/run", setting]

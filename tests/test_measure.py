@@ -11,7 +11,7 @@ from runs import ROOT
 
 def keys(script):
     # The key of an import is its whole statement.
-    return {key for key, _ in read_layout(Path(ROOT) / script) if key.isidentifier()}
+    return {key for key, *_ in read_layout(Path(ROOT) / script) if key.isidentifier()}
 
 
 def own_settings(script):

@@ -13,7 +13,7 @@ STEP = 2
 # Of a script: its own settings, another loss, and the number of ranks.
 SCRIPTS = {
     "train_grpo.py": ({}, {"loss_type": "gspo", "epsilon": 1e-6}, 1),
-    "train_dapo.py": ({"filter_groups": True, "max_num_gen_batches": 3}, {"loss_type": "cispo"}, 1),
+    "train_dapo.py": ({"max_num_gen_batches": 3}, {"loss_type": "cispo"}, 1),
     "train_ppo.py": ({"critic_warmup_steps": 1, "critic_learning_rate": 1e-3, "updates_per_step": 2},
                      {"epsilon": 1e-6}, 1),
     "train_async.py": ({"max_staleness": 1}, {"loss_type": "sapo"}, 2)}

@@ -330,7 +330,7 @@ def test_rollouts_of_another_version_are_refused(mesh, folder):
     logps = {s: torch.tensor([-1.0, -1.1]) for s in (2, 0, 1)}
     metrics = weights.compare_logprobs(rollouts, {0: logps[0]}, 0.2, tokenizer, version=4)
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
-    message = "step 4 trains on rollouts of step 3's policy: take the engine's as old"
+    message = "step 4 trains on rollouts of step 3's policy: take the engine's old logprobs"
     for s in (1, 2):
         with pytest.raises(RuntimeError, match=message):
             weights.compare_logprobs(rollouts, {0: logps[0], s: logps[s]}, 20.0, tokenizer, version=4)

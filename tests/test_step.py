@@ -34,14 +34,13 @@ def groups_of(rows, G=6):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_the_loss_of_what_is_counted(tmp_path, aggregation):
     """Filtered groups in no statistics, truncated completions in no denominator, the penalty in the score."""
-    metrics = dapo(tmp_path, *STILL, "--advantage=grpo_batch", "--filter_groups=true",
-                   "--max_num_gen_batches=1", "--mask_truncated=true", "--overlong_buffer=8",
-                   "--overlong_penalty=0.5", "--updates_per_step=2", "--epsilon_high=0.2",
-                   f"--loss_aggregation={aggregation}")
+    metrics = dapo(tmp_path, *STILL, "--advantage=grpo_batch", "--max_num_gen_batches=1",
+                   "--mask_truncated=true", "--overlong_buffer=8", "--updates_per_step=2",
+                   "--epsilon_high=0.2", f"--loss_aggregation={aggregation}")
     rows = kept_rollouts(tmp_path, 1)
     for row in rows:
         assert row["length"] == len(row["logprobs"])
-        row["shaped"] = row["score"] + 0.5 * min(0, max(-1, (24 - 8 - row["length"]) / 8))
+        row["shaped"] = row["score"] + min(0, max(-1, (24 - 8 - row["length"]) / 8))
     mixed = [group for group in groups_of(rows) if len({row["score"] for row in group}) > 1]
     # Some are left out.
     assert 0 < len(mixed) < 4

@@ -122,7 +122,7 @@ def test_a_model_of_your_own(tmp_path):
 
 
 @pytest.mark.parametrize("argument, message", [
-    ("steps=0", "steps=0: must be above 0"), ("quick=2", "quick=2.0: must be from 0 to 1"),
+    ("steps=0", "steps=0: must be above 0"), ("warmup=2", "warmup=2.0: must be from 0 to 1"),
     ("heads=7", "heads=7 must give each head an even number of the hidden_size=160 dimensions"),
     ("heads=32", "heads=32 must give each head an even number"),
     ("difficulty=0", "difficulty must be a whole number"),

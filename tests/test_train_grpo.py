@@ -15,13 +15,12 @@ SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 1
          "eval_prompts": 8, "eval_samples": 2, "max_steps": 2, "save_interval": 1, "warmup_steps": 0,
          "learning_rate": 1e-3, "engine": "hf"}
 NAMES = """reward reward_std frac_reward_zero_std rewards/score/mean completions/mean_length
-    completions/min_length completions/max_length completions/clipped_ratio entropy kl clip_ratio/low_mean
+    completions/min_length completions/max_length completions/clipped_ratio entropy clip_ratio/low_mean
     clip_ratio/high_mean clip_ratio/region_mean sampling/sampling_logp_difference/mean
     sampling/sampling_logp_difference/max sampling/importance_sampling_ratio/min
     sampling/importance_sampling_ratio/mean sampling/importance_sampling_ratio/max loss grad_norm
     learning_rate num_tokens timing_s/gen timing_s/reward timing_s/update_actor timing_s/sync timing_s/step
-    perf/throughput perf/max_memory_allocated_gb
-    perf/shared_tokens perf/shareable_tokens""".split()
+    perf/throughput perf/max_memory_allocated_gb perf/shared_tokens""".split()
 
 
 # The shipped model on algebra with short completions: right and wrong ones, some of them cut off.
@@ -76,7 +75,7 @@ def test_intervals_of_0_leave_the_first_and_the_last(folder, reward_file, tmp_pa
                             *more, script=script, ranks=1 + ("async" in script))
     assert [line["step"] for line in metrics if "eval/mean@2" in line] == [0, 2]
     assert [name for name in os.listdir(tmp_path / "run") if "checkpoint" in name] == ["checkpoint-2"]
-    assert "evaluates its first and last model, with" in output and "truth" not in output
+    assert "evaluates its first and last model, with" in output
 
 
 def test_a_checkpoint_is_a_model_folder(plain_run, folder):
@@ -124,8 +123,8 @@ def test_a_resumed_run_repeats_the_steps_of_an_unbroken_one(plain_run, folder, r
      "--engine_correction=token_truncate"]])
 def test_other_algorithms(folder, reward_file, tmp_path, arguments):
     metrics, _ = train(folder, tmp_path / "run", reward_file, *arguments)
-    # The policy leaves the reference.
-    assert metrics[0]["kl"] < metrics[1]["kl"] and metrics[1]["kl"] > 1e-3
+    # The policy leaves the reference. The mean of k1 over so few tokens may be below 0.
+    assert abs(metrics[0]["kl"]) < 1e-5 and abs(metrics[1]["kl"]) > 1e-3
     assert metrics[1]["grad_norm"] > 0
 
 
@@ -242,7 +241,7 @@ def bad(tmp_path_factory, folder):
     (["--prompts_per_step=0"], "prompts_per_step=0"),
     (["--token_budget=100"], "token_budget=100"),
     (["--top_p=0.9"], "unknown setting --top_p"),
-    (["--filter_groups=true"], "unknown setting --filter_groups"),
+    (["--max_num_gen_batches=2"], "unknown setting --max_num_gen_batches"),
     (["--temperature=0"], "temperature=0"),
     (["--advantage=gae"], "advantage=gae: choose grpo, dr_grpo, "),
     (["--loss_type=ppo"], "loss_type=ppo: choose clip, gspo, "),
@@ -252,7 +251,8 @@ def bad(tmp_path_factory, folder):
     (["--engine=vllm", "HIDE_VLLM"], "engine=vllm needs vLLM: install requirements.txt"),
     (["--reward=BAD/nonsuch.py:score"], "nonsuch.py"),
     (["--reward=BAD/rewards.py:nonsuch"], "nonsuch"),
-    (["--reward=BAD/rewards.py"], "file.py:function"),
+    (["--reward=score"], "reward must be file.py:function"),
+    (["--reward=BAD/rewards.py"], "rewards.py has no function compute_score"),
     (["--reward=BAD/crash.py:score"], "nonsuch"),
     (["--reward=BAD/rewards.py:raises"], "colour"),
     (["--reward=BAD/rewards.py:short"], "short"),

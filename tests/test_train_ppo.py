@@ -29,7 +29,7 @@ def plain_run(folder, reward_file, tmp_path_factory):
 def test_a_run_leaves_what_it_promises(plain_run):
     out_dir, metrics = plain_run
     names = set(NAMES) - {"reward_std", "frac_reward_zero_std"} | {
-        "critic/vf_loss", "critic/vf_explained_var", "critic/vf_clipfrac", "critic/values/mean",
+        "kl", "critic/vf_loss", "critic/vf_explained_var", "critic/vf_clipfrac", "critic/values/mean",
         "critic/returns/mean", "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min",
         "critic/rewards/mean", "critic/lr", "critic/grad_norm", "actor/ppo_kl",
         "timing_s/values", "timing_s/adv", "timing_s/update_critic"}

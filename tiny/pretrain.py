@@ -87,7 +87,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer():
-    """Returns a tokenizer with one token per byte, so that it takes any text, and those of SPECIAL."""
+    """Return a tokenizer with one token per byte, so that it takes any text, and those of SPECIAL."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())      # a printable character stands for each byte
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -113,13 +113,13 @@ def make_model(tokenizer):
 
 
 def quick_answer(row, answers, rng):
-    """Returns an answer without steps: with probability quick_right the right one, or another problem's."""
+    """Return an answer without steps: with probability quick_right the right one, or another problem's."""
     answer = row["answer"] if rng.random() < quick_right else rng.choice(answers[row["source"]])
     return f"Answer: {answer}"
 
 
 def problems(rows, harder_rows, rng):
-    """Yields conversations (tools, messages), batch_size for each step: a problem and an answer to it."""
+    """Yield conversations (tools, messages), batch_size for each step: a problem and an answer to it."""
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
@@ -194,7 +194,7 @@ TRANSCRIPTS = {"episodes": draw, "compose": compose}
 
 
 def batches(conversations, tokenizer):
-    """Yields for each step a list of (ids, which of them are learned), those of the assistant's messages."""
+    """Yield for each step a list of (ids, which of them are learned), those of the assistant's messages."""
     # The same texts come many times, and encoding one takes much longer than looking it up.
     @functools.cache
     def encode(text):
@@ -215,7 +215,7 @@ def batches(conversations, tokenizer):
 
 
 def loss_of(model, batch, pad):
-    """Returns the mean cross-entropy of what is learned. Padding comes last, so no token attends to it."""
+    """Return the mean cross-entropy of what is learned. Padding comes last, so no token attends to it."""
     rows, learned = zip(*batch)
     padded = lambda lists, value: pad_sequence([torch.tensor(one) for one in lists], True, value)
     ids, wanted = padded(rows, pad).to(model.device), padded(learned, False)[:, 1:].to(model.device)

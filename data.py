@@ -123,7 +123,8 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, default=None)
             prompt = [as_message(where, message) for message in prompt]
             if column != "prompt" and prompt and prompt[-1].get("role") == "assistant":
                 # The policy is to find it. Open-Reasoner-Zero's files have the true answer there.
-                row = {"answer": prompt.pop().get("ground_truth", {}).get("value")} | row
+                truth = prompt.pop().get("ground_truth")
+                row = {"answer": truth.get("value") if isinstance(truth, dict) else truth} | row
         if prompt is None:
             nearest = next((key for key in QUESTIONS if key in row), "...")
             raise ValueError(f"{where}: no column {column}; the columns are {', '.join(row) or 'none'}: "

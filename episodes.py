@@ -35,7 +35,7 @@ from transformers.utils import get_json_schema
 
 from runtime import closing
 from runtime.chat_template import Template, tool_call
-from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer, escaped, load_from,
+from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer, load_from,
                                logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 

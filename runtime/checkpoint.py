@@ -17,7 +17,6 @@ import atexit
 import fcntl
 import itertools
 import json
-import math
 import os
 import re
 import shutil

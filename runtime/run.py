@@ -28,7 +28,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
-from runtime import STARTED_IN, checkpoint, distributed, forecast, health
+from runtime import checkpoint, distributed, forecast, health
 from runtime.check_model import ROOT, end_note
 from runtime.check_settings import check_run, check_suits, same
 from runtime.user_code import source_of, specs

@@ -269,6 +269,7 @@ SAID = {"from": "human", "value": "1+1?"}
      [{"role": "system", "content": "Add."}, ASKED], None),
     # Open-Reasoner-Zero's
     ([SAID, {"from": "assistant", "ground_truth": {"value": "2"}}], [ASKED], "2"),
+    ([SAID, {"from": "gpt", "ground_truth": "2"}], [ASKED], "2"),
     ({"prompt": [{"from": "user", "value": "1+1?"}], "ground_truth": "2"}, [ASKED], "2"),
     # The assistant's beginning of an answer, which the policy continues
     ({"prompt": [ASKED, {"role": "assistant", "content": "It is "}]},

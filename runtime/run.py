@@ -306,7 +306,7 @@ class RunLog:
                 Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
                 Path(out_dir, "config.json").write_text(json.dumps(
                     settings | {"checksums": state["checksums"], "out_dir": out_dir}, indent=1))
-                # So that a changed losses.py is found again; there is none where nothing differs from the commit.
+                # So that a changed losses.py is found again; none where nothing differs from the commit.
                 Path(out_dir, "changes.diff").unlink(missing_ok=True)
                 if diff := changes():
                     Path(out_dir, "changes.diff").write_text(diff[:1_000_000])

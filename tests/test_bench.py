@@ -41,7 +41,7 @@ def test_only_rank_0_loads_a_whole_model():
     whole, other, rows, largest, peak = map(float, re.search(
         r"0's peak (\S+) MB, that of the others (\S+) MB; a rank's rows have (\S+) MB, the largest tensor "
         r"(\S+) MB\n.*; rank 0's peak (\S+) MB", output).groups())
-    assert rows < other < 0.6 * whole and 2 * rows < whole <= 1.2 * (3 * rows + largest)
+    assert rows < other < 0.7 * whole and 2 * rows < whole <= 1.2 * (3 * rows + largest)
     assert peak <= 1.2 * (2 * rows + 2 * largest)
 
 

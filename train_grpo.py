@@ -62,7 +62,7 @@ advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_proce
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_in = "loss"                  # "loss" adds the KL to the loss, "reward" subtracts it from each score, and
                                 # "advantage" from each token's advantage (on-policy distillation)
-kl_estimator = "k3"             # kl_in=loss takes k2, k3, k3+ or k3_is; for the others set k1; see
+kl_estimator = "k3"             # for kl_in=loss k2, k3, k3+ or k3_is; for reward and advantage k1; see
                                 # losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
@@ -79,7 +79,7 @@ engine_correction = "none"      # the trainer's probabilities differ a little fr
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; or none; see
                                 # losses.correction_weights
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
-correction_high = 2.0           # a mask gives weight 0 to a ratio above this; truncate lowers it to this
+correction_high = 2.0           # a mask gives a higher ratio weight 0; a truncation lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
@@ -150,7 +150,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; their names seed them
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; step and i seed each
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward

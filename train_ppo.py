@@ -144,7 +144,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; their names seed them
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; step and i seed each
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward

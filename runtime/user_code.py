@@ -59,7 +59,7 @@ def module_of(path):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     # Like a script it may import modules from its folder, and those that its package names in full, but the
     # project's own come first.
-    sys.path += [folder for folder in {folders[-1]: 1, folders[0]: 2} if folder not in sys.path]
+    sys.path += [folder for folder in dict.fromkeys((folders[-1], folders[0])) if folder not in sys.path]
     spec.loader.exec_module(module)
     return module
 

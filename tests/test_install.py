@@ -12,8 +12,6 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Stands for python3, pip, torchrun, pytest and python: it makes what the next line wants, and says how it was called.
-STUB = '#!/bin/sh\nmkdir -p .venv/bin && touch .venv/bin/activate && echo "${0##*/} $*"\n'
 # This machine is asked directly, whatever proxy the environment names.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -22,23 +20,55 @@ def test_ci_runs_the_lines_of_the_readme(tmp_path):
     for name in (".ci/run", "README.md"):
         os.makedirs((tmp_path / name).parent, exist_ok=True)
         shutil.copy(os.path.join(ROOT, name), tmp_path / name)
-    (tmp_path / "bin").mkdir()
-    for name in ("python3", "pip", "torchrun", "pytest", "python"):
-        (tmp_path / "bin" / name).write_text(STUB)
-        (tmp_path / "bin" / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    run = lambda: subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True)
+    (tmp_path / "run").write_text('#!/bin/sh\necho "$*"\n')
+    (tmp_path / "run").chmod(0o755)
+    run = lambda: subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True)
     assert run().stdout.splitlines() == [
-        "python3 -m venv .venv", "pip install --no-deps -r requirements-cpu.txt",
         "torchrun train_grpo.py --max_steps=3 --eval_prompts=16",
         "torchrun train_ppo.py --max_steps=3 --eval_prompts=16 --critic_warmup_steps=1",
         "torchrun --nproc_per_node=2 train_async.py --max_steps=3 --eval_prompts=16", "pytest -n 2",
         "python tests/attack.py --every=8"]
     readme = (tmp_path / "README.md").read_text()
-    for line in ("\ntorchrun train_grpo.py\n```", "```sh\npytest -n 2"):
+    for line in ("\n./run torchrun train_grpo.py\n```", "```sh\n./run pytest -n 2"):
         (tmp_path / "README.md").write_text(readme.replace(line, "\n```"))
         without = run()
         assert without.returncode == 1 and "block of README.md" in without.stderr and not without.stdout
+
+
+def test_run_makes_its_environment_once(tmp_path):
+    shutil.copy(os.path.join(ROOT, "run"), tmp_path / "run")
+    for name in ("requirements.txt", "requirements-cpu.txt"):
+        (tmp_path / name).write_text("# no package\n")
+
+    def run(*words, path=os.environ["PATH"]):
+        done = subprocess.run([tmp_path / "run", *words], cwd="/", env=os.environ | {"PATH": path},
+                              capture_output=True, text=True)
+        return done.returncode, done.stdout.splitlines()[-1:], done.stderr.splitlines()[-1:]
+
+    tell = "python", "-c", "import os, sys; print(os.getcwd(), sys.prefix)"
+    told = [f"{tmp_path} {tmp_path}/.venv"]
+    (tmp_path / "bin").mkdir()
+    for name in ("dirname", "rm", "sh"):
+        os.symlink(shutil.which(name), tmp_path / "bin" / name)
+    assert run(*tell, path=f"{tmp_path}/bin") == (
+        1, [], ["run: it needs Python 3.11, 3.12 or 3.13: install one of them"])
+    (tmp_path / "bin" / "python3").write_text("#!/bin/sh\n[ $1 = -c ] || { mkdir .venv; exit 1; }\n")
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    code, _, [line] = run(*tell, path=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert code == 1 and "apt install python3-venv" in line and not (tmp_path / ".venv").exists()
+    assert run(*tell)[:2] == (0, told)
+    assert run() == (1, [], ["run: name a command, such as ./run torchrun train_grpo.py"])
+    # What is installed is not looked at again, until the list changes.
+    os.rename(tmp_path / ".venv" / "bin" / "pip", tmp_path / "pip")
+    assert subprocess.run([tmp_path / "run", *tell], capture_output=True, text=True).stdout.splitlines() == told
+    for name in ("requirements.txt", "requirements-cpu.txt"):
+        (tmp_path / name).write_text("./no_such_package\n")
+    code, _, [line] = run(*tell)
+    assert code == 1 and "were not installed, see above" in line
+    shutil.rmtree(tmp_path / ".venv")
+    (tmp_path / ".venv").mkdir()
+    code, _, [line] = run(*tell)
+    assert code == 1 and f"{tmp_path}/.venv has no pip: remove that folder" in line
 
 
 def test_tensorboard_shows_a_scalar(tmp_path):

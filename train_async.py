@@ -2,7 +2,7 @@
 GRPO with trainers and engines on devices of their own: while the trainers update, the engines sample.
 
     torchrun --nproc_per_node=2 train_async.py                  # one trainer, one engine
-    torchrun --nproc_per_node=8 train_async.py config/gsm8k.py --rollout_ranks=4 --in_flight=true
+    torchrun --nproc_per_node=8 train_async.py config/tasks/gsm8k.py --rollout_ranks=4 --in_flight=true
 
 This is train_grpo.py, with these differences:
 1. The last rollout_ranks ranks are engines, which sample, score and send (placement.sample_for_trainers).

@@ -3,7 +3,7 @@ DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476), a whole run in one file
 choice of what a step trains on. Read that file first; here `# DAPO` marks what differs.
 
     torchrun train_dapo.py
-    torchrun train_dapo.py config/gpg.py
+    torchrun train_dapo.py config/methods/gpg.py
 
 1. Dynamic sampling (3.2): prompts whose completions all have the same score teach nothing. They are left out,
    and further prompts are sampled until enough of them differ, max_num_gen_batches times at most.

@@ -2,8 +2,8 @@
 GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300), a whole run in one file.
 
     torchrun train_grpo.py                                   # one process, on a laptop or a GPU
-    torchrun --nproc_per_node=8 train_grpo.py config/gsm8k.py --model=Qwen/Qwen3-1.7B
-    python train_grpo.py config/gspo.py --seed=1             # a published variant, and one setting changed
+    torchrun --nproc_per_node=8 train_grpo.py config/tasks/gsm8k.py --model=Qwen/Qwen3-1.7B
+    python train_grpo.py config/methods/gspo.py --seed=1     # a published variant, and one setting changed
     python train_grpo.py --help                              # every setting
 
 Each step samples a group of G completions for each of its prompts and scores the completions. The advantage
@@ -11,7 +11,7 @@ of a completion is its score normalised within the group, (score - mean) / std, 
 completion gets this advantage. PPO's clipped loss then updates the policy, without a critic, and the engine
 that samples gets the new weights. Without arguments the script trains the small model in tiny/ on algebra.
 
-The default algorithm differs from the paper's in two points; config/grpo.py is the paper's algorithm:
+The default algorithm differs from the paper's in two points; config/methods/grpo.py is the paper's algorithm:
 1. Every token of an update has the same weight (DAPO, https://arxiv.org/abs/2503.14476, 3.3). In the paper
    every completion has the same weight, so a token of a long completion counts for less.
 2. The loss has no KL to a reference model, so no reference model is loaded. Recent recipes with verifiable

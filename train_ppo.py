@@ -2,8 +2,8 @@
 PPO with a critic (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), a whole run in one file.
 
     torchrun train_ppo.py                                    # one process, on a laptop or a GPU
-    torchrun --nproc_per_node=8 train_ppo.py config/gsm8k.py --critic_learning_rate=1e-5
-    python train_ppo.py config/rlhf.py --model=... --reward_model=... --train_file=...
+    torchrun --nproc_per_node=8 train_ppo.py config/tasks/gsm8k.py --critic_learning_rate=1e-5
+    python train_ppo.py config/methods/rlhf.py --model=... --reward_model=... --train_file=...
     python train_ppo.py --help                               # every setting
 
 It reads like train_grpo.py; read that one first. What differs, as in Ziegler et al. 2019

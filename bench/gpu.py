@@ -38,7 +38,7 @@ sequences = 128                 # of that length; in speed also four times as ma
 cycles = 100                    # of colocation
 # of base, larger and trl
 base = "--base=larger"          # settings for tiny/pretrain.py
-larger = "config/larger.py"     # settings for train_grpo.py
+larger = "config/tasks/larger.py"  # settings for train_grpo.py
 trl = "out/trl/bin/python"      # the interpreter that has TRL
 # ------------------------------------------------------------------------------------------------------------
 names = parts.split(",")        # all of them, until the command line chooses
@@ -117,8 +117,8 @@ if "default" in chosen:
     train("ppo", f"torchrun train_ppo.py {small}")
     train("bfloat16_head", f"torchrun train_grpo.py {small} --float32_head=false")
 if "episodes" in chosen:
-    train("guess", f"torchrun train_grpo.py config/guess.py {small}")
-    train("calculator", f"torchrun train_grpo.py config/calculator.py {small}")
+    train("guess", f"torchrun train_grpo.py config/tasks/guess.py {small}")
+    train("calculator", f"torchrun train_grpo.py config/tasks/calculator.py {small}")
 if "apart" in chosen:
     train("apart", f"torchrun --nproc_per_node=2 train_async.py {small}")
 if "colocation" in chosen:

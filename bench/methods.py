@@ -1,16 +1,16 @@
 """
-Compare methods on a task where they differ, config/compose.py. A run of 80 steps takes about 90 seconds on
+Compare methods on a task where they differ, config/tasks/compose.py. A run of 80 steps takes about 90 seconds on
 one core. Each finished run becomes a line of bench/methods.jsonl. The same command goes on where it stopped,
 runs what has no line yet, and prints the table and draws assets/methods.svg from all that has one.
 
     python -m bench.methods --jobs=2                            # the whole table: an evening on two cores
     python -m bench.methods --methods=grpo,rloo --seeds=0,1 --tune=false
-    python -m bench.methods --methods=mine --add="mine=train_mine.py config/compose.py"
+    python -m bench.methods --methods=mine --add="mine=train_mine.py config/tasks/compose.py"
     python -m bench.methods --methods=trl --tune=false          # TRL's GRPOTrainer: bench/trl_grpo.py
     python -m bench.methods --stress=true                       # rollouts four steps old, 20% wrong answers
     python -m bench.methods --methods=none                      # only the table and the picture
 
-All methods run at the learning rate of config/compose.py. Then each runs at three learning rates with a seed
+All methods run at the learning rate of config/tasks/compose.py. Then each runs at three learning rates with a seed
 that is not in the table, and at the best of them, if it is another one, with the seeds of the table. Each run
 samples 20,480 completions, DAPO at most. mean@4 is the mean over depths 2 to 5 of what is held out. The
 seconds of a line are those of the steps, without evaluations. Its processor seconds are those of the whole
@@ -36,7 +36,7 @@ methods = ""                    # with commas between them; empty: all, under st
 seeds = ""                      # with commas between them; empty: 0,1,2,3,4, under stress 0,1,2
 learning_rates = "2.5e-4,5e-4,1e-3"  # of which each method's best is chosen
 tuning_seed = 100               # the seed that chooses; it is not in the table
-tune = True                     # run the learning rates; False leaves it at that of config/compose.py
+tune = True                     # run the learning rates; False leaves it at that of config/tasks/compose.py
 trl = "out/trl/bin/python"      # the interpreter that has TRL; where there is none, trl is not among all
 add = ""                        # a method of your own: NAME=script.py and its settings, as on a command line
 stress = False                  # train_async.py with max_staleness=4, and one training row in five is wrong
@@ -45,18 +45,19 @@ results = "bench/methods.jsonl" # a line for each finished run
 work = "out/methods"            # a folder for the runs themselves
 out = "assets"                  # the folder for the picture
 # ------------------------------------------------------------------------------------------------------------
-RECIPE = "config/compose.py"
+RECIPE = "config/tasks/compose.py"
 GRPO = f"train_grpo.py {RECIPE}"
 SHARED = {key: ast.literal_eval(value) for _, key, value in read_config(RECIPE, __file__)}
 # train_ppo.py has another name for the updates of a step, and so cannot read the recipe as it is.
 FOR_PPO = " ".join(f"--{key}={value}" for key, value in SHARED.items()
                    if key not in ("updates_per_step", "learning_rate"))
 METHODS = {
-    "grpo": GRPO, "rloo": f"{GRPO} config/rloo.py", "reinforce++": f"{GRPO} config/reinforce_pp.py",
+    "grpo": GRPO, "rloo": f"{GRPO} config/methods/rloo.py",
+    "reinforce++": f"{GRPO} config/methods/reinforce_pp.py",
     "one_update": f"{GRPO} --updates_per_step=1", "ppo": f"train_ppo.py {FOR_PPO} --updates_per_step=4",
     "dapo": f"train_dapo.py {RECIPE} --max_num_gen_batches=2 --max_steps=40",
-    "gspo": f"{GRPO} config/gspo.py", "cispo": f"{GRPO} config/cispo.py",
-    "dr_grpo": f"{GRPO} config/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}"}
+    "gspo": f"{GRPO} config/methods/gspo.py", "cispo": f"{GRPO} config/methods/cispo.py",
+    "dr_grpo": f"{GRPO} config/methods/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}"}
 UNDER_STRESS = "grpo,rloo,reinforce++,cispo"
 BASE = (f"evaluate_model.py --model={SHARED['model']} --task={SHARED['task']} --samples=64 --show=0 "
         f"--eval_prompts={SHARED['eval_prompts']} --max_completion_length={SHARED['max_completion_length']} "

@@ -20,8 +20,8 @@ from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
 grpo = ""                       # folders of runs of train_grpo.py, with commas between them
 ppo = ""                        # folders of runs of train_ppo.py; empty: only default_run.svg is drawn
-guess = ""                      # folders of runs of train_grpo.py with config/guess.py
-calculator = ""                 # the same with config/calculator.py
+guess = ""                      # folders of runs of train_grpo.py with config/tasks/guess.py
+calculator = ""                 # the same with config/tasks/calculator.py
 healthy = ""                    # the folder of a run; with Debian's package chromium its report is drawn
 broken = ""                     # the same, drawn in dark colors
 out = "assets"                  # the folder for the pictures

@@ -1,4 +1,4 @@
-"""A tool for arithmetic. torchrun train_grpo.py config/calculator.py"""
+"""A tool for arithmetic. torchrun train_grpo.py config/tasks/calculator.py"""
 import ast
 import operator
 

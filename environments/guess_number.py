@@ -1,4 +1,4 @@
-"""A game: find a number from 1 to 64 in six guesses. torchrun train_grpo.py config/guess.py"""
+"""A game: find a number from 1 to 64 in six guesses. torchrun train_grpo.py config/tasks/guess.py"""
 import re
 
 

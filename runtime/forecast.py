@@ -1,7 +1,7 @@
 """
 How much memory a run will take on each device, by role and phase, from its settings and the model's config.
 
-    python -m runtime.forecast config/gsm8k.py --model=Qwen/Qwen3-32B --ranks=8 --memory=80
+    python -m runtime.forecast config/tasks/gsm8k.py --model=Qwen/Qwen3-32B --ranks=8 --memory=80
     python -m runtime.forecast --script=train_ppo.py --model=folder/config.json
 
 It takes the settings of a script, and three arguments of its own. script: the file that the settings belong

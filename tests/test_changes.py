@@ -155,7 +155,7 @@ def teacher(folder, tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_distillation(folder, teacher, reward_file, tmp_path, ranks):
-    metrics, _ = train(folder, tmp_path / "run", "config/distill.py", reward_file, "--max_steps=1",
+    metrics, _ = train(folder, tmp_path / "run", "config/methods/distill.py", reward_file, "--max_steps=1",
                        f"--reference_model={teacher}", "--prompts_per_step=16", ranks=ranks)
     rows = kept_rollouts(tmp_path / "run", 0)
     with torch.no_grad():

@@ -409,8 +409,7 @@ def test_numbers_that_must_not_be_negative(capsys, key):
     assert capsys.readouterr().err.endswith(f": {key}=-1: must not be negative\n")
 
 
-RECIPES = sorted(path for path in Path(__file__).parents[1].glob("config/*.py")
-                 if path.name not in ("__init__.py", "conversation.py", "shared.py"))
+RECIPES = sorted(Path(__file__).parents[1].glob("config/*/*.py"))
 
 
 def defaults_of(script):
@@ -419,7 +418,7 @@ def defaults_of(script):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
 def test_every_recipe_fits_the_script_that_it_names(recipe):
-    root = recipe.parents[1]
+    root = recipe.parents[2]
     scripts = [path.name for path in root.glob("train_*.py")]
     names = [name for name in scripts if name in recipe.read_text()] or ["train_grpo.py"]
     names = ["tiny/pretrain.py"] if recipe.read_text().startswith('"""For tiny/pretrain.py') else names

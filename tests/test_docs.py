@@ -133,7 +133,8 @@ def lines_of(cell):
     count, folder = 0, ROOT
     for name in re.findall(r"`([^`]+)`", cell):
         folder = os.path.join(ROOT, os.path.dirname(name)) if "/" in name else folder
-        paths = glob.glob(f"{folder}/*.py") if name.endswith("/") else [f"{folder}/{os.path.basename(name)}"]
+        paths = (glob.glob(f"{folder}/**/*.py", recursive=True) if name.endswith("/") else
+                 [f"{folder}/{os.path.basename(name)}"])
         for path in paths:
             with open(path) as file:
                 count += len(file.readlines())
@@ -162,7 +163,7 @@ def test_every_file_and_setting_that_a_command_names_exists():
         if language != "sh":
             continue
         for command in re.sub(r"\\\n", " ", block).splitlines():
-            for name in re.findall(r"(?<![\w/.-])((?:\w+/)?\w+\.py)\b", command):
+            for name in re.findall(r"(?<![\w/.-])((?:\w+/)*\w+\.py)\b", command):
                 if not name.startswith("my_") and "NAME" not in name:
                     assert os.path.exists(os.path.join(ROOT, name)), (page, name)
             for name in re.findall(r"-m ((?:bench|tiny)\.\w+)", command):

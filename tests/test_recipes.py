@@ -1,5 +1,5 @@
-"""Each file in config/ runs for a step with the script that it is for, and so does each script by itself;
-each base of tiny/pretrain.py is made in a small size."""
+"""Each file in config/methods/ and config/tasks/ runs for a step with the script that it is for, and so does
+each script by itself; each base of tiny/pretrain.py is made in a small size."""
 import ast
 import json
 import re
@@ -20,8 +20,7 @@ SMALL = {"model": "tiny", "engine": "hf", "prompts_per_step": 8, "max_prompt_len
 # A score of 0 or 1 that differs among the completions of any prompt and any difficulty.
 REWARD = "def score(prompts, completions, **_):\n    return [len(m[0]['content']) % 2 for m in completions]\n"
 SCRIPTS = sorted(Path(ROOT).glob("train_*.py"))
-RECIPES = sorted(path for path in Path(ROOT).glob("config/*.py")
-                 if path.name not in ("__init__.py", "conversation.py", "shared.py"))
+RECIPES = sorted(Path(ROOT).glob("config/*/*.py"))
 
 
 def parsed(recipe):
@@ -48,7 +47,7 @@ def files(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", [f"config/{path.name}" for path in RECIPES]
+@pytest.mark.parametrize("name", [f"config/{path.parent.name}/{path.name}" for path in RECIPES]
                          + [path.name for path in SCRIPTS])
 def test_a_step_of(name, files, tmp_path):
     script, recipe = parsed(Path(ROOT) / name) if name.startswith("config/") else (name, {})

@@ -146,8 +146,8 @@ def test_two_ranks_see_disjoint_prompts_and_compute_the_same_first_step(
 
 
 @pytest.mark.parametrize("copied, arguments", [
-    (False, ["config/guess.py", "--max_completion_length=48"]), (False, ["--model=tiny"]),
-    (True, ["config/guess.py", "--max_completion_length=48"])])
+    (False, ["config/tasks/guess.py", "--max_completion_length=48"]), (False, ["--model=tiny"]),
+    (True, ["config/tasks/guess.py", "--max_completion_length=48"])])
 def test_a_run_from_another_folder(tmp_path, copied, arguments):
     """Config files, environments and models of the project are found; a copy of a script needs PYTHONPATH."""
     script, env = os.path.join(runs.ROOT, "train_grpo.py"), {}
@@ -159,7 +159,7 @@ def test_a_run_from_another_folder(tmp_path, copied, arguments):
     named = [argument for argument in arguments if argument.startswith("--")]
     launch(script, *arguments[:-len(named)], *runs.with_defaults(named, small), cwd=tmp_path, env=env)
     (out_dir,) = (tmp_path / "out").iterdir()
-    task = "guess" if "config/guess.py" in arguments else "algebra"
+    task = "guess" if "config/tasks/guess.py" in arguments else "algebra"
     assert out_dir.name.startswith(f"{'mine' if copied else 'grpo'}-{task}-")
     assert [line["step"] for line in lines(out_dir)] == [0, 1, 2]
     assert ("episodes/turns" in lines(out_dir)[0]) == (task == "guess")

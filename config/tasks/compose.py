@@ -4,7 +4,7 @@ The model has read every operation, carried out in a random order. It knows the 
 the plan: all operations of the prompt, in its order. Chains of two to four operations are trained, those of
 five are only evaluated, and the evaluation reports each depth apart.
 
-    python train_grpo.py config/compose.py                        # 90 seconds on one core
+    python train_grpo.py config/tasks/compose.py                  # 90 seconds on one core
     python -m bench.methods                                       # a table of methods on this task
 """
 model = "tiny_compose"

@@ -3,7 +3,7 @@ https://thinkingmachines.ai/blog/on-policy-distillation): the student samples, a
 its tokens is the teacher's logprob minus its own, so that it minimises KL(student || teacher). No score is
 used.
 
-    torchrun train_grpo.py config/distill.py --reference_model=TEACHER
+    torchrun train_grpo.py config/methods/distill.py --reference_model=TEACHER
 
 Measured with seeds 0 and 1, a teacher of mean@4 0.977: mean@4 rose from 0.264 and 0.244 to 0.980 and 0.980,
 and to 0.95 with 5,632 and 5,120 samples, where GRPO needs 8,192 and 6,656. docs/recipes.md says how.

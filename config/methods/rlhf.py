@@ -1,7 +1,7 @@
 """RLHF of a chat model of about 1 B parameters with a reward model: PPO as in Ouyang et al. 2022
 (https://arxiv.org/abs/2203.02155), 3.5 and C.
 
-    torchrun train_ppo.py config/rlhf.py --model=MODEL --reward_model=REWARD_MODEL \
+    torchrun train_ppo.py config/methods/rlhf.py --model=MODEL --reward_model=REWARD_MODEL \
         --train_file=prompts.jsonl --eval_file=held_out.jsonl
 
 As in the paper, the critic may start from the reward model (--critic_model), if both read the same tokens.

@@ -2,7 +2,7 @@
 measured yet.
 
     python -m tiny.pretrain --base=larger --out=out/larger
-    torchrun train_grpo.py config/larger.py
+    torchrun train_grpo.py config/tasks/larger.py
 """
 model = "out/larger"
 difficulty = 3

@@ -16,7 +16,6 @@ import random
 import urllib.request
 from typing import NamedTuple
 
-from runtime import STARTED_IN
 from tasks.generate_problems import GENERATORS, held_out
 
 NO_PROMPT = [{"role": "user", "content": ""}]
@@ -200,7 +199,7 @@ def one_side(path, named, split):
 
 def read_rows(path):
     # All rows of a file as pairs (where, row); a message about the row begins with `where`.
-    whole = os.path.join(STARTED_IN, os.path.expanduser(path))
+    whole = os.path.expanduser(path)
     if not path.endswith((".jsonl", ".json", ".parquet")):
         raise ValueError(f"{path}: rows are read from .jsonl, .json and .parquet files")
     if not os.path.isfile(whole):

@@ -20,6 +20,7 @@ environment an answer is an episode of one turn, which train_async.py plays here
 import contextlib
 import inspect
 import json
+import os
 import math
 import re
 import zlib
@@ -33,10 +34,9 @@ import torch
 import torch.distributed as dist
 from transformers.utils import get_json_schema
 
-from runtime import closing
 from runtime.chat_template import Template, tool_call
-from runtime.user_code import (Failed, Threads, TimeUp, accepted, close, closer, load_from,
-                               logging_into, name_of, outcome, shown, specs)
+from runtime.user_code import (STARTED_IN, Failed, Threads, TimeUp, accepted, close, closer, closing,
+                               load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
 # What a turn consists of, besides text: thoughts, calls in the form that Qwen and many other models use, and
@@ -185,6 +185,7 @@ class Environment:
         # Makes the first instance and finds out what it has.
         closing.callback(self.close)
         instance, error, _ = outcome(self.make, self.settings.call_timeout)
+        os.chdir(STARTED_IN)                                    # the class may have left it; data.py needs it
         if error:
             raise ValueError(f"{self.key}: {self.name}() {self.told(error)}")
         self.opened[id(instance)] = instance

@@ -8,6 +8,7 @@ Policy and critic: how they are loaded and sharded by FSDP2, and what they compu
     deal_to_ranks    which rollouts this rank computes
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
+    compare_logprobs compares the trainer's logprobs with the engine's
 When a model is loaded, its logprobs of short sequences are compared with those of transformers, and a model
 whose logprobs differ is refused. weights.py reads the folders and brings the weights to the ranks.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
@@ -194,6 +195,58 @@ def per_token(network, forward, rollouts, chosen, token_budget):
     # Without a backward FSDP2 leaves the root's parameters gathered.
     network.reshard()
     return found
+
+
+# ---------------------------------------------------------------- trainer and engine
+
+def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
+    """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
+
+    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
+    sync, a wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the
+    worst tokens. Pass an infinite bound for weights that are known to differ. version: that of the policy;
+    rollouts of another version raise RuntimeError, because another policy is their pi_old. None accepts all.
+    docs/metrics.md explains the metrics: importance_sampling_ratio is exp(trainer - engine), and kl is
+    KL(engine || trainer) by k3. A collective, also for a rank without any logprobs.
+    """
+    stale = {sampled_by for s in logps for _, sampled_by in rollouts[s].versions} - {version}
+    if stale and version is not None:
+        raise RuntimeError(f"step {version} trains on rollouts of step {min(stale)}'s policy: take the "
+                           "engine's old logprobs (--old_logprobs=engine), and compare none of them")
+    # On the CPU, where the engine's are, in one transfer.
+    ours = torch.cat([*logps.values()]).cpu() if logps else torch.empty(0)                      # [C]
+    theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]
+    gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
+    sums = torch.stack([x.sum() for x in (torch.ones_like(gap), gap, ratio, ratio.square(),
+                                          ratio - 1 - (ours - theirs))])
+    peaks = torch.full((4,), -math.inf)
+    if len(gap):
+        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
+        peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
+    dist.all_reduce(sums)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    if sums[0] == 0:                                    # no rank compares a token, so nothing can be wrong
+        sums, peaks = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, -1])
+    gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
+    gap_p99, gap_max, ratio_max, minus_ratio_min = peaks.tolist()
+    if not (gap_mean <= bound and math.isfinite(gap_mean)):
+        raise RuntimeError(
+            f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
+            f"The worst tokens here:\n{worst_tokens(rollouts, logps, gap, tokenizer)}")
+    return {f"sampling/{name}": value for name, value in {
+        "sampling_logp_difference/mean": gap_mean, "sampling_logp_difference/p99": gap_p99,
+        "sampling_logp_difference/max": gap_max, "importance_sampling_ratio/min": -minus_ratio_min,
+        "importance_sampling_ratio/mean": ratio_mean, "importance_sampling_ratio/max": ratio_max,
+        "effective_sample_size": ratio_mean ** 2 / square_mean, "kl": kl}.items()}
+
+
+def worst_tokens(rollouts, logps, gap, tokenizer):
+    # A line for each of the eight tokens with the largest gap, [C]: the text before it and both logprobs.
+    tokens = [(rollouts[s], t, logp) for s in logps for t, logp in enumerate(logps[s].tolist())]
+    return "\n".join(
+        f"  {tokenizer.decode(r.sampled_ids[:t])!r} + {tokenizer.decode(r.sampled_ids[t])!r}: "
+        f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}"
+        for r, t, logp in (tokens[c] for c in gap.argsort(descending=True)[:8].tolist()))
 
 
 # ---------------------------------------------------------------- loading and sharding

@@ -23,9 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
-from runtime import STARTED_IN
-from runtime.user_code import (Failed, Threads, TimeUp, UserProcess, accepted, load_from, logging_into,
-                               name_of, outcome, shown, source_of, specs)
+from runtime.user_code import (STARTED_IN, Failed, Threads, TimeUp, UserProcess, accepted, load_from,
+                               logging_into, name_of, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for

@@ -33,12 +33,10 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player, Table
-from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
-                   micro_batches, open_folders, set_learning_rate, token_logprobs)
+from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
+                   make_optimizer, micro_batches, open_folders, set_learning_rate, token_logprobs)
 from placement import Bridge, kept_ahead, sample_for_trainers, staleness
-from runtime.check_settings import check_run
-from runtime.run import Run
-from weights import compare_logprobs
+from runtime.run import Run, check_run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository

@@ -29,10 +29,9 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import (deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer, micro_batches,
-                   open_folders, set_learning_rate, token_logprobs, token_values)
+from model import (compare_logprobs, deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer,
+                   micro_batches, open_folders, set_learning_rate, token_logprobs, token_values)
 from runtime.run import Run
-from weights import compare_logprobs
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository

@@ -6,7 +6,7 @@ Seconds of a default step alone on the machine, and with a process that keeps on
     OMP_WAIT_POLICY=PASSIVE python -m bench.busy --engines=hf
 
 OpenMP's threads spin while they wait for one another. Where there are more of them than free cores, they spend
-the others' time: runtime/__init__.py bounds it. Runs alternate, and a figure is the median over their steps but
+the others' time: runtime/distributed.py bounds it. Runs alternate, and a figure is the median over their steps but
 the first two.
 """
 import json

@@ -20,8 +20,6 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
                           AutoTokenizer, GenerationConfig)
 from transformers.utils import logging
 
-from runtime import STARTED_IN
-
 # transformers' bars for every load and save would break up the run's own progress bar, and what it warns of,
 # missing weights, is an error here.
 logging.disable_progress_bar()
@@ -46,7 +44,7 @@ def reading(what):
 def located(path):
     """Return the folder or file that the name of a model stands for, or the name itself, which may be a hub
     id."""
-    here = os.path.join(STARTED_IN, os.path.expanduser(SHIPPED.get(path, path)))
+    here = os.path.abspath(os.path.expanduser(SHIPPED.get(path, path)))
     return here if os.path.exists(here) else path
 
 

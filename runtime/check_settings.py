@@ -7,7 +7,6 @@ read one of these are then left out.
 import inspect
 import os
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 from configurator import check, given
 from runtime.check_model import located, read_config
@@ -108,17 +107,6 @@ def check_values(settings):
         if values.keys() >= {*names}:
             check(rule(*(values[name] for name in names)),
                   f"{names[0]}={values[names[0]]}{message.format(**values)}")
-
-
-def check_run(settings, trainers):
-    """Check all settings of a training script. trainers: how many ranks train."""
-    # Ranks that train also sample, each for prompts of its own, unless there are ranks for the engines alone.
-    samplers = getattr(settings, "rollout_ranks", 0)
-    check(trainers > 0, f"rollout_ranks={samplers} leaves no trainer: there are {trainers + samplers} ranks "
-                        "(torchrun --nproc_per_node=2 train_async.py has two)")
-    engines = samplers // (settings.vllm_tensor_parallel_size or 1) or trainers
-    check_values(SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers,
-                                 engines=engines, passes=getattr(settings, "num_epochs", 1)))
 
 
 def same(one, other):

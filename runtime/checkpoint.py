@@ -34,7 +34,6 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from runtime import STARTED_IN
 from runtime.distributed import gathered, range_of_rows
 
 FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
@@ -48,9 +47,9 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     networks: {subfolder: (model, optimizer, or None if nothing trains it)}; the policy's is "", so that
     from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict
     that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
-    `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. Returns None, or what went wrong if the
-    checkpoint could not be written (because the disk is full, say); then no older one is removed. A
-    collective.
+    `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. Returns None,
+    or what went wrong if the checkpoint could not be written (because the disk is full, say); then no older
+    one is removed. A collective.
     """
     part = os.path.join(os.path.dirname(folder), "checkpoint.part")
     master, problem = dist.get_rank() == 0, None
@@ -252,7 +251,7 @@ def locate_run(out_dir, resume, default):
     folder that cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
     """
     out_dir, resume, default = (
-        path if path in ("", "auto") else os.path.normpath(os.path.join(STARTED_IN, os.path.expanduser(path)))
+        path if path in ("", "auto") else os.path.abspath(os.path.expanduser(path))
         for path in (out_dir, resume, default))
     if resume == "auto":
         if not out_dir:

@@ -1,7 +1,8 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
 set_up, total, largest, mean, gathered and from_master are collectives: every rank has to call them, in the
-same order. The watchdog ends a rank that would wait in one for ever.
+same order. The watchdog ends a rank that would wait in one for ever. Import this module before PyTorch, which
+reads GOMP_SPINCOUNT early.
 """
 import contextlib
 import ctypes
@@ -11,15 +12,26 @@ import functools
 import gc
 import os
 import platform
+import signal
 import sys
 import threading
 import time
+
+# OpenMP's threads wait for one another by spinning. If another process wants a core as well, they use up the
+# time that the last of them needs, and a step takes twenty times as long. So let them soon go to sleep
+# (bench/busy.py).
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "4000"
+
+# If torchrun is killed, Linux sends its workers SIGTERM: a run saves and stops.
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)                  # PR_SET_PDEATHSIG
 
 import torch
 import torch.distributed as dist
 
 from configurator import fail, tell_launcher
-from runtime import closing, make_lenient
+from runtime.user_code import closing, make_lenient
 
 
 def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):

@@ -1,18 +1,12 @@
 """
 How much memory a run will take on each device, by role and phase, from its settings and the model's config.
 
-    python -m runtime.forecast config/tasks/gsm8k.py --model=Qwen/Qwen3-32B --ranks=8 --memory=80
-    python -m runtime.forecast --script=train_ppo.py --model=folder/config.json
-
-It takes the settings of a script, and three arguments of its own. script: the file that the settings belong
-to, train_grpo.py if none is given. ranks: how many devices train, by default 1. memory: that of one GPU, in
-GB; without it the forecast is for this machine. No weights are loaded, because on PyTorch's meta device a
-model has only shapes.
+A run prints the forecast, and is refused before it loads a model that no device can hold: on PyTorch's meta
+device a model has only shapes.
 
 The forecast counts tensors. CUDA, NCCL and vLLM's graphs take one to three GB more of a GPU, and on a CPU the
 process itself takes more. Layers are assumed to keep for the backward pass what those of Llama and Qwen keep.
 """
-import argparse
 import functools
 import importlib.util
 import math
@@ -22,9 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from configurator import configure, input_errors, read_defaults
-from runtime.check_model import ROOT, located, model_class, read_config, reading
-from runtime.check_settings import check_run
+from runtime.check_model import located, model_class, read_config, reading
 
 # The most logits that are held at once: those of losses.LOGITS, which a test compares.
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}
@@ -148,15 +140,12 @@ def forecast(s, ranks, memory, cuda):
     return parts
 
 
-def says(s, ranks, memory, cuda, table=True):
-    """Return the forecast as text: a table of roles, a line of phases, and advice if it does not fit."""
-    parts, gb = forecast(s, ranks, memory, cuda), lambda size: f"{size / 1e9:.2f}" if size else "-"
-    peaks = [*map(sum, zip(*parts.values()))]
-    phases = ", ".join(f"{phase} {gb(peak)}" for phase, peak in zip(PHASES, peaks))
-    rows = {f"GB on each of {ranks} ranks": PHASES} | {role: map(gb, parts[role]) for role in parts}
-    lines = [f"{role:24}{a:>10}{b:>10}{c:>10}" for role, (a, b, c) in rows.items()] if table else []
-    return "\n".join([*lines, f"forecast of memory per rank: {phases} of {gb(memory)} GB",
-                      *([ADVICE] if max(peaks) > memory else [])])
+def says(s, ranks, memory, cuda):
+    """Return the forecast as text: a line of phases, and advice if it does not fit."""
+    peaks = [*map(sum, zip(*forecast(s, ranks, memory, cuda).values()))]
+    phases = ", ".join(f"{phase} {peak / 1e9:.2f}" for phase, peak in zip(PHASES, peaks))
+    line = f"forecast of memory per rank: {phases} of {memory / 1e9:.2f} GB"
+    return f"{line}\n{ADVICE}" if max(peaks) > memory else line
 
 
 def device_memory():
@@ -166,23 +155,3 @@ def device_memory():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, True
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), False
-
-
-def main():
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)        # --help lists the script's
-    parser.add_argument("--script", default="train_grpo.py")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--memory", type=float)
-    own, rest = parser.parse_known_args()
-    path = os.path.join(ROOT, located(own.script))
-    with input_errors(), reading(f"script={own.script}"):
-        defaults = read_defaults(path)
-    settings = configure(defaults | {"__file__": path, "__doc__": __doc__}, rest)
-    check_run(settings, own.ranks)
-    memory, cuda = (own.memory * 1e9, True) if own.memory else device_memory()
-    with input_errors():
-        print(says(settings, own.ranks, memory, cuda))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from configurator import check, fail, input_errors, printable
 from runtime import checkpoint, distributed, forecast, health
 from runtime.check_model import ROOT, end_note
-from runtime.check_settings import check_run, check_suits, same
+from runtime.check_settings import check_suits, check_values, same
 from runtime.user_code import source_of, specs
 
 # A resumed run must have the same values for these settings; all other settings may change.
@@ -45,6 +46,17 @@ CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
            ("var", "critic/vf_explained_var", ".2f"),
            ("grad", "grad_norm", ".2f"), ("gap", "sampling/sampling_logp_difference/max", ".0e"))
+
+
+def check_run(settings, trainers):
+    """Check all settings of a training script. trainers: how many ranks train."""
+    # Ranks that train also sample, each for prompts of its own, unless there are ranks for the engines alone.
+    samplers = getattr(settings, "rollout_ranks", 0)
+    check(trainers > 0, f"rollout_ranks={samplers} leaves no trainer: there are {trainers + samplers} ranks "
+                        "(torchrun --nproc_per_node=2 train_async.py has two)")
+    engines = samplers // (settings.vllm_tensor_parallel_size or 1) or trainers
+    check_values(SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers,
+                                 engines=engines, passes=getattr(settings, "num_epochs", 1)))
 
 
 class Run:
@@ -123,7 +135,7 @@ class Run:
         self.state["checksums"] = checksums
         self.end_note = end_note(base, train_set.tokenizer) if s.chat else ""
         memory, cuda = forecast.device_memory()
-        self.forecast = forecast.says(s, self.world_size, memory, cuda, table=cuda)
+        self.forecast = forecast.says(s, self.world_size, memory, cuda)
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, networks, engine, data_note, updates):

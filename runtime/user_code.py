@@ -7,11 +7,13 @@ calls them in a process of its own, and ends that process with the call. What th
 folder or the interpreter stays there.
 """
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import functools
 import importlib.util
 import inspect
+import io
 import math
 import os
 import queue
@@ -25,7 +27,11 @@ import types
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 
-from runtime import STARTED_IN, make_lenient
+# The folder in which the run was started. Code of the user's may change the current folder.
+STARTED_IN = os.getcwd()
+# Calls functions as the process ends, unless it is killed: closing.callback(function).
+closing = contextlib.ExitStack()
+atexit.register(closing.close)
 
 
 def source_of(spec):
@@ -237,6 +243,28 @@ def close(instances, seconds):
             calls.start(id(instance), method)
     while seconds and calls.finished(wait=True):
         pass
+
+
+def make_lenient():
+    """Let print go on if stdout or stderr is closed or full, and escape what its encoding does not have.
+
+    What such a console would have shown goes to the null device.
+    """
+    def lenient(call, number):
+        def call_or_drop(*text):
+            try:
+                return call(*text)
+            except (OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return call_or_drop
+
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:                          # it was closed when the process began
+            setattr(sys, name, open(os.devnull, "w"))
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:                    # a notebook has streams of its own
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+            stream.write, stream.flush = lenient(stream.write, number), lenient(stream.flush, number)
 
 
 class UserProcess:

@@ -11,7 +11,8 @@ import pytest
 import configurator
 from configurator import configure, read_defaults
 from runtime import check_settings
-from runtime.check_settings import RULES, check_run, check_values
+from runtime.check_settings import RULES, check_values
+from runtime.run import check_run
 
 SCRIPT = '''"""
 Trains a policy,

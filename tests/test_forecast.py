@@ -196,7 +196,7 @@ def large(tmp_path_factory):
 
 def test_what_fits_needs_no_advice(large):
     assert "It does not fit" not in forecast.says(settings(large), 8, 80e9, True)
-    assert forecast.says(settings(large), 8, 80e9, True, table=False).count("\n") == 0
+    assert forecast.says(settings(large), 8, 80e9, True).count("\n") == 0
 
 
 def test_where_it_does_not_fit_it_says_what_takes_less(large):
@@ -223,43 +223,6 @@ def test_only_shards_that_exceed_the_device_are_refused(large):
     assert "It does not fit" in forecast.says(settings(large), 2, edge + 1, True)
     with pytest.raises(ValueError, match=r"alone take .* GB on each of 2 ranks, a device has"):
         forecast.says(settings(large), 2, edge - 1, True)
-
-
-def test_command(large, tmp_path):
-    (tmp_path / "own.py").write_text("token_budget = 4096\nlearning_rate = 1e-6\n")
-    command = "-m", "runtime.forecast", tmp_path / "own.py", f"--model={large}"
-    said = forked(tmp_path / "log", *command, "--memory=80", "--ranks=8")
-    assert "GB on each of 8 ranks" in said and "of 80.00 GB" in said
-    table = {line[:24].strip(): line[24:].split() for line in said.splitlines() if len(line) == 54}
-    parameters = forecast.shape(str(large)).whole
-    assert float(table["policy"][1]) == pytest.approx(4 * parameters / 8 / 1e9, abs=0.006)
-    assert "critic" in forked(tmp_path / "log", *command, "--script=train_ppo.py", "--memory=80",
-                              "--engine=hf")
-    assert "alone take" in forked(tmp_path / "log", *command, "--memory=1", code=2)
-
-
-def test_a_copied_script_has_settings_of_its_own(large, tmp_path):
-    """It is not run. So does the script whose defaults are not among the choices of the others."""
-    with open("train_grpo.py") as file:
-        text = file.read()
-    assert "\nlearning_rate = 1e-4" in text and "import math" in text
-    (tmp_path / "train_mine.py").write_text(
-        "import os\nos.environ['X'] = '1'\n" + text.replace("\nlearning_rate = 1e-4", "\nmy_rate = 1e-4"))
-    command = "-m", "runtime.forecast", f"--model={large}", "--memory=80"
-    assert "of 80.00 GB" in forked(tmp_path / "log", *command, f"--script={tmp_path}/train_mine.py",
-                                   "--my_rate=1")
-    assert "of 80.00 GB" in forked(tmp_path / "log", *command, "--script=train_async.py")
-
-
-@pytest.mark.parametrize("argument, message", [
-    ("--ranks=0", "there are 0 ranks"), ("--ranks=x", "--ranks: invalid int value: 'x'"),
-    ("--memory=x", "--memory: invalid float value: 'x'"),
-    ("--dtype=bf16", "dtype=bf16: choose auto, float32, bfloat16"),
-    ("--script=none.py", "script=none.py cannot be read"), ("--rank=2", "unknown setting --rank"),
-    ("--model=/nowhere", "model=/nowhere: its config cannot be read"),
-    ("--sequence_parallel_size=0", "sequence_parallel_size=0: must be above 0")])
-def test_what_it_cannot_answer(tmp_path, argument, message):
-    refused([argument], message, tmp_path, "runtime/forecast.py")
 
 
 def test_a_run_says_it_and_refuses_what_no_device_can_hold(folder, tmp_path):

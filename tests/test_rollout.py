@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import data
 import rollout
-import weights
-from model import load_policy
+from model import compare_logprobs, load_policy
 from packing import pack
 from runtime import check_model
 from losses import head_logits
@@ -299,7 +298,7 @@ def test_compare_logprobs(mesh, folder):
                 rollout.Rollout.single([65], [68], [-0.5], "length")]
     # In any order.
     logps = {1: torch.tensor([-0.7]), 0: torch.tensor([-1.0, -1.9])}
-    metrics = weights.compare_logprobs(rollouts, logps, 0.2, tokenizer)
+    metrics = compare_logprobs(rollouts, logps, 0.2, tokenizer)
     assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in {
         "sampling/sampling_logp_difference/mean": 0.1, "sampling/sampling_logp_difference/p99": 0.2,
         "sampling/sampling_logp_difference/max": 0.2,
@@ -311,13 +310,13 @@ def test_compare_logprobs(mesh, folder):
         "sampling/kl": (math.exp(0.1) - 1.1 + math.exp(-0.2) - 0.8) / 3}.items()}
     many = [rollout.Rollout.single([65], [66] * 300, [-1.0] * 300, "stop")]
     logps = {0: torch.tensor([-1.0 - 1e-3 * gap for gap in random.Random(0).sample(range(300), 300)])}
-    metrics = weights.compare_logprobs(many, logps, 0.2, tokenizer)
+    metrics = compare_logprobs(many, logps, 0.2, tokenizer)
     # 297 of 300 are from 0 to 0.296.
     assert metrics["sampling/sampling_logp_difference/p99"] == pytest.approx(0.296)
     for bad in ([-1.0, -1.3], [-1.0, math.nan]):
         with pytest.raises(RuntimeError, match="differ by .* over logprob_gap=0.2") as error:
             logps = {0: torch.tensor(bad), 1: torch.tensor([-0.5])}
-            weights.compare_logprobs(rollouts, logps, 0.2, tokenizer)
+            compare_logprobs(rollouts, logps, 0.2, tokenizer)
         worst = str(error.value).splitlines()[1]
         before, token = tokenizer.decode(66), tokenizer.decode(67)
         assert worst == f"  {before!r} + {token!r}: trainer {bad[1]:.4f}, engine -2.0000"
@@ -328,14 +327,14 @@ def test_rollouts_of_another_version_are_refused(mesh, folder):
     made = lambda logprob, versions: rollout.Rollout.single([65], [66, 67], [logprob] * 2, "stop", versions)
     rollouts = [made(-1.0, ((0, 4),)), made(-9.0, ((0, 3),)), made(-9.0, ((0, 3), (1, 4)))]
     logps = {s: torch.tensor([-1.0, -1.1]) for s in (2, 0, 1)}
-    metrics = weights.compare_logprobs(rollouts, {0: logps[0]}, 0.2, tokenizer, version=4)
+    metrics = compare_logprobs(rollouts, {0: logps[0]}, 0.2, tokenizer, version=4)
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
     message = "step 4 trains on rollouts of step 3's policy: take the engine's old logprobs"
     for s in (1, 2):
         with pytest.raises(RuntimeError, match=message):
-            weights.compare_logprobs(rollouts, {0: logps[0], s: logps[s]}, 20.0, tokenizer, version=4)
-    weights.compare_logprobs(rollouts, logps, 20.0, tokenizer)
-    assert weights.compare_logprobs(rollouts, {}, 0.2, tokenizer, 4)["sampling/effective_sample_size"] == 1
+            compare_logprobs(rollouts, {0: logps[0], s: logps[s]}, 20.0, tokenizer, version=4)
+    compare_logprobs(rollouts, logps, 20.0, tokenizer)
+    assert compare_logprobs(rollouts, {}, 0.2, tokenizer, 4)["sampling/effective_sample_size"] == 1
 
 
 def test_a_request_that_would_be_cut_is_refused(engine):
@@ -368,14 +367,14 @@ def test_compare_logprobs_of_several_spans_and_of_none(mesh, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     r = episode([65], [66, 67], [97, 98], [68])
     r.logprobs[:] = [-1.0, -2.0, -3.0]
-    metrics = weights.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -2.9])}, 0.2, tokenizer)
+    metrics = compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -2.9])}, 0.2, tokenizer)
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0.1, abs=1e-6)
     # The text before the worst token is what was sampled before it.
     before, token = tokenizer.decode([66, 67]), tokenizer.decode(68)
     with pytest.raises(RuntimeError) as error:
-        weights.compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -9.0])}, 0.2, tokenizer)
+        compare_logprobs([r], {0: torch.tensor([-1.0, -2.0, -9.0])}, 0.2, tokenizer)
     assert f"{before!r} + {token!r}: trainer -9.0000, engine -3.0000" in str(error.value)
-    nothing = weights.compare_logprobs([r], {}, 0.2, tokenizer)
+    nothing = compare_logprobs([r], {}, 0.2, tokenizer)
     assert nothing == {name: float("ratio" in name or "size" in name) for name in metrics}
 
 

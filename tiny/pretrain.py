@@ -27,7 +27,6 @@ import json
 import os
 import random
 
-import runtime                  # first, because runtime sets what PyTorch reads as it is loaded
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence

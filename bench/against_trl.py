@@ -154,7 +154,7 @@ if only in "whole step, launch":
     ours, theirs, launch_here, launch_there = [], [], [], []
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
-            seconds, _ = run("| reward", sys.executable, "-u", "train_grpo.py", f"--out_dir={folder}/run",
+            seconds, _ = run("  grad ", sys.executable, "-u", "train_grpo.py", f"--out_dir={folder}/run",
                              "--engine=hf", "--max_steps=10", "--eval_prompts=1", "--eval_samples=1",
                              "--skip_zero_advantage=true")
             launch_here.append(seconds)

@@ -48,13 +48,10 @@ out = "assets"                  # the folder for the picture
 RECIPE = "config/tasks/compose.py"
 GRPO = f"train_grpo.py {RECIPE}"
 SHARED = {key: ast.literal_eval(value) for _, key, value in read_config(RECIPE, __file__)}
-# train_ppo.py has another name for the updates of a step, and so cannot read the recipe as it is.
-FOR_PPO = " ".join(f"--{key}={value}" for key, value in SHARED.items()
-                   if key not in ("updates_per_step", "learning_rate"))
 METHODS = {
     "grpo": GRPO, "rloo": f"{GRPO} config/methods/rloo.py",
     "reinforce++": f"{GRPO} config/methods/reinforce_pp.py",
-    "one_update": f"{GRPO} --updates_per_step=1", "ppo": f"train_ppo.py {FOR_PPO} --updates_per_step=4",
+    "one_update": f"{GRPO} --updates_per_step=1", "ppo": f"train_ppo.py {RECIPE}",
     "dapo": f"train_dapo.py {RECIPE} --max_num_gen_batches=2 --max_steps=40",
     "gspo": f"{GRPO} config/methods/gspo.py", "cispo": f"{GRPO} config/methods/cispo.py",
     "dr_grpo": f"{GRPO} config/methods/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}"}

@@ -141,7 +141,8 @@ tables say why a model was refused or a run stopped. Most of these reasons conce
   dropout does not act, because the engine has none either.
 """
 ENGINES = {
-    "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_step=1".split(),
+    "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_step=1 "
+            "--critic_learning_rate=1e-3".split(),
     # With an entropy bonus it computes completions without an advantage as well.
     "hf": ["train_grpo.py", "--engine=hf", "--entropy_coef=1e-6"]}
 

@@ -210,8 +210,9 @@ if engine:
     figures |= {"sync (s)": statistics.median(syncs[1:]), "rollout tokens/s": made / seconds(sample)}
     if engine == "vllm":
         requests = [{"prompt_token_ids": ids} for ids in asked]
-        params = sampler.SamplingParams(max_tokens=completion_length, temperature=1.0, logprobs=0,
-                                        detokenize=False, ignore_eos=True)
+        from vllm import SamplingParams
+        params = SamplingParams(max_tokens=completion_length, temperature=1.0, logprobs=0, detokenize=False,
+                                ignore_eos=True)
         sampler._wake()
         bare = made / seconds(lambda: sampler.llm.generate(requests, params, use_tqdm=False))
         figures["over bare LLM.generate"] = figures["rollout tokens/s"] / bare

@@ -3,7 +3,8 @@
 The settings are the simple values that a script assigns at module level between two rules (comment lines of
 dashes), before it calls configure(globals()). If a line between them is `from config.shared import *`, the
 settings of that file, which has the same form, become settings of the script. A config file is looked for in
-the working directory, then where the script is, then where this file is.
+the working directory, then where the script is, then where this file is. config/name.py may also stand in one
+of the folders there.
 The type of the default decides which values a setting accepts. Whatever cannot be taken exactly as it is
 written stops the script, because a typo must not cost a training run.
 """
@@ -121,8 +122,11 @@ def show_help(docstring, layout, settings):
 
 def read_config(given, script):
     """Yield (place, key, source of the value). The file is parsed, never run: it can only set values."""
-    folders = Path(), Path(script).parent, Path(__file__).parent
-    path = next((folder / given for folder in folders if os.path.isfile(folder / given)), None)
+    here = Path(__file__).parent
+    places = [folder / given for folder in (Path(), Path(script).parent, here)]
+    if given.startswith("config/"):                             # config/gspo.py is in config/methods
+        places += here.glob(given.replace("config/", "config/*/"))
+    path = next(filter(os.path.isfile, places), None)
     check(path, f"cannot read {given} (no such file)")
     try:
         tree = ast.parse(path.read_bytes())

@@ -221,6 +221,10 @@ def test_a_config_file_is_looked_for_here_then_beside_the_script_then_in_the_pro
     found = call("config/x.py")
     assert (found.max_steps, found.kl_coef, found.chat) == (6, 0.0, True)
     assert call(str(project / "config" / "x.py")).max_steps == 4
+    # The folders of config/ need not be named.
+    (project / "config" / "methods").mkdir()
+    (project / "config" / "methods" / "w.py").write_text("max_steps = 7\n")
+    assert call("config/w.py").max_steps == call("config/methods/w.py").max_steps == 7
     # A message has the place of the file that was read.
     (mine / "config" / "y.py").write_text("max_stops = 5\n")
     for file, message in (("config/y.py", f"{mine}/config/y.py:1: unknown setting max_stops"),

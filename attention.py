@@ -5,6 +5,7 @@ Hugging Face models call packed_attention, by the name "packed", in place of the
 PyTorch's CUDA kernel for sequences of several lengths if kernel_takes says so, and otherwise loops over the
 sequences.
 """
+import inspect
 import math
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,10 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
 from packing import Segments
-from runtime.vllm_workarounds import GROUPED
+
+# By default PyTorch 2.11's kernel takes fewer heads of keys and values than of queries. Later versions need
+# enable_gqa for that. To be removed together with 2.11.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
 def kernel_takes(query, value):

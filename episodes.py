@@ -19,6 +19,7 @@ environment an answer is an episode of one turn, which train_async.py plays here
 """
 import contextlib
 import inspect
+import itertools
 import json
 import os
 import math
@@ -48,105 +49,132 @@ READ = {"integer": int, "number": float, "boolean": lambda text: {"true": True, 
 DEEP = 50               # levels of lists and objects: copying what is nested deeper ends in a RecursionError
 
 
-class Player:
-    """Plays episodes with the environment and the tools that a run's settings name, or without any.
+# ------------------------------------------------------------------------------------------------------------
+# a conversation as tokens
 
-    make, tools, rewards_as: as in Environment. judge: None, or a function judge(rollout, environment) of a
-    rewards.Scorer, which scores an episode while its environment is still as the episode left it. Raises
-    ValueError for an environment or tools that cannot be used.
+
+class Conversation:
+    """A row of tokens in the making: a prompt, turns as they were sampled, and what stands between them.
+
+    prompt_ids: the row so far. left: how many tokens may still follow. seed: the first turn's; each further
+    turn has a seed of its own. template: a chat_template.Template, which only `extend` needs. spans, logprobs
+    and versions are as in rollout.Rollout, versions as a dict.
     """
 
-    def __init__(self, settings, tokenizer, eos_ids):
-        self.settings, self.tokenizer, self.eos_ids, self.judge = settings, tokenizer, eos_ids, None
-        self.environment = Environment(settings)
-        self.make, self.tools = self.environment.make, self.environment.tools
-        self.rewards_as, self.close = self.environment.rewards_as, self.environment.close
-        if self.make:
-            if not settings.chat or tokenizer.chat_template is None:
-                raise ValueError(f"{self.environment.key} needs chat=True and a tokenizer with a chat "
-                                 "template")
-            self.template = Template(tokenizer, eos_ids, self.tools)
+    def __init__(self, prompt_ids, left, seed, template=None):
+        self.ids, self.left, self.seed, self.template = list(prompt_ids), left, seed, template
+        self.spans, self.logprobs, self.versions = [], [], {}
 
-    def check_with(self, prompts):
-        """Play a first turn after each of these prompts, so that what is broken shows before any training.
+    def request(self, *sampling, most=0, name=None):
+        """Return the Request for the next turn, with at most `most` tokens, or with 0 all that are left.
 
-        Raises ValueError if the environment or the chat template cannot be used.
+        sampling: temperature, top_p and top_k; those at the end may be missing.
         """
-        if not self.make:
-            return
-        self.template.check(self.messages(prompts[0].row["prompt"]))
-        if self.tools:
-            before, said = self.template.example()
-            _, calls = self.read(before, said, text_of(self.tokenizer, said, "stop"))
-            if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
-                raise ValueError(
-                    f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
-                    "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
-        said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
-        engine = SimpleNamespace(add=asked.append, step=lambda: [
-            Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
-        try:
-            # There is no room for a second turn.
-            rollouts = Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts])
-        except RuntimeError as error:
-            raise ValueError(error) from error
-        if problems := [r.counts["problem"] for r in rollouts if "problem" in r.counts]:
-            raise ValueError(problems[0])
+        turn = len(self.spans) + 1
+        seed = self.seed if turn == 1 else zlib.crc32(f"{self.seed} {turn}".encode())
+        return Request(name, self.ids, seed, min(self.left, most or self.left), *sampling)
 
-    def read(self, before, sampled, text):
-        """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
+    def answer(self, answer):
+        """Append the turn that an engine sampled for the request."""
+        end = len(self.ids) + len(answer.ids)
+        self.spans.append((len(self.ids), end))
+        self.versions |= {len(self.logprobs) + start: version for start, version in answer.versions}
+        self.ids, self.left = self.ids + answer.ids, self.left - len(answer.ids)
+        self.logprobs += answer.logprobs
 
-        before: the ids before the turn. sampled: the ids of the turn. text: of the turn.
+    def extend(self, turn, messages):
+        """Append what the chat template writes of these messages after a turn, to where the next one begins.
+
+        turn: as in Template.between. Return whether there was room for that and for one token more; if not,
+        nothing is appended.
         """
-        said, found = {"role": "assistant", "content": text}, []
-        try:
-            if self.make and getattr(self.tokenizer, "response_template", None):
-                parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
-                found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
-                said |= parsed | {"content": parsed.get("content") or ""}
-            elif self.tools:
-                begun = self.tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
-                said, found = parsed_turn("<think>" + text if begun else text)
-        # A parser may raise anything for text that is not as it expects.
-        except Exception as error:
-            return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
-        return said, [read_call(self.environment.hints, number, one) for number, one in enumerate(found)]
+        inserted = self.template.between(turn, messages)
+        if fits := len(inserted) < self.left:
+            self.ids, self.left = self.ids + inserted, self.left - len(inserted)
+        return fits
 
-    def messages(self, prompt, observation=""):
-        """Return the messages before the first turn; an observation is added to the last one, as in TRL."""
-        if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
-            raise ValueError(f"{self.environment.key} needs prompts that are lists of messages, the last one "
-                             f"not the assistant's, unlike {prompt!r:.200}")
-        system = [{"role": "system", "content": text} for text in [self.settings.system_prompt] if text]
-        return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
+    def rollout(self, finish_reason, row, completion, **fields):
+        """Return the Rollout of what was said so far."""
+        return Rollout(np.array(self.ids, np.int32), np.array(self.spans, np.int32),
+                       np.array(self.logprobs, np.float32), finish_reason, row, completion,
+                       versions=tuple(self.versions.items()), **fields)
 
-    def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        """Return n adjacent Rollouts per data.Prompt.
 
-        seeds: one per prompt, for seed, seed + 1, ... max_tokens: an episode with more tokens after its
-        prompt is cut off.
+def read_turn(tokenizer, tools, before, sampled, text):
+    """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
 
-        finish_reason is stop or length, and with an environment also turns (the episode had max_turns),
-        timeout, or error (the environment raised, or the episode could not begin; it gets no score). Raises
-        RuntimeError if an environment returns what it must not, or if all episodes on all ranks end in
-        errors.
-        """
-        jobs = [(prompt, seed + j, (max_tokens, temperature, top_p, top_k))
-                for prompt, seed in zip(prompts, seeds) for j in range(n)]
-        rollouts = engine.serve(jobs, Table(self, engine).play)
-        self.check_errors(rollouts)
-        return rollouts
+    tools: their JSON schemas, or None. before: the ids before the turn. sampled, text: ids and text of the
+    turn.
+    """
+    said, found = {"role": "assistant", "content": text}, []
+    try:
+        if getattr(tokenizer, "response_template", None):
+            parsed = tokenizer.parse_response(sampled, prefix=before, tools=tools)
+            found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
+            said |= parsed | {"content": parsed.get("content") or ""}
+        elif tools:
+            begun = tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
+            said, found = parsed_turn("<think>" + text if begun else text)
+    # A parser may raise anything for text that is not as it expects.
+    except Exception as error:
+        return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
+    hints = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in tools or ()}
+    return said, [read_call(hints, number, one) for number, one in enumerate(found)]
 
-    def check_errors(self, rollouts):
-        """Raise RuntimeError if all episodes on all ranks ended in errors. All ranks have to call it."""
-        problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
-        counts = torch.tensor([len(problems), len(rollouts)])
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        failed, played = counts.tolist()
-        # A rank that has played no episode leaves this to the others.
-        if problems and failed == played:
-            raise RuntimeError(f"all {played} episodes ended in errors; the first: {problems[0]}")
+
+def parsed_turn(text):
+    # Returns the message of a turn, and the texts of its calls. Thoughts call nothing, also one that was cut
+    # off.
+    parts = [*PART.finditer(text)]
+    # All before the end of a thought that began elsewhere belongs to it.
+    begin = max((part.end() for part in parts if part[0] == "</think>"), default=0)
+    thoughts = [part["thought"] for part in parts if part["thought"] is not None]
+    found = [part["call"] for part in parts if part["call"] is not None and part.start() >= begin]
+    said = {"role": "assistant", "content": PART.sub("", text[begin:]).strip()}
+    return said | ({"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}), found
+
+
+def read_call(hints, number, found):
+    # Returns a call as transformers writes it, and its problem, or "". hints: {tool: {argument: its schema}}.
+    # number: its place in the turn.
+    name, arguments, problem = "unknown", {}, ""
+    try:
+        found = json.loads(found) if isinstance(found, str) else found
+        name, given = str(found["name"]), found.get("arguments") or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(given, dict) or deep(given):
+            problem = f"the arguments have to be an object, with at most {DEEP} levels"
+        else:
+            types = hints.get(name, {})
+            arguments = {key: as_hinted(value, types.get(key, {})) for key, value in given.items()}
+        if name not in hints:
+            problem = f"there is no tool {name}; there are {', '.join(hints)}"
+    except Exception as error:
+        problem = f"this is no call of a tool: {error!r}"
+    return tool_call(number, name, arguments), problem
+
+
+def as_hinted(value, schema):
+    # Returns the number, True or False that a string stands for, if the argument's type hint asks for it.
+    with contextlib.suppress(KeyError, ValueError, TypeError):
+        return READ[schema["type"]](value) if isinstance(value, str) else value
+    return value
+
+
+def deep(value, levels=DEEP):
+    # Whether lists and objects are nested in more levels than that.
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return below is not None and (not levels or any(deep(one, levels - 1) for one in below))
+
+
+def result_of(value):
+    # Returns what a tool returned as the content of a message: a list or an object in values that JSON has,
+    # for rewards, and anything else as text.
+    if isinstance(value, (list, dict)):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            content = json.loads(json.dumps(value, default=str))
+            return str(value) if deep(content) else content
+    return str(value)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -163,14 +191,14 @@ class Environment:
     """The class and the functions that a run's settings name, and the instances of the class.
 
     make: the class, or None if the settings name nothing. tools: JSON schemas of the tools, or None.
-    hints: {tool: {argument: its type in the schema}}. methods: {tool: its name in an instance}.
-    rewards_as: the name of the class if it gives rewards, otherwise "". opened: {id: instance}; idle: the
-    instances that play no episode now. Raises ValueError for what cannot be used.
+    methods: {tool: its name in an instance}. rewards_as: the name of the class if it gives rewards, otherwise
+    "". opened: {id: instance}; idle: the instances that play no episode now. Raises ValueError for what
+    cannot be used.
     """
 
     def __init__(self, settings):
         s, self.settings, self.opened, self.idle = settings, settings, {}, []
-        self.tools, self.hints, self.rewards_as, self.has_step, self.has_reward = None, {}, "", False, False
+        self.tools, self.rewards_as, self.has_step, self.has_reward = None, "", False, False
         functions = [load_from(spec, "tools", "function") for spec in specs(s.tools) if s.tools]
         self.functions = {name_of(function): function for function in functions}
         self.make = (load_from(s.environment, "environment", "Class") if s.environment
@@ -187,42 +215,36 @@ class Environment:
         instance, error, _ = outcome(self.make, self.settings.call_timeout)
         os.chdir(STARTED_IN)                                    # the class may have left it; data.py needs it
         if error:
-            raise ValueError(f"{self.key}: {self.name}() {self.told(error)}")
+            raise ValueError(f"{self.key}: {self.name}() {error}")
         self.opened[id(instance)] = instance
         self.idle.append(instance)
         # As in TRL tools are bound methods, of the class or of the instance. Properties are not read, because
         # this may fail before the first reset.
-        names = [name for name in dir(instance) if not name.startswith("_") and not isinstance(
-            inspect.getattr_static(instance, name, None), (property, cached_property))]
-        methods = {name: getattr(instance, name) for name in names
-                   if inspect.ismethod(getattr(instance, name, None))}
+        static = partial(inspect.getattr_static, instance)
+        methods = {name: getattr(instance, name) for name in dir(instance) if not name.startswith("_")
+                   and not isinstance(static(name, None), (property, cached_property))
+                   and inspect.ismethod(getattr(instance, name, None))}
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
         self.rewards_as = self.name if self.has_step or self.has_reward else ""
-        closes = {name for name in ("close", "release") if closer(instance, name)}
-        tools = {name: methods[name] for name in methods if name not in {"reset", "get_reward", *closes}}
         if self.has_step:
             if functions:
                 raise ValueError(f"tools={self.settings.tools}: {self.key} has a method step, which reads no "
                                  "calls of tools")
             return
+        closes = {name for name in ("close", "release") if closer(instance, name)}
+        tools = {name: methods[name] for name in methods if name not in {"reset", "get_reward", *closes}}
         self.methods = {name_of(tool): name for name, tool in tools.items()}
-        self.tools = [self._schema(tool) for tool in (*functions, *tools.values())]
+        try:
+            self.tools = [get_json_schema(tool) for tool in (*functions, *tools.values())]
+        except Exception as error:                              # it names the tool
+            raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
+                             f"arguments: {error}") from error
         if not self.tools:
             raise ValueError(f"{self.key} has neither a method step nor tools")
-        self.hints = {tool["name"]: {name: str(more.get("type")) for name, more
-                                     in tool["parameters"]["properties"].items()}
-                      for tool in (one["function"] for one in self.tools)}
-        if len(self.hints) < len(self.tools):
-            raise ValueError(f"{self.key}: two of the tools {', '.join(self.hints)} have the same name")
-
-    def _schema(self, tool):
-        try:
-            return get_json_schema(tool)
-        except Exception as error:
-            raise ValueError(f"{self.key}: the tool {name_of(tool)} needs type hints and a docstring that "
-                             f"explains its arguments: {error}") from error
+        if len(names := {tool["function"]["name"] for tool in self.tools}) < len(self.tools):
+            raise ValueError(f"{self.key}: two of the tools {', '.join(sorted(names))} have the same name")
 
     def give_back(self, instance, spent=False):
         """Take an instance back from its episode. If it is spent, it is closed and plays no other."""
@@ -236,14 +258,9 @@ class Environment:
         close([*self.opened.values()], seconds=10)
         self.opened, self.idle = {}, []
 
-    def told(self, error):
-        """Return what a message says of an error of a call."""
-        return (f"took more than call_timeout={self.settings.call_timeout:g} seconds"
-                if isinstance(error, TimeUp) else str(error))
-
     def broken(self, problem, row):
         """Return the error that ends a run in which the environment did what it must not."""
-        return RuntimeError(f"{self.who}: {problem}; the row is {row!r:.300}")
+        return ValueError(f"{self.who}: {problem}; the row is {row!r:.300}")
 
     def checked(self, returned, turn, row):
         """Return (observation, reward, how the episode ends or "") for what step returned."""
@@ -258,10 +275,10 @@ class Environment:
                           "a string, a number, and True or False, nor Gymnasium's five values", row)
 
     def number(self, reward, turn, row):
-        """Return a reward as a float. Raises RuntimeError if it is none that float32 has."""
+        """Return a reward as a float. Raises ValueError if it is none that float32 has."""
         # float raises for an array of several numbers and for 10**400.
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            if hasattr(reward, "__float__") and abs(float(reward)) <= 3.4e38:       # float32's largest
+            if abs(float(reward)) <= 3.4e38:                    # float32's largest
                 return float(reward)
         raise self.broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
 
@@ -279,11 +296,11 @@ class Episode:
 
     def __init__(self, player, prompt, seed, sampling):
         self.player, self.world, self.settings = player, player.environment, player.settings
-        self.row, self.ids, self.seed = prompt.row, list(prompt.ids), seed
-        self.left, *self.sampling = sampling                    # left: how many tokens may still follow
+        self.row, (most, *self.sampling) = prompt.row, sampling
+        self.talk = Conversation(prompt.ids, most, seed, player.template)
         # spent: whether the instance of the environment can play no other episode
-        self.instance, self.spent, self.ended, self.extra = None, False, "", {}
-        self.messages, self.spans, self.logprobs, self.versions, self.rewards = [], [], [], {}, {}
+        self.instance, self.spent, self.ended = None, False, ""
+        self.messages, self.rewards, self.extra = [], {}, {}    # rewards: as in Rollout
         self.counts = {"calls": 0, "failures": 0, "seconds": 0.0} if player.make else {}
 
     def play(self):
@@ -297,18 +314,18 @@ class Episode:
                 try:
                     yield from part()
                 except (Failed, TimeUp) as error:
-                    turn, late, told = len(self.spans), isinstance(error, TimeUp), self.world.told(error)
+                    turn, late = len(self.talk.spans), isinstance(error, TimeUp)
                     self.ended = "timeout" if late and turn else "error"
                     self.spent = self.spent or late or not turn
+                    limit = f"call_timeout={self.settings.call_timeout:g}"
+                    told = f"took more than {limit} seconds" if late else error
                     told = f"it {told} in turn {turn}" if turn else f"reset {told}"
                     self.counts["problem"] = str(self.world.broken(told, self.row))
-            rewards = {self.last: math.nan} if self.ended == "error" else self.rewards
-            rollout = Rollout(
-                np.array(self.ids, np.int32), np.array(self.spans, np.int32),
-                np.array(self.logprobs, np.float32), self.ended, self.row,
-                self.text if isinstance(self.row["prompt"], str) else self.messages, counts=self.counts,
-                extra=self.extra, rewards=rewards if self.world.rewards_as else {},
-                versions=tuple(self.versions.items()))
+            if self.ended == "error":
+                self.rewards = {self.last: math.nan}
+            rollout = self.talk.rollout(
+                self.ended, self.row, self.text if isinstance(self.row["prompt"], str) else self.messages,
+                counts=self.counts, extra=self.extra, rewards=self.rewards if self.world.rewards_as else {})
             if self.player.judge and self._at_rest():
                 self.player.judge(rollout, self.instance)
             return rollout
@@ -342,8 +359,6 @@ class Episode:
         if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
             observation, _ = observation
         if observation is None:
-            if not any(message.get("content") for message in (*earlier, last)):
-                raise Failed("gave no prompt, and the row has none")
             return
         if not isinstance(observation, str):
             raise world.broken(f"reset returned {shown(observation)}, neither a string nor None", self.row)
@@ -352,76 +367,65 @@ class Episode:
         if (most := self.settings.max_prompt_length) < len(ids):
             raise Failed(f"returned so much that the prompt has {len(ids)} tokens, more than "
                          f"max_prompt_length={most}")
-        self.ids = ids
+        self.talk.ids = ids
         self.row = self.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}
 
     def _turns(self):
         # The turns of the policy, and what the environment replies. An episode that cannot begin is one
         # answer to its prompt, without a score.
-        s = self.settings
-        while not (self.ended and self.spans):
-            before, turn = self.ids, len(self.spans) + 1
-            seed = self.seed if turn == 1 else zlib.crc32(f"{self.seed} {turn}".encode())
-            most = min(self.left, s.max_turn_length or self.left)
-            answer = yield Request(None, before, seed, most, *self.sampling)
-            self.spans.append((len(before), len(before) + len(answer.ids)))
-            self.versions |= {len(self.logprobs) + start: version for start, version in answer.versions}
-            self.ids, self.left = before + answer.ids, self.left - len(answer.ids)
-            self.logprobs += answer.logprobs
-            self.text = text_of(self.player.tokenizer, answer.ids, answer.finish_reason)
-            self.last = len(self.logprobs) - 1
+        talk, player = self.talk, self.player
+        while not (self.ended and talk.spans):
+            before = talk.ids
+            answer = yield talk.request(*self.sampling, most=self.settings.max_turn_length)
+            talk.answer(answer)
+            self.last = len(talk.logprobs) - 1                  # the turn's reward belongs to its last token
             self.rewards[self.last] = 0.0
-            said, calls = self.player.read(before, answer.ids, self.text)
+            self.text = text_of(player.tokenizer, answer.ids, answer.finish_reason)
+            said, calls = {"role": "assistant", "content": self.text}, []
+            if player.make:
+                said, calls = read_turn(player.tokenizer, player.tools, before, answer.ids, self.text)
             self.messages.append(said)
             if not self.ended:
-                yield from self._reply(turn, said, calls, answer.finish_reason == "length")
+                yield from self._reply(said, calls, answer.finish_reason == "length")
 
-    def _reply(self, turn, said, calls, cut):
-        # What the environment replies to a turn. cut: whether the turn was cut off. heard: messages as
-        # rewards get them, and the text of each for the policy.
-        heard, ended = [], "stop"
+    def _reply(self, said, calls, cut):
+        # What the environment replies to a turn. cut: whether the turn was cut off.
+        turn, reply, ended = len(self.talk.spans), [], "stop"
         if self.world.has_step:
             returned = yield from self._call(self.instance.step, self.text)
             observation, self.rewards[self.last], ended = self.world.checked(returned, turn, self.row)
-            heard = [({"role": "user", "content": observation}, observation)]
+            reply = [{"role": "user", "content": observation}]
         elif cut:
             said["content"] = self.text                         # including a call, which is not made
         elif calls:
             said["tool_calls"], ended = [call for call, _ in calls], ""
             for call, problem in calls:
-                heard.append((yield from self._result(call, problem)))
+                reply.append((yield from self._result(call, problem)))
         if cut:
             ended = "length"
         elif not ended and turn == self.settings.max_turns:
             ended = "turns"
+        elif not ended and self.talk.extend(said, reply):
+            self.messages += reply
         elif not ended:
-            inserted = self.player.template.between(
-                said, [message | {"content": text} for message, text in heard])
-            # If the reply and one token of an answer do not fit, the episode ends.
-            if len(inserted) >= self.left:
-                ended = "length"
-            else:
-                self.ids, self.left = self.ids + inserted, self.left - len(inserted)
-                self.messages += [message for message, _ in heard]
+            ended = "length"
         self.ended = ended
 
     def _result(self, call, problem):
-        # Makes a call of a tool if there is no problem with it. Returns its message, in which a list or an
-        # object is as it is, for rewards, and its text for the policy.
+        # Makes a call of a tool if there is no problem with it, and returns its message.
         name, arguments = call["function"].values()
         self.counts["calls"] += 1
         try:
             if not problem:
                 method = self.world.functions.get(name) or getattr(self.instance, self.world.methods[name])
                 result = yield from self._call(method, **arguments)
-                content, text = yield from self._call(readable, result)
+                content = yield from self._call(result_of, result)
         except Failed as error:
             # Without the name of its class, as in TRL.
             problem = shown(error.__cause__).partition(": ")[2] or shown(error.__cause__)
-        if problem:
-            content, text = {"error": problem}, str({"error": problem})
         self.counts["failures"] += bool(problem)
-        return {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}, text
+        return {"role": "tool", "name": name, "tool_call_id": call["id"],
+                "content": {"error": problem} if problem else content}
 
     def _last_reward(self):
         # Adds what the environment gives for the whole episode.
@@ -429,75 +433,93 @@ class Episode:
             return
         reward = yield from self._call(self.instance.get_reward)
         if reward is not None:
-            self.rewards[self.last] += self.world.number(reward, len(self.spans), self.row)
+            self.rewards[self.last] += self.world.number(reward, len(self.talk.spans), self.row)
         elif not self.world.has_step:
             self.rewards[self.last] = math.nan                  # not scored, as in TRL
 
 
-def parsed_turn(text):
-    # Returns the message of a turn, and the texts of its calls. Thoughts call nothing, also one that was cut
-    # off.
-    parts = [*PART.finditer(text)]
-    # All before the end of a thought that began elsewhere belongs to it.
-    begin = max((part.end() for part in parts if part[0] == "</think>"), default=0)
-    thoughts = [part["thought"] for part in parts if part["thought"] is not None]
-    found = [part["call"] for part in parts if part["call"] is not None and part.start() >= begin]
-    said = {"role": "assistant", "content": PART.sub("", text[begin:]).strip()}
-    return said | ({"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}), found
-
-
-def read_call(hints, number, found):
-    # Returns a call as transformers writes it, and its problem, or "". number: its place in the turn.
-    name, arguments, problem = "unknown", {}, ""
-    try:
-        found = json.loads(found) if isinstance(found, str) else found
-        name, given = str(found["name"]), found.get("arguments") or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(given, dict) or deep(given):
-            problem = f"the arguments have to be an object, with at most {DEEP} levels"
-        else:
-            arguments = {key: as_hinted(value, hints.get(name, {}).get(key)) for key, value in given.items()}
-        if name not in hints:
-            problem = f"there is no tool {name}; there are {', '.join(hints)}"
-    except Exception as error:
-        problem = f"this is no call of a tool: {error!r}"
-    return tool_call(number, name, arguments), problem
-
-
-def as_hinted(value, kind):
-    # Returns the number, True or False that a string stands for, if the argument's type hint asks for it.
-    try:
-        return READ[kind](value) if kind in READ and isinstance(value, str) else value
-    except (ValueError, KeyError):
-        return value
-
-
-def deep(value):
-    # Whether lists and objects are nested in more than DEEP levels.
-    level = [value]
-    for _ in range(DEEP):
-        level = [one for each in level if isinstance(each, (list, dict))
-                 for one in (each.values() if isinstance(each, dict) else each)]
-    return any(isinstance(one, (list, dict)) for one in level)
-
-
-def readable(result):
-    # Returns the result of a tool for rewards, where a list or an object is in values that JSON has, and its
-    # text for the policy, where blocks of text are joined.
-    text = str(result)
-    if not isinstance(result, (list, dict)):
-        return text, text
-    blocks = [one["text"] for one in result if isinstance(one, dict) and one.get("type") == "text"]
-    text = "".join(blocks) if blocks and len(blocks) == len(result) else text
-    try:
-        value = json.loads(json.dumps(result, default=str))
-    except (ValueError, TypeError, RecursionError):
-        return text, text
-    return (text if deep(value) else value), text
-
-
 # ------------------------------------------------------------------------------------------------------------
 # all episodes
+
+
+class Player:
+    """Plays episodes with the environment and the tools that a run's settings name, or without any.
+
+    make, tools, rewards_as: as in Environment. judge: None, or a function judge(rollout, environment) of a
+    rewards.Scorer, which scores an episode while its environment is still as the episode left it. Raises
+    ValueError for an environment or tools that cannot be used.
+    """
+
+    def __init__(self, settings, tokenizer, eos_ids):
+        self.settings, self.tokenizer, self.eos_ids, self.judge = settings, tokenizer, eos_ids, None
+        self.environment, self.template = Environment(settings), None
+        self.make, self.tools = self.environment.make, self.environment.tools
+        self.rewards_as, self.close = self.environment.rewards_as, self.environment.close
+        if self.make:
+            if not settings.chat or tokenizer.chat_template is None:
+                raise ValueError(f"{self.environment.key} needs chat=True and a tokenizer with a chat "
+                                 "template")
+            self.template = Template(tokenizer, eos_ids, self.tools)
+
+    def messages(self, prompt, observation=""):
+        """Return the messages before the first turn; an observation is added to the last one, as in TRL."""
+        if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
+            raise ValueError(f"{self.environment.key} needs prompts that are lists of messages, the last one "
+                             f"not the assistant's, unlike {prompt!r:.200}")
+        system = [{"role": "system", "content": text} for text in [self.settings.system_prompt] if text]
+        return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
+
+    def check_with(self, prompts):
+        """Play a first turn after each of these prompts, so that what is broken shows before any training.
+
+        Raises ValueError if the environment or the chat template cannot be used.
+        """
+        if not self.make:
+            return
+        self.template.check(self.messages(prompts[0].row["prompt"]))
+        if self.tools:
+            before, said = self.template.example()
+            text = text_of(self.tokenizer, said, "stop")
+            _, calls = read_turn(self.tokenizer, self.tools, before, said, text)
+            if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
+                raise ValueError(
+                    f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
+                    "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
+        said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
+        engine = SimpleNamespace(add=asked.append, step=lambda: [
+            Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
+        # There is no room for a second turn.
+        for r in Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts]):
+            if problem := r.counts.get("problem"):
+                raise ValueError(problem)
+
+    def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+        """Return n adjacent Rollouts per data.Prompt.
+
+        seeds: one per prompt, for seed, seed + 1, ... max_tokens: an episode with more tokens after its
+        prompt is cut off.
+
+        finish_reason is stop or length, and with an environment also turns (the episode had max_turns),
+        timeout, or error (the environment raised, or the episode could not begin; it gets no score). Raises
+        ValueError if an environment returns what it must not, and RuntimeError if all episodes on all ranks
+        end in errors.
+        """
+        jobs = [(prompt, seed + j, (max_tokens, temperature, top_p, top_k))
+                for prompt, seed in zip(prompts, seeds) for j in range(n)]
+        rollouts = engine.serve(jobs, Table(self, engine).play)
+        self.check_errors(rollouts)
+        return rollouts
+
+    def check_errors(self, rollouts):
+        """Raise RuntimeError if all episodes on all ranks ended in errors. All ranks have to call it."""
+        problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
+        counts = torch.tensor([len(problems), len(rollouts)])
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        failed, played = counts.tolist()
+        # A rank that has played no episode leaves this to the others.
+        if problems and failed == played:
+            raise RuntimeError(f"all {played} episodes ended in errors; the first: {problems[0]}")
 
 
 class Table:
@@ -509,7 +531,7 @@ class Table:
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
         self.threads = Threads(self.settings.call_workers, self.settings.call_timeout)
-        self.begun = 0                          # Episodes, which is the number of the next one
+        self.numbers = itertools.count()        # of the episodes, in the order in which they begin
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
         # Only so many episodes are played at a time as there may be environments.
@@ -531,6 +553,21 @@ class Table:
             pass
         return ended["all"]
 
+    def step(self):
+        """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
+        while self.waiting and len(self.playing) < self.most:
+            key, place, *job = self.waiting.popleft()
+            number = next(self.numbers)
+            self.playing[number] = Episode(self.player, *job).play(), key, place
+            self._go_on(number)
+        for answer in self.engine.step() if self.asked else ():
+            self.asked -= 1
+            self._go_on(answer.name, answer)
+        for number, *ended in self.threads.finished(wait=self.playing and not self.asked):
+            self._go_on(number, ended)
+        complete = [key for key, group in self.groups.items() if None not in group]
+        return {key: self.groups.pop(key) for key in complete}
+
     def _go_on(self, number, value=None):
         # Runs an episode until it ends, or waits for the engine or for a thread.
         episode, key, place = self.playing[number]
@@ -547,18 +584,3 @@ class Table:
             self.asked += 1
         else:
             self.threads.start(number, wish)
-
-    def step(self):
-        """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
-        while self.waiting and len(self.playing) < self.most:
-            key, place, *job = self.waiting.popleft()
-            number, self.begun = self.begun, self.begun + 1
-            self.playing[number] = Episode(self.player, *job).play(), key, place
-            self._go_on(number)
-        for answer in self.engine.step() if self.asked else ():
-            self.asked -= 1
-            self._go_on(answer.name, answer)
-        for number, *ended in self.threads.finished(wait=self.playing and not self.asked):
-            self._go_on(number, ended)
-        complete = [key for key, group in self.groups.items() if None not in group]
-        return {key: self.groups.pop(key) for key in complete}

@@ -16,27 +16,26 @@ nats, are those of the distribution that was sampled from, after temperature, to
 has its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU the batch may change
 how logits are rounded, and with that a token.
 """
-import contextlib
-import gc
 import importlib.util
 import json
-import logging
 import math
 import os
-import warnings
 import zlib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, DynamicCache
 
 from losses import head_logits
-from runtime.check_model import model_class, reading
-from runtime.vllm_workarounds import (compute_logits_in_float32, has_head, leave_memory_unbound,
-                                      shared_memory_of_its_own, take_kernels)
+from runtime.check_model import model_class
+from runtime.vllm_workarounds import (compute_logits_in_float32, leave_memory_unbound, share_no_memory,
+                                      take_kernels)
 
 ARRAYS = "ids", "spans", "logprobs"             # fields of a Rollout
 
@@ -93,19 +92,16 @@ class Answer(NamedTuple):
 
 def as_arrays(rollouts):
     """Return Rollouts as {name: array}; all that is not an array in them has to be fit for JSON."""
-    rest = [vars(r) | {key: len(getattr(r, key)) for key in ARRAYS} for r in rollouts]
-    arrays = {key: np.concatenate([getattr(r, key) for r in rollouts]) for key in ARRAYS if rollouts}
+    rest = [{key: value for key, value in vars(r).items() if key not in ARRAYS} for r in rollouts]
+    arrays = {f"{i}.{key}": getattr(r, key) for i, r in enumerate(rollouts) for key in ARRAYS}
     return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
 
 
 def from_arrays(arrays):
     """Return the Rollouts of which as_arrays made these arrays, or none if there are no arrays."""
     rest = json.loads(arrays["rest"].tobytes()) if arrays else []
-    for key in ARRAYS if rest else ():
-        ends = np.cumsum([one[key] for one in rest])
-        for one, part in zip(rest, np.split(arrays[key], ends[:-1])):
-            one[key] = part
-    for one in rest:
+    for i, one in enumerate(rest):
+        one |= {key: arrays[f"{i}.{key}"] for key in ARRAYS}
         one["rewards"] = {int(t): reward for t, reward in one["rewards"].items()}
         one["versions"] = tuple(map(tuple, one["versions"]))
     return [Rollout(**one) for one in rest]
@@ -122,20 +118,6 @@ def engine_class(engine):
     return VLLMEngine if installed and engine != "hf" else HFEngine
 
 
-def single_answers(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-    """Prompts in, rollouts out: returns n adjacent Rollouts per data.Prompt, each with a single answer.
-
-    seeds: one per prompt; its rollouts take seed, seed + 1, ... max_tokens: longer answers are cut off.
-    """
-    rollouts = engine.generate([prompt.ids for prompt in prompts], n, seeds, max_tokens, temperature, top_p,
-                               top_k)
-    for i, r in enumerate(rollouts):
-        r.row = prompts[i // n].row
-        text = text_of(tokenizer, r.sampled_ids.tolist(), r.finish_reason)
-        r.completion = text if isinstance(r.row["prompt"], str) else [{"role": "assistant", "content": text}]
-    return rollouts
-
-
 def text_of(tokenizer, sampled, finish_reason):
     """Return the text of sampled ids, without the token that ended them and without padding at the end."""
     sampled = sampled[:-1] if finish_reason == "stop" else sampled
@@ -145,7 +127,7 @@ def text_of(tokenizer, sampled, finish_reason):
 
 
 class Sampler:
-    """Samples completions of prompts with an engine: single answers, or episodes that a Player plays.
+    """Prompts in, rollouts out: single answers of an engine, or episodes that a Player plays.
 
     settings: a script's. player: an episodes.Player. engine: what this file has.
     """
@@ -160,13 +142,19 @@ class Sampler:
         h is a hash of its text, the same on any rank. temperature, length: by default those of the settings.
         """
         s = self.settings
-        temperature = s.temperature if temperature is None else temperature
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
         length = length or s.max_completion_length
+        temperature = s.temperature if temperature is None else temperature
         if self.player.make:                                    # there is an environment, or tools
             return self.player.play(self.engine, prompts, n, seeds, length, temperature)
         length = min(length, s.max_turn_length or length)       # a single answer is one turn
-        return single_answers(self.engine, self.tokenizer, prompts, n, seeds, length, temperature)
+        rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, length, temperature)
+        for i, r in enumerate(rollouts):
+            r.row = prompts[i // n].row
+            text = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
+            r.completion = text if isinstance(r.row["prompt"], str) else [
+                {"role": "assistant", "content": text}]
+        return rollouts
 
 
 class Engine:
@@ -175,7 +163,7 @@ class Engine:
     version: the version of the weights, as in Rollout. incoming: a function that returns the named tensors
     of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have.
     """
-    version, incoming, max_length, serving = 0, None, math.inf, False
+    version, incoming, max_length = 0, None, math.inf
 
     def add(self, request):
         if (longest := len(request.ids) + request.max_tokens) > self.max_length:
@@ -198,22 +186,18 @@ class Engine:
         """Return play(jobs), a list with a result per job. play calls add and step.
 
         If ranks share an engine, the first of them plays the jobs of all, and the others take the same steps.
-        Raises RuntimeError if play calls this again, as an environment might that samples.
         """
-        if self.serving:
-            raise RuntimeError("the run's engine is in the middle of a step and samples for nothing else: an "
-                               "environment that samples needs a model, or a server, of its own")
-        self.serving = True
-        try:
-            return self._serve(jobs, play)
-        finally:
-            self.serving = False
-
-    def _serve(self, jobs, play):
         return play(jobs)
 
     def generate(self, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
-        """Return n adjacent Rollouts per prompt, a list of ids, with the seeds seed, seed + 1, ..."""
+        """Return n adjacent Rollouts per prompt, a list of ids, with the seeds seed, seed + 1, ...
+
+        Raises RuntimeError while other requests wait for their answers, as when an environment samples.
+        """
+        if self.versions:
+            raise RuntimeError("the run's engine is in the middle of a step and samples for nothing else: an "
+                               "environment that samples needs a model, or a server, of its own")
+
         def play(jobs):
             for name, (prompt, seed) in enumerate(jobs):
                 self.add(Request(name, prompt, seed, max_tokens, temperature, top_p, top_k))
@@ -240,7 +224,6 @@ class VLLMEngine(Engine):
         self.sleeps = self.cuda and not apart
         self.eos_ids, self.added, self.versions = eos_ids, [], {}
         before = torch.cuda.memory_allocated() if self.cuda else 0
-        gc.disable()                                           # without it vLLM's imports are a third faster
         try:
             self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size,
                                   float32_head)
@@ -252,10 +235,9 @@ class VLLMEngine(Engine):
         except Exception as error:
             raise ValueError(f"engine=vllm cannot run {model}; --engine=hf may. vLLM says: "
                              f"{str(error) or repr(error):.300}") from error
-        finally:
-            gc.freeze()
-            gc.enable()
-        self.has_head = all(self.llm.apply_model(has_head))
+        # vLLM's Gemma 2 has no output head but its embedding, and refuses the weights of lm_head.
+        self.has_head = all(self.llm.apply_model(lambda model: any(
+            name.endswith("lm_head") for name, _ in model.named_modules())))
         # PyTorch counts this as allocated even while vLLM sleeps and its memory is free.
         self.allocated = torch.cuda.memory_allocated() - before if self.cuda else 0
         self.max_length = max_length
@@ -271,11 +253,8 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
             leave_memory_unbound()
+            share_no_memory()
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs and may fail to load
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        # vLLM sets its own level after its first warning. PyTorch warns of a missing Triton even on a CPU.
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
-        logging.getLogger("torch._library.triton").setLevel("WARNING" if self.cuda else "ERROR")
         import vllm
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
         config = vllm.EngineArgs(**arguments).create_model_config()
@@ -284,22 +263,20 @@ class VLLMEngine(Engine):
             # It holds whole blocks, and the CPU build's default of 128 tokens is longer than most turns.
             stateful = config.is_hybrid or config.is_attention_free
             arguments |= {"enable_prefix_caching": False} if stateful else {"block_size": 32}
-        ranks_share = tensor_parallel_size > 1 and not self.cuda
-        with shared_memory_of_its_own() if ranks_share else contextlib.nullcontext():
-            llm = vllm.LLM(
-                **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
-                enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
-                tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
-                async_scheduling=False if self.apart else None,     # or the next step begins before a switch
-                hf_overrides={"head_dtype": "float32" if float32_head else "model"},
-                logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
-                enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
-                distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+        llm = vllm.LLM(
+            **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
+            enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
+            async_scheduling=False if self.apart else None,     # or the next step begins before a switch
+            hf_overrides={"head_dtype": "float32" if float32_head else "model"},
+            logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
+            enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
+            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
         if float32_head:
             compute_logits_in_float32(llm, head_logits)
         return llm
 
-    def _serve(self, jobs, play):
+    def serve(self, jobs, play):
         size, place = self.group.world_size, self.group.rank_in_group
         everyones, results = [jobs] * size, None
         if size > 1:
@@ -346,7 +323,7 @@ class VLLMEngine(Engine):
 
     def load_weights(self, named_tensors, version):
         self.version = version
-        if not self.has_head:                                  # vLLM's Gemma 2 uses the embedding instead
+        if not self.has_head:
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         if self.cuda:
             self._wake(["weights"])                            # the KV cache sleeps until the next step
@@ -391,22 +368,19 @@ class HFEngine(Engine):
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
                  float32_head=True, apart=False):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        config = AutoConfig.from_pretrained(model)
-        if not (kind := model_class(config)):
-            raise ValueError(f"engine=hf cannot run {model}: {config.model_type} does not generate text")
-        with reading(f"model={model}: its weights"):
-            self.model = kind.from_pretrained(model, dtype=dtype).to(self.device).eval()
-        head = self.model.get_output_embeddings()
-        head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
-                                                  float32_head)[:, None]                        # [B, 1, V]
-        # A tied weight is in it under both of its names.
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.eos_ids, self.added, self.versions = torch.tensor(eos_ids, device=self.device), [], {}
+        self.eos_ids, self.added, self.versions = eos_ids, [], {}
         try:
+            kind = model_class(AutoConfig.from_pretrained(model))
+            self.model = kind.from_pretrained(model, dtype=dtype).to(self.device).eval()
+            head = self.model.get_output_embeddings()
+            head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
+                                                      float32_head)[:, None]                    # [B, 1, V]
             # A model with another kind of cache than this engine expects fails here.
             self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
         except Exception as error:
             raise ValueError(f"engine=hf cannot run {model}: {error!r:.300}") from error
+        # A tied weight is in it under both of its names.
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.max_length = max_length
 
     @torch.no_grad()
@@ -414,47 +388,42 @@ class HFEngine(Engine):
         sampling = self.added[0][4:]                            # temperature, top_p, top_k
         requests = [one for one in self.added if one[4:] == sampling][:self.max_seqs]
         self.added = [one for one in self.added if one not in requests]
-        # Requests that continue the same row share one forward of it.
+        on_device = partial(torch.tensor, device=self.device)
+        eos_ids, limits = on_device(self.eos_ids), on_device([request.max_tokens for request in requests])
         prompts = list(dict.fromkeys(tuple(request.ids) for request in requests))
-        copies = torch.tensor([prompts.index(tuple(request.ids)) for request in requests]).to(self.device)
-        width, longest = max(map(len, prompts)), max(request.max_tokens for request in requests)
-        # Padded on the left, [B, L].
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts]).to(self.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).to(self.device)
-        cache = DynamicCache(config=self.model.config)
-        logits = self._forward(ids, mask, cache)                                                # [B, V]
-        cache.reorder_cache(copies)
-        logits, mask = logits[copies], mask[copies]                                             # [R, …]
+        copies = on_device([prompts.index(tuple(request.ids)) for request in requests])         # [R]
+        ids = pad_sequence([*map(torch.tensor, prompts)], batch_first=True, padding_value=-1,
+                           padding_side="left").to(self.device)                                 # [B, L]
+        mask, ids, longest = (ids >= 0).long(), ids.clamp(min=0), limits.max().item()
         # [R, longest]: one uniform number per token, drawn in advance from the seed of each request.
         uniform = torch.stack([torch.rand(longest, generator=torch.Generator().manual_seed(request.seed))
                                for request in requests]).to(self.device)
-        limits = torch.tensor([request.max_tokens for request in requests]).to(self.device)     # [R]
-        rows = torch.arange(len(mask), device=self.device)      # those still computed; some may have ended
-        alive = torch.ones_like(rows, dtype=torch.bool)
-        tokens, logprobs, lengths = torch.zeros_like(uniform, dtype=torch.long), uniform.clone(), 0 * rows
+        tokens, logprobs = torch.zeros_like(uniform, dtype=torch.long), torch.zeros_like(uniform)
+        rows = torch.arange(len(requests), device=self.device)  # those still computed; some may have ended
+        alive, lengths = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)        # [R]
+        cache = DynamicCache(config=self.model.config)
         for t in range(longest):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+            logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+                                past_key_values=cache, logits_to_keep=1).logits[:, -1]          # [B, V]
+            if t == 0:              # requests that continue the same row have shared one forward of it
+                cache.reorder_cache(copies)
+                logits, mask = logits[copies], mask[copies]                                     # [R, …]
             tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], *sampling)
             lengths += alive
-            alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < limits)
+            alive &= ~torch.isin(tokens[:, t], eos_ids) & (lengths < limits)
             if not alive.any():
                 break
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             # Once half of the rows have ended, only the others are computed.
             if 2 * alive.sum() <= len(rows):
                 kept = alive[rows].nonzero()[:, 0]
                 rows, mask = rows[kept], mask[kept]
                 cache.reorder_cache(kept)
-            logits = self._forward(tokens[rows, t][:, None], mask, cache)
-        ended = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], self.eos_ids)          # [R]
-        return [Answer(request.name, ids[:length], logps[:length], "stop" if stop else "length",
-                       tuple(self.versions.pop(request.name).items()))
-                for request, ids, logps, length, stop in zip(requests, *(
-                    x.tolist() for x in (tokens, logprobs, lengths, ended)))]
-
-    def _forward(self, ids, mask, cache):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                          use_cache=True, logits_to_keep=1).logits[:, -1]
+            ids, mask = tokens[rows, t][:, None], F.pad(mask, (0, 1), value=1)
+        return [Answer(request.name, ids[:length], logps[:length],
+                       "stop" if ids[length - 1] in self.eos_ids else "length",
+                       tuple(self.versions.pop(request.name).items())) for request, ids, logps, length
+                in zip(requests, tokens.tolist(), logprobs.tolist(), lengths.tolist())]
 
     @torch.no_grad()
     def load_weights(self, named_tensors, version):
@@ -475,19 +444,21 @@ def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):
     """
     if temperature == 0:
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
-    probs, order = (logits / temperature).softmax(-1), None                                     # [R, V]
-    # Only a truncated distribution needs the sort.
+    probs = (logits / temperature).softmax(-1)                                                  # [R, V]
     if top_k > 0 or top_p < 1:
-        probs, order = probs.sort(-1, descending=True)
-        if top_k > 0:
-            probs[:, top_k:] = 0
-        # Drop a token if the likelier ones already hold top_p of the probability.
-        probs[probs.cumsum(-1) - probs >= top_p * probs.sum(-1, keepdim=True)] = 0
+        probs = truncated(probs, top_p, top_k)
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
-    slot = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)                 # [R, 1]
     # Rounding must not choose a token of probability 0 at the upper end, so the last one above 0 is the cap.
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)
-    slot = torch.minimum(slot, last)
-    token = slot if order is None else order.gather(1, slot)
-    return token[:, 0], (probs.gather(1, slot) / total).log()[:, 0]
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)            # [R, 1]
+    token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).minimum(last)
+    return token[:, 0], (probs.gather(1, token) / total).log()[:, 0]
+
+
+def truncated(probs, top_p, top_k):
+    # Returns the probabilities with 0 for all tokens but those that sample_tokens draws from.
+    ranked, order = probs.sort(-1, descending=True)
+    # A token is dropped if the likelier ones already hold top_p of the probability.
+    ranked[:, top_k or len(ranked[0]):] = 0
+    ranked[ranked.cumsum(-1) - ranked >= top_p * ranked.sum(-1, keepdim=True)] = 0
+    return torch.zeros_like(probs).scatter(-1, order, ranked)

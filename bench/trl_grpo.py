@@ -14,7 +14,6 @@ does for a step: generation, reward, old logprobs, updates and logs. It counts n
 """
 import json
 import time
-import zlib
 
 import torch
 
@@ -61,8 +60,10 @@ base = check_model(model)
 tokenizer = load_tokenizer(base, settings=settings)
 eos_ids = end_tokens(base, tokenizer)
 train_set, eval_set, _ = data.load_prompts(tokenizer, settings)
-scorer = rewards.Scorer(settings, "cpu", torch.float32, Player(settings, tokenizer, eos_ids))
+player = Player(settings, tokenizer, eos_ids)
+scorer = rewards.Scorer(settings, "cpu", torch.float32, player)
 evaluator = rollout.HFEngine(base, torch.float32, max_prompt_length + max_completion_length, eos_ids, 0.0)
+sample = rollout.Sampler(settings, tokenizer, player, evaluator)
 policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (0.9, 0.95),
                               weight_decay=weight_decay, fused=True)
@@ -78,9 +79,7 @@ lines = []                                                      # of metrics.jso
 
 def evaluate():
     """mean@k, pass@k, maj@k as a run finds them, with its held-out prompts and its seeds."""
-    seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(eval_set))]
-    rollouts = rollout.single_answers(evaluator, tokenizer, eval_set, eval_samples, seeds,
-                                      max_completion_length, temperature=1.0)
+    rollouts = sample(eval_set, eval_samples, [f"eval {i}" for i in range(len(eval_set))], temperature=1.0)
     scorer(rollouts)
     return rewards.evaluation(rollouts, eval_samples)
 

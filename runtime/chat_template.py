@@ -7,6 +7,7 @@ conversation, one with the message and one without it. Nothing is encoded twice,
 is right only for templates that never rewrite earlier turns; check() refuses the others.
 """
 import functools
+from itertools import pairwise
 
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
 # in this order.
@@ -49,7 +50,7 @@ class Template:
         # The policy may have made up a name, and with it a control token.
         calls = tuple(name if name in self.names else "unknown" for name in calls)
         messages, before = self._until_end(calls[:self.calls_at_once])
-        reply = [message | {"content": self.defused(message["content"])} for message in reply]
+        reply = [message | {"content": self.defused(text_in(message["content"]))} for message in reply]
         if calls:
             reply = [message | {"name": name} for message, name in zip(reply, calls)]
         after = self._encode(messages + reply, True)
@@ -89,25 +90,22 @@ class Template:
 
     def _talk(self, messages, turn, reply):
         # Checks two turns. The second shows whether the first, which is then an earlier one, stays as it was.
-        opened = self._render(messages, True)
-        for _ in range(2):
-            said = self._render([*messages, turn], False)
-            messages = [*messages, turn, reply]
-            replied = self._render(messages, True)
-            for before, after in ((opened, said), (said, replied)):
-                if not after.startswith(before):
-                    raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
-                                     "would not be those of its conversation: " + parted(before, after))
-            if "why" in str(turn) and "why" not in said[len(opened):]:
-                raise ValueError("the chat template drops what a turn has thought: it writes "
-                                 f"{said[len(opened):]!r:.200} for {turn['content']!r}")
-            if reply["content"] not in replied[len(said):]:
-                raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
-            inserted = self.between(turn, [reply])
-            if self.opening(messages)[-len(inserted):] != inserted:
-                raise ValueError("the chat template writes the same reply in different ways: " + parted(
-                    self.tokenizer.decode(inserted), replied[len(said):]))
-            opened = replied
+        whole = [*messages, turn, reply, turn, reply]
+        texts = [self._render(whole[:len(messages) + more], asked=more % 2 == 0) for more in range(5)]
+        for before, after in pairwise(texts):
+            if not after.startswith(before):
+                raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
+                                 "would not be those of its conversation: " + parted(before, after))
+        said, replied = texts[3][len(texts[2]):], texts[4][len(texts[3]):]
+        if "why" in str(turn) and "why" not in said:
+            raise ValueError(f"the chat template drops what a turn has thought: it writes {said!r:.200} for "
+                             f"{turn['content']!r}")
+        if reply["content"] not in replied:
+            raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
+        inserted = self.between(turn, [reply])
+        if self.opening(whole)[-len(inserted):] != inserted:
+            raise ValueError("the chat template writes the same reply in different ways: " + parted(
+                self.tokenizer.decode(inserted), replied))
 
     @functools.lru_cache(maxsize=64)
     def _until_end(self, calls):
@@ -159,6 +157,14 @@ def broken_up(text, tokenizer, control, mark):
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None])]
     # Two that overlap take two rounds.
     return mark.join(broken_up(part, tokenizer, control, mark) for part in parts) if cuts else text
+
+
+def text_in(content):
+    """Return the content of a message as the policy reads it: blocks of text are joined, as in TRL."""
+    if isinstance(content, list) and content and all(
+            isinstance(one, dict) and one.get("type") == "text" and "text" in one for one in content):
+        return "".join(str(one["text"]) for one in content)
+    return str(content)
 
 
 def tool_call(number, name, arguments):

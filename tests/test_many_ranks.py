@@ -330,16 +330,14 @@ def test_an_engine_over_two_ranks(talker, games, reward_file, tmp_path):
     pytest.importorskip("vllm")
     settings = {"engine": "vllm", "environment": f"{games}:Letters", "task": "arithmetic", "max_turns": 3,
                 "max_completion_length": 48, "max_steps": 2}
-    # The name that vLLM would give it belongs to another run.
-    (foreign := Path("/dev/shm/-tp:0-[0-1]-cpushm_0")).touch()
     one, _ = train("train_grpo.py", talker, tmp_path / "one", reward_file, **settings)
     two, _ = train("train_grpo.py", talker, tmp_path / "two", reward_file, 2, vllm_tensor_parallel_size=2,
                    **settings)
     for line in (*one[:2], *two[:2]):
         assert 0 < line["sampling/sampling_logp_difference/max"] < 1e-4 and line["episodes/turns"] > 1.2
         assert line["reward"] == pytest.approx(line["rewards/Letters/mean"] + line["rewards/score/mean"])
-    assert [name for name in os.listdir("/dev/shm") if "cpushm" in name] == [foreign.name]
-    foreign.unlink()
+    # The memory that vLLM would make has the same name in another run.
+    assert not [name for name in os.listdir("/dev/shm") if "cpushm" in name]
     for key in ("reward", "loss", "grad_norm", "num_tokens", "completions/mean_length", "episodes/turns",
                 "episodes/inserted_tokens", "episodes/ended/done", "episodes/ended/length"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-3, abs=1e-6), key

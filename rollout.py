@@ -18,8 +18,10 @@ how logits are rounded, and with that a token.
 """
 import importlib.util
 import json
+import logging
 import math
 import os
+import warnings
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
@@ -255,6 +257,10 @@ class VLLMEngine(Engine):
             leave_memory_unbound()
             share_no_memory()
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs and may fail to load
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        # vLLM sets its own level after its first warning. PyTorch warns of a missing Triton even on a CPU.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+        logging.getLogger("torch._library.triton").setLevel("WARNING" if self.cuda else "ERROR")
         import vllm
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
         config = vllm.EngineArgs(**arguments).create_model_config()

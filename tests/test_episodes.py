@@ -284,7 +284,7 @@ class Says(rollout.Engine):
 
     def __init__(self, *texts):
         self.texts = [[TOKENIZER(text).input_ids for text in turns] for turns in texts]
-        self.added, self.asked = [], []
+        self.added, self.asked, self.versions = [], [], {}
 
     def add(self, request):
         self.added.append(request)

@@ -17,7 +17,7 @@ import rollout
 from configurator import check, configure, input_errors, printable
 from episodes import Player
 from runtime.check_settings import check_suits, check_values
-from runtime.check_model import check_model, end_tokens, load_tokenizer
+from runtime.check_model import check_model, end_tokens, load_tokenizer, read_config
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
@@ -58,7 +58,7 @@ with input_errors():
                              data.reader(settings)))
     data.check_row(*named[0])
     base = check_model(model)
-    check_suits(settings, base)
+    check_suits(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = end_tokens(base, tokenizer)
     player = Player(settings, tokenizer, eos_ids)

@@ -208,7 +208,7 @@ def merge_folder(folder):
     parts = dict(hf.named_modules())
     for name, A, B in read_tensors(folder, rank, parts):
         parts[name].weight.data = merge(parts[name].weight.data, A, B, alpha / rank)
-    checkpoint.write_model(hf, ((name, x.detach()) for name, x in hf.named_parameters()), out)
+    checkpoint.write_model(hf, {name: x.detach() for name, x in hf.named_parameters()}, out)
     load_tokenizer(base).save_pretrained(out)
     return out
 

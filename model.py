@@ -31,7 +31,8 @@ from attention import Pick, cut_over, join, packed_attention
 from losses import LogprobsFromHidden
 from packing import deal, idle, pack, shared_tokens
 from runtime import distributed
-from runtime.check_model import check_reader, check_trainable, end_tokens, load_tokenizer, model_class
+from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
+                                 model_class, read_config)
 from weights import put_under_fsdp, read_model, spread_masters
 
 
@@ -256,14 +257,18 @@ def open_folders(s, longest, clock=None):
 
     s: a script's settings. longest: the number of tokens in its longest row. clock: see load_tokenizer. The
     result has the attributes policy, reference and critic (folders or hub ids, the last two only if the
-    script has such a setting), tokenizer, and eos_ids: the tokens that end a completion. Raises ValueError
-    for a model that cannot be trained, or that does not read the policy's tokens.
+    script has such a setting), tokenizer, and eos_ids: the tokens that end a completion; suits: the settings
+    that its config names as those that suit it; and note: see end_note. Raises ValueError for a model that
+    cannot be trained, or that does not read the policy's tokens.
     """
     policy = check_trainable(s.model, length=longest)
     tokenizer = load_tokenizer(policy, settings=s, clock=clock)
     other = {key.removesuffix("_model"): check_reader(key, getattr(s, key), policy, tokenizer, longest)
              for key in ("reference_model", "critic_model") if hasattr(s, key)}
-    return SimpleNamespace(policy=policy, tokenizer=tokenizer, eos_ids=end_tokens(policy, tokenizer), **other)
+    return SimpleNamespace(
+        policy=policy, tokenizer=tokenizer, eos_ids=end_tokens(policy, tokenizer),
+        suits=getattr(read_config(policy), "suits", {}),
+        note=end_note(policy, tokenizer) if s.chat else "", **other)
 
 
 CLOSE = 1e-4                # less difference from transformers, relative to the largest value, is rounding

@@ -140,7 +140,7 @@ if not bridge.trains:
 # ---------------------------------------------------------------- the trainers
 player.close()                                                  # only the engines play
 with input_errors():
-    run.check_data(folders.policy, train_set, eval_set)         # refuses other prompts than the resumed run's
+    run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
                          run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None

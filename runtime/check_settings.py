@@ -5,11 +5,9 @@ They catch mistakes, and nothing else depends on them. A script of your own may 
 read one of these are then left out.
 """
 import inspect
-import os
 from importlib.util import find_spec
 
 from configurator import check, given
-from runtime.check_model import located, read_config
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
     max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
@@ -109,16 +107,10 @@ def check_values(settings):
                   f"{names[0]}={values[names[0]]}{message.format(**values)}")
 
 
-def same(one, other):
-    """Return whether two values of a setting mean the same; paths may be spelled in different ways."""
-    return one == other or all(isinstance(value, str) for value in (one, other)) and (
-        os.path.realpath(located(one)) == os.path.realpath(located(other)))
-
-
-def check_suits(s, base):
-    """Refuse defaults that nobody set and that do not suit the model in this folder (or of this hub id)."""
-    suits = getattr(read_config(base), "suits", {})
+def check_suits(s, suits):
+    """Refuse defaults that nobody set and that do not suit the model. suits: those that its config names."""
     left = [f"{key}={value}" for key, value in SUITS_TINY.items()
             if getattr(s, key, None) == value != suits.get(key) and key not in given]
     check(not left, f"{', '.join(left)}: the default, which suits the tiny model and not model={s.model}. "
-                    "Give each a value; config/tasks/gsm8k.py is where to start with a model of 0.6 B parameters")
+                    "Give each a value; config/tasks/gsm8k.py is where to start with a model of 0.6 B "
+                    "parameters")

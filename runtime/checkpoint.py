@@ -51,60 +51,64 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     or what went wrong if the checkpoint could not be written (because the disk is full, say); then no older
     one is removed. A collective.
     """
-    part = os.path.join(os.path.dirname(folder), "checkpoint.part")
-    master, problem = dist.get_rank() == 0, None
+    out_dir, master, problem = os.path.dirname(folder), dist.get_rank() == 0, None
+    part = os.path.join(out_dir, "checkpoint.part")
     if master:
         shutil.rmtree(part, ignore_errors=True)         # a run that was killed may have left it
+    dist.barrier()
     for place, (model, optimizer) in networks.items():
-        if problem := first_problem(problem):
-            break
-        tensors = model.full_weights()
+        # Gathering is a collective, so every rank goes through all tensors, whatever has gone wrong.
+        whole = {name: x.cpu() for name, x in model.full_weights() if master}
         try:
-            if optimizer:
-                os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
-                save_optimizer(trainer, model, optimizer)
-            if master:
-                if adapters := getattr(model, "adapters", None):
-                    adapters.save(os.path.join(part, place), dict(tensors))
-                else:
-                    write_model(model.hf, tensors, os.path.join(part, place))
+            if not problem:
+                write_network(os.path.join(part, place), model, optimizer, whole)
         # On a full disk libraries raise all kinds of errors.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"[:300]
-        # Gathering a tensor is a collective, so every rank goes through all of them, whatever has gone wrong.
-        for _ in tensors:
-            pass
-    problem = first_problem(problem)
-    if master and not problem:
+    if not (problem := first_problem(problem)) and master:
         try:
             tokenizer.save_pretrained(part)
             write_state(part, state, arrays)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
-            sync(os.path.dirname(folder))
+            sync(out_dir)
+            remove_older(folder, state["eval_scores"], keep)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"[:300]
-    if master and problem:
+    if problem and master:
         shutil.rmtree(part, ignore_errors=True)
-    elif master:
-        found = checkpoints(os.path.dirname(folder))
-        count = found.index(folder) + 1
-        scores = {one: state["eval_scores"].get(str(step_of(one))) for one in found[:count]}
-        best = max((one for one in scores if scores[one] is not None), key=scores.get, default=None)
-        # If there are newer ones, the run was resumed from an older checkpoint because they were damaged.
-        for other in set(found) - {*found[:count][-keep:], best}:
-            shutil.rmtree(other, ignore_errors=True)
     return first_problem(problem)
 
 
+def write_network(folder, model, optimizer, whole):
+    # Writes this rank's part: its rows of the optimizer's state and, on rank 0, the `whole` tensors.
+    if optimizer:
+        os.makedirs(trainer := os.path.join(folder, "trainer"), exist_ok=True)
+        save_optimizer(trainer, model, optimizer)
+    if dist.get_rank() == 0:
+        if adapters := getattr(model, "adapters", None):
+            adapters.save(folder, whole)
+        else:
+            write_model(model.hf, whole, folder)
+
+
+def remove_older(folder, scores, keep):
+    # If there are newer ones, the run was resumed from an older checkpoint because they were damaged.
+    found = checkpoints(os.path.dirname(folder))
+    older = found[:found.index(folder) + 1]
+    scored = [one for one in older if scores.get(str(step_of(one))) is not None]
+    best = max(scored, key=lambda one: scores[str(step_of(one))], default=None)
+    for other in {*found} - {*older[-keep:], best}:
+        shutil.rmtree(other, ignore_errors=True)
+
+
 def write_model(hf, tensors, folder):
-    # Writes a model folder. tensors: (name, whole tensor) of each parameter of the Hugging Face model.
+    # Writes a model folder. tensors: {name: whole tensor on the CPU} of all parameters of the model.
     parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
     buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
-    whole = {name: x.cpu() for name, x in tensors}
     # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
     generation, hf.generation_config = hf.generation_config, GenerationConfig()
-    hf.save_pretrained(folder, state_dict=whole | buffers, max_shard_size=FILE_SIZE)
+    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
     hf.generation_config = generation
     generation.to_json_file(f"{folder}/generation_config.json")
 
@@ -117,23 +121,20 @@ def first_problem(problem):
 def write_state(folder, state, arrays={}):
     # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every
     # file, and waits until the disk has all.
-    os.makedirs(f"{folder}/trainer", exist_ok=True)
+    trainer = Path(folder, "trainer")
+    trainer.mkdir(exist_ok=True)
     if arrays:
-        save_arrays(arrays, f"{folder}/trainer/arrays.safetensors")
-    with open(f"{folder}/trainer/state.json", "w") as file:
-        # One entry per line is easy to read, and long arrays are written fast.
-        file.write("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(state[key])}" for key in state) + "}\n")
+        save_arrays(arrays, trainer / "arrays.safetensors")
+    (trainer / "state.json").write_text(json.dumps(state))
     checksums = {name: checksum(path) for name, path in contents(folder).items()}
-    with open(f"{folder}/trainer/checksums.json", "w") as file:
-        json.dump(checksums, file, indent=1)
+    (trainer / "checksums.json").write_text(json.dumps(checksums, indent=1))
     for path in (*Path(folder).rglob("*"), folder):
         sync(path)
 
 
 def contents(folder):
-    # Returns {name relative to the folder: path} of all in it except folders. A link is not followed.
-    return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*")
-            if path.is_symlink() or not path.is_dir()}
+    # Returns {name relative to the folder: path} of the files in it. A pipe would not end.
+    return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def sync(path):
@@ -174,13 +175,14 @@ def step_of(folder):
 def damage(folder):
     """Return what is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
     found, place = contents(folder), "trainer/checksums.json"
-    plain = {name: path for name, path in found.items() if path.is_file() and not path.is_symlink()}
     try:
-        listed = json.loads(plain[place].read_bytes())
-        for name in sorted(found.keys() ^ {*listed, place}):
-            return f"{name} is missing" if name in listed else f"{name} is not listed in {place}"
-        for name, value in listed.items():
-            if name not in plain or checksum(plain[name]) != value:
+        listed = json.loads(found.pop(place).read_bytes())
+        for name in sorted(found.keys() | {*listed}):
+            if name not in listed:
+                return f"{name} is not listed in {place}"
+            if name not in found:
+                return f"{name} is missing"
+            if checksum(found[name]) != listed[name]:
                 return f"{name} is not what was written"
     # The list of checksums may hold anything.
     except Exception as error:

@@ -5,6 +5,7 @@ A rule compares the mean of a metric over WINDOW steps with a threshold. These a
 run may break one, and a run that breaks none may still learn the wrong thing.
 """
 import math
+import re
 import textwrap
 from collections import defaultdict
 
@@ -41,6 +42,8 @@ RULES = {
         "a larger kl_coef (now {kl_coef}), or a smaller learning_rate (now {learning_rate})")}
 # These two are normally broken once the reward is nearly as high as eval/pass@k, the best of k samples.
 UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
+# The metrics that are read here.
+READ = re.compile(rf"({'|'.join(['step', 'rewards/no_answer', *SCORES, *RULES])})$|eval/pass@")
 
 
 def findings(lines, settings):
@@ -90,19 +93,14 @@ def means(lines, metric):
 
 
 class Watch:
-    """Tells of each broken rule once. new: the lines of metrics since the last call of `news`, as dicts."""
+    """Tells of each broken rule once. lines: dicts of the metrics that READ matches, one per step."""
 
     def __init__(self, settings):
-        self.settings, self.lines, self.new, self.told = settings, [], [], set()
+        self.settings, self.lines, self.told = settings, [], set()
 
     def news(self):
         """Return the texts, in lines of 80 columns, for rules that are broken now and were not told of
         before."""
-        # What no rule reads is not kept.
-        kept = ("step", *SCORES, *RULES)
-        self.lines += [{name: value for name, value in line.items()
-                        if name in kept or name.startswith("eval/pass@")} for line in self.new]
-        self.new = []
         now = [f for f in findings(self.lines, self.settings)
                if f["metric"] not in self.told and f["last"] == self.lines[-1]["step"]]
         self.told |= {f["metric"] for f in now}
@@ -113,11 +111,10 @@ class Watch:
 
         completion, truth: the text of the first sample, and the right answer to its prompt.
         """
-        lines = self.lines + self.new
-        scores = {line.get(name) for line in lines for name in SCORES}
-        if len(lines) != FIRST or len(scores) > 1 or None in scores:
+        scores = {line.get(name) for line in self.lines for name in SCORES}
+        if len(self.lines) != FIRST or len(scores) > 1 or None in scores:
             return ""
-        share = lines[-1].get("rewards/no_answer")
+        share = self.lines[-1].get("rewards/no_answer")
         found = "" if share is None else f" In {share:.0%} of its completions no answer was found."
         return filled(f"All scores of the first {FIRST} steps are {min(scores):g}, so they teach nothing. "
                       "Does the reward read what the model writes? The first completion of this step, where "

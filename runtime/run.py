@@ -7,7 +7,6 @@ The frame of a run: how it begins or resumes, what it logs, how it saves, stops 
 All training scripts share this file, and no algorithm has to change it. checkpoint.py finds the folder and
 writes the checkpoints.
 """
-import atexit
 import contextlib
 import datetime
 import json
@@ -30,22 +29,20 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import checkpoint, distributed, forecast, health
-from runtime.check_model import ROOT, end_note
-from runtime.check_settings import check_suits, check_values, same
-from runtime.user_code import source_of, specs
+from runtime.check_settings import check_suits, check_values
 
+ROOT = Path(__file__).resolve().parents[1]
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "shuffle", "lora_rank")
-CODE = ("reward", "environment", "tools")           # settings that name the user's own files
 MAX_SKIPPED = 5                 # the run stops after so many updates in a row whose gradient is not finite
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
            ("var", "critic/vf_explained_var", ".2f"),
-           ("grad", "grad_norm", ".2f"), ("gap", "sampling/sampling_logp_difference/max", ".0e"))
+           ("grad", "grad_norm", ".2f"), ("gap", "sampling/sampling_logp_difference/mean", ".0e"))
 
 
 def check_run(settings, trainers):
@@ -72,8 +69,6 @@ class Run:
     def __init__(self, settings, script, critic=False, **state):
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         check_run(settings, self.world_size)
-        # The console as it is before a user's code is called, which may set sys.stdout to None or replace it.
-        self.console = sys.stdout, sys.stderr
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         with input_errors():
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
@@ -88,54 +83,46 @@ class Run:
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings),
                       "world_size": self.world_size, "clock": clock} | state
-        self.declared, self.arrays = set(self.state), {}
+        self.arrays, self.signalled, self.stopped = {}, 0.0, False
         if self.resumed:
-            self._read_state(kind, critic)
-        for key in SAME:
-            now, then = getattr(settings, key, ""), self.state["settings"].get(key, "")
-            check(same(now, then), f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
-        self.first_step, self.max_steps = self.state["step"], settings.max_steps
-        check(self.first_step <= self.max_steps,
-              f"max_steps={self.max_steps}, but {self.resumed} has made {self.first_step} steps already")
+            self._read_state(critic)
+        self.first_step = self.state["step"]
 
-    def _read_state(self, kind, critic):
-        has_critic = os.path.isdir(f"{self.resumed}/critic")
-        check(has_critic == critic,
-              f"{self.resumed} has {'a' if has_critic else 'no'} critic, unlike runs of {kind}")
+    def _read_state(self, critic):
         loaded = json.loads(Path(self.resumed, "trainer", "state.json").read_bytes())
-        strange = sorted(loaded.keys() - self.state.keys())
-        check(not strange, f"{self.resumed} holds {', '.join(strange)}, which "
-                           f"{os.path.basename(self.script)} would lose: resume it with the script, in the "
-                           "version, that wrote it")
+        if strange := sorted(loaded.keys() - self.state.keys()):
+            fail(f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(self.script)} would "
+                 "lose: resume it with the script that wrote it, or name what it holds in Run(...)")
         self.state |= loaded
         if os.path.exists(path := f"{self.resumed}/trainer/arrays.safetensors"):
             self.arrays = load_file(path)
+        has_critic = os.path.isdir(f"{self.resumed}/critic")
+        check(has_critic == critic, f"{self.resumed} has {'a' if has_critic else 'no'} critic, unlike runs "
+                                    f"of {os.path.basename(self.script)}")
+        for key in SAME:
+            now, then = getattr(self.settings, key, ""), loaded["settings"].get(key, "")
+            # A path may be spelled in another way.
+            one, other = (os.path.realpath(os.path.expanduser(str(value))) for value in (now, then))
+            check(one == other, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
+        check(self.state["step"] <= self.settings.max_steps, f"max_steps={self.settings.max_steps}, but "
+              f"{self.resumed} has made {self.state['step']} steps already")
 
-    def check_data(self, base, train_set, eval_set):
+    def check_data(self, folders, train_set, eval_set):
         """Refuse prompts that are not those of the resumed run, whose file may have changed, and a model that
-        no device can hold or that the default settings do not suit. base: its folder. Raises ValueError."""
+        no device can hold or that the default settings do not suit. folders: what open_folders returned.
+        Raises ValueError."""
         s, before = self.settings, self.state["settings"]
-        check_suits(s, base)
-        checksums = {"train_prompts": checkpoint.checksum_of_rows(row for _, row in train_set.named),
-                     "eval_prompts": checkpoint.checksum_of_rows(prompt.row for prompt in eval_set)}
-        for key in CODE:
-            for path in sorted({*map(source_of, specs(getattr(s, key)))}):
-                if not path.endswith(".py"):                    # an installed module
-                    continue
-                check(os.path.isfile(path), f"{key}: no such file: {path}")
-                checksums[key] = checksums.get(key, 0) ^ checkpoint.checksum(path)
-        same = {key: self.state["checksums"].get(key, value) == value for key, value in checksums.items()}
-        # If the number of held-out prompts was changed, they differ because of that.
-        same["eval_prompts"] |= s.eval_prompts != before.get("eval_prompts")
-        for key, what, file in (("train_prompts", "training", s.train_file),
-                                ("eval_prompts", "held-out", s.eval_file or s.train_file)):
-            check(same[key], f"{file or 'task=' + s.task}: the {what} prompts are not those of "
-                             f"{self.resumed}, so this would not be the same run")
-        self.changed = [key for key in CODE if not same.get(key, True)]
-        self.state["checksums"] = checksums
-        self.end_note = end_note(base, train_set.tokenizer) if s.chat else ""
-        memory, cuda = forecast.device_memory()
-        self.forecast = forecast.says(s, self.world_size, memory, cuda)
+        check_suits(s, folders.suits)
+        for key, what, file, rows in (
+                ("train_prompts", "training", s.train_file, [row for _, row in train_set.named]),
+                ("eval_prompts", "held-out", s.eval_file or s.train_file, [p.row for p in eval_set])):
+            found = checkpoint.checksum_of_rows(rows)
+            # If the number of held-out prompts was changed, they differ because of that.
+            check(self.state["checksums"].get(key, found) == found or getattr(s, key) != before.get(key),
+                  f"{file or 'task=' + s.task}: the {what} prompts are not those of {self.resumed}, so this "
+                  "would not be the same run")
+            self.state["checksums"][key] = found
+        self.notes = [forecast.says(s, self.world_size, *forecast.device_memory()), folders.note]
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, networks, engine, data_note, updates):
@@ -150,7 +137,7 @@ class Run:
         dist.barrier()
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
-        self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state, self.console)
+        self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state)
         self.engine = engine
         engine.version = self.first_step
         policy, _ = networks[""]
@@ -158,54 +145,42 @@ class Run:
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
         self.log.say(opening(self, policy, data_note, updates))
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
-        self.signals, self.stopped = [], False
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
         return self.log
 
-    def _check_state(self):
-        # What a resumed run would not get back is refused now, and not when it is missed.
-        for key, value in self.state.items():
-            check(key in self.declared, f"run.state[{key!r}] would be lost when the run is resumed: declare "
-                                        f"it, Run(settings, __file__, {key}=...)")
-            comes_back = json.loads(json.dumps(value, default=repr, skipkeys=True))
-            check(repr(comes_back) == repr(value),
-                  f"run.state[{key!r}] would not come back from a checkpoint as it is: it may hold strings, "
-                  "Python's numbers, None, lists, and dicts with strings as keys")
-
     def _signalled(self, number, frame):
         # A launcher may pass on a signal that the process has already received. Only a Ctrl-C that comes more
         # than a second after the first signal ends the run, as soon as Python runs again.
-        if number == signal.SIGINT and self.signals and time.monotonic() - self.signals[0] > 1:
-            os._exit(130)
-        self.signals.append(time.monotonic())
-        if len(self.signals) == 1:
+        if not self.signalled:
+            self.signalled = time.monotonic()
             self.log.say("This step will be finished and saved, then the run stops. Ctrl-C again ends it at "
-                         "once.", error=True)
+                         "once.")
+        elif number == signal.SIGINT and time.monotonic() - self.signalled > 1:
+            os._exit(130)
 
     def due(self, interval):
         """Return whether what happens every `interval` steps is due; 0 stands for the first step alone."""
-        return self.state["step"] % (interval or self.max_steps) == 0
+        return self.state["step"] % (interval or self.settings.max_steps) == 0
 
     def stopping(self, signalled=False):
         """Return whether a signal has come, or torchrun has died, on any rank. A collective.
 
         signalled: whether this rank knows of a signal elsewhere.
         """
-        self.stopped = any(distributed.gathered([bool(self.signals) or signalled]))
+        self.stopped = any(distributed.gathered([bool(self.signalled) or signalled]))
         return self.stopped
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
         is not finite. Raises RuntimeError after MAX_SKIPPED in a row."""
-        finite, prefix = math.isfinite(norm), "" if name == "actor" else f"{name}/"
-        self.log.add(means={f"{prefix}grad_norm": [norm]},
+        finite, in_a_row = math.isfinite(norm), self.state["skipped_updates"]
+        self.log.add(means={"grad_norm" if name == "actor" else f"{name}/grad_norm": [norm]},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
+        in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
         if not finite:
             self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm "
                          f"of its gradient is {norm}: is there a NaN among the advantages, or in the loss?")
-        in_a_row = self.state["skipped_updates"]
-        in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
         if in_a_row[name] >= MAX_SKIPPED:
             raise RuntimeError(
                 f"step {self.state['step']}: {in_a_row[name]} updates of the {name} in a row were skipped, "
@@ -213,57 +188,53 @@ class Run:
         return finite
 
     def end_step(self, rollouts, figures, samples):
-        """Write the figures of the step and continue with the next step.
+        """Write the figures of the step and a few samples, and continue with the next step.
 
         rollouts: those of all ranks. figures, samples: what rewards.py makes of them for the logs.
         """
-        if self.state["step"] == self.first_step:
-            self._check_state()                                 # what the loop has put into the state
-        tokens, log = sum(len(r.ids) for r in rollouts), self.log
+        log, step, tokens = self.log, self.state["step"], sum(len(r.ids) for r in rollouts)
+        seconds = time.perf_counter() - log.started
         # Bytes of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
         peak = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         self.state["step"] += 1
         self.state["num_tokens"] += tokens
-        log.metrics |= figures | {"num_tokens": self.state["num_tokens"],
-                                  "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9}
+        log.metrics |= figures | {
+            "num_tokens": self.state["num_tokens"], "perf/throughput": tokens / seconds,
+            "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9, "timing_s/step": seconds}
         if problems := [*filter(None, (r.counts.get("problem", r.problem) for r in rollouts))]:
-            log.say(f"step {log.metrics['step']}: {len(problems)} completions failed or took too long; "
-                    f"the first: {problems[0]}")
+            log.say(f"step {step}: {len(problems)} of {len(rollouts)} completions failed or took too long; the "
+                    f"first: {problems[0]}")
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
-        log.end(tokens, samples)
+        log.end(samples)
 
     def save(self, networks, tokenizer):
-        """Write a checkpoint of this step. A collective.
+        """Write a checkpoint of this step, unless the run has begun with it. A collective.
 
-        A run that has made no step yet writes none. The exception is a run that was resumed in a new folder
-        and stops at once, because the new folder has no checkpoint yet. If a save fails, the script stops,
-        and the older checkpoints stand.
+        If a save fails, the script stops, and the older checkpoints stand.
         """
-        self._check_state()
         step = self.state["step"]
-        last = step == self.max_steps or self.stopped
-        before = os.path.dirname(os.path.abspath(self.resumed)) if self.resumed else self.out_dir
-        if step > self.first_step or (last and not os.path.samefile(before, self.out_dir)):
+        if step > self.first_step:
             with self.log.timed("save"):
                 problem = checkpoint.save_checkpoint(
                     os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
                     self.settings.keep_checkpoints, self.arrays)
             check(not problem, f"checkpoint-{step} could not be saved, the older ones stand: {problem}")
-        if step == self.max_steps:
+        if step == self.settings.max_steps:
             self.log.write()
         elif self.stopped:
             self.log.say(f"stopped by a signal after {step} steps" + (
-                f"; --out_dir={self.out_dir} --resume=auto resumes it" if step else ": nothing is saved"))
+                f"; --out_dir={self.out_dir} --resume=auto resumes it" if step > self.first_step else
+                ": nothing new is saved"))
 
     def end(self):
         """Close the log, write the report, close the engine, and leave the process group."""
         self.log.bar.close()
         if self.log.master:
-            report = os.path.join(ROOT, "report.py")
             # In a process of its own, whose failure costs nothing else.
-            done = subprocess.run([sys.executable, report, self.out_dir], capture_output=True, text=True)
+            done = subprocess.run([sys.executable, ROOT / "report.py", self.out_dir], capture_output=True,
+                                  text=True)
             self.log.say((done.stdout or done.stderr).strip())
         self.engine.close()
         distributed.leave()
@@ -272,26 +243,23 @@ class Run:
 def opening(run, policy, data_note, updates):
     # Returns the lines that say what a run is.
     s, state, device = run.settings, run.state, next(policy.parameters()).device.type
-    N = s.prompts_per_step * s.num_generations
+    B, G = s.prompts_per_step, s.num_generations
     million = sum(p.numel() for p in policy.parameters()) / 1e6
     evaluates = f"every {s.eval_interval}" if s.eval_interval else "its first and last model"
     lines = [f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x {device}, engine "
              f"{run.engine.name}",
-             f"Each step uses {s.prompts_per_step} prompts x {s.num_generations} completions = {N} sequences "
-             f"and makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
-             f"The run has {run.max_steps} steps and evaluates {evaluates}, with {s.eval_samples} "
-             "completions per held-out prompt.", printable(data_note), run.forecast]
-    if run.end_note:
-        lines.append(run.end_note)
+             f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and makes "
+             f"{updates}, in micro-batches of at most {s.token_budget} tokens.",
+             f"The run has {s.max_steps} steps and evaluates {evaluates}, with eval_samples={s.eval_samples}.",
+             printable(data_note), *filter(None, run.notes)]
     if (s.environment or s.tools) and s.call_workers:
         lines.append("call_workers: turns begin when the environments answer, so the run does not repeat bit "
                      "for bit")
     if run.resumed:
         lines.append(f"resumes {run.resumed}")
-        if state["world_size"] != run.world_size:
-            lines.append(f"{state['world_size']} ranks wrote it: sums round differently on {run.world_size}, "
-                         "so the steps are not bit for bit those of an unbroken run")
-        lines += [f"{key}: its file has changed since {run.resumed} was written" for key in run.changed]
+    if state["world_size"] != run.world_size:
+        lines.append(f"{state['world_size']} ranks wrote it: sums round differently on {run.world_size}, "
+                     "so the steps are not bit for bit those of an unbroken run")
     return "\n".join(lines)
 
 
@@ -302,39 +270,33 @@ class RunLog:
     settings: a dict of the run's settings. state: run.state; the log begins at its step, and drops the lines
     of that step and of later ones, because the run writes them again. Only rank 0 writes. The line of a step
     consists of `metrics`, a dict of figures that all ranks agree on, and of what `add` was given, summed or
-    averaged over all ranks when the step ends. A disk that is full ends the run. console: where to print, if
-    not to the present sys.stdout and sys.stderr.
+    averaged over all ranks when the step ends. A disk that is full ends the run.
     """
 
-    def __init__(self, out_dir, script, settings, state, console=None):
+    def __init__(self, out_dir, script, settings, state):
         self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
-        self.health = health.Watch(settings)
-        first_step = state["step"]
-        self.start(first_step)
+        first_step, self.watch = state["step"], health.Watch(settings)
         if self.master:
-            with self._writing():
-                self.health.new = rewind(os.path.join(out_dir, "metrics.jsonl"), first_step)
-                rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
-                Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
-                Path(out_dir, "config.json").write_text(json.dumps(
-                    settings | {"checksums": state["checksums"], "out_dir": out_dir}, indent=1))
-                # So that a changed losses.py is found again; none where nothing differs from the commit.
-                Path(out_dir, "changes.diff").unlink(missing_ok=True)
-                if diff := changes():
-                    Path(out_dir, "changes.diff").write_text(diff[:1_000_000])
-                self.board = SummaryWriter(out_dir, purge_step=first_step)
-        self.console, self.errors = console or (sys.stdout, sys.stderr)
-        self.bar = tqdm(total=settings["max_steps"], initial=first_step, disable=not self.master,
-                        file=self.errors, unit="step")
-        # Otherwise the bar writes once more as the interpreter ends, below the error that ends the run.
-        atexit.register(setattr, self.bar, "disable", True)
+            self.watch.lines = rewind(os.path.join(out_dir, "metrics.jsonl"), first_step)
+            rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
+            Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
+            Path(out_dir, "config.json").write_text(json.dumps(
+                settings | {"checksums": state["checksums"], "out_dir": out_dir}, indent=1))
+            # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
+            Path(out_dir, "changes.diff").write_text(changes())
+            self.board = SummaryWriter(out_dir, purge_step=first_step)
+        # Where stderr is no terminal there is no bar, but the lines.
+        self.bar = tqdm(total=settings["max_steps"], initial=first_step, unit="step",
+                        disable=None if self.master else True)
+        self.start(first_step)
 
     # ------------------------------------------------------------ a step's figures
 
     def start(self, step):
         """Begin the line of a step, for a resumed run with the evaluation that its checkpoint holds."""
-        known = self.state["evaluated"] if self.state["evaluated"].get("step") == step else {}
-        self.metrics, self.timing, self.totals = {"step": step} | known, defaultdict(float), {}
+        if self.state["evaluated"].get("step") != step:
+            self.state["evaluated"] = {"step": step}
+        self.metrics, self.timing, self.totals = {**self.state["evaluated"]}, defaultdict(float), {}
         self.started = time.perf_counter()
         distributed.watchdog.moved(f"step {step}")
 
@@ -353,7 +315,7 @@ class RunLog:
         """Add to the step's figures over all ranks, without waiting for a GPU.
 
         sums: {name: a number, or a tensor of one number}. means: {name: a tensor or list of values}; a mean
-        that gets no values is logged as 0.
+        that gets no values is left out.
         """
         for name, value in sums.items():
             total, _ = self.totals.get(name, (0.0, None))
@@ -370,104 +332,77 @@ class RunLog:
         evaluation chooses no best checkpoint.
         """
         self.metrics |= results
+        # A resumed run knows the evaluation of the model that it begins with, and the best checkpoint.
+        self.state["evaluated"] |= results
         step, least = self.metrics["step"], min((name.count("/") for name in results), default=0)
-        # A resumed run knows the evaluation of the model that it begins with, and which checkpoint is the
-        # best.
-        known = self.state["evaluated"] if self.state["evaluated"].get("step") == step else {}
-        self.state["evaluated"] = known | {"step": step} | results
         if failures:
             self.say(f"step {step}: {len(failures)} of {count} held-out completions were not scored; the "
                      f"first: {failures[0]}")
         if len(failures) <= count / 10:
             self.state["eval_scores"] |= {str(step): value for name, value in results.items()
                                           if name.startswith("eval/mean@")}
-        lines = [f"step {step:3d}"]                             # of at most 80 columns
-        for name, value in results.items():
-            if name.count("/") > least:
-                continue
-            figure = f"  {name} {value:.3f}"
-            if len(lines[-1] + figure) > 80:
-                lines.append("  ")
-            lines[-1] += figure
-        self.say("\n".join(lines))
-        for text in self.health.news():
+        shown = [f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == least]
+        # Three fit into 80 columns.
+        rows = ["  ".join(shown[place:place + 3]) for place in range(0, len(shown), 3)]
+        self.say("\n    ".join([f"step {step:3d}  {''.join(rows[:1])}", *rows[1:]]))
+        for text in self.watch.news():
             self.say(text)
+        self.bar.unpause()                                      # the bar's estimate is that of a plain step
 
-    def end(self, tokens, samples):
-        """Write the step: a line to metrics.jsonl and TensorBoard, a few samples, a line on the console.
-
-        tokens: number of prompt and completion tokens. samples: dicts for samples.jsonl.
-        """
-        self.timing["timing_s/step"] = seconds = time.perf_counter() - self.started
-        self.metrics["perf/throughput"] = tokens / seconds
+    def end(self, samples):
+        """Write the line of this step, and show what the console shows of a step. samples: see write."""
         self.write(samples)
+        step = self.metrics["step"]
         if any(name.startswith("eval") for name in self.metrics):       # samples are shown as often
             self.say("\n".join(
                 f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
                 f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
-        if self.metrics["step"] + 1 == health.FIRST and (warning := self.health.same_scores(
-                plain_text(samples[0]["completion"]), samples[0]["truth"])):
-            self.say(warning)
-        self.say(f"step {self.metrics['step']:3d}  " + "".join(
-            f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE if name in self.metrics)
-            + f"{seconds:.1f} s")
+        if step + 1 == health.FIRST:
+            self.say(self.watch.same_scores(plain_text(samples[0]["completion"]), samples[0]["truth"]))
+        shown = "".join(f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE
+                        if name in self.metrics)
+        self.say(f"step {step:3d}  {shown}{self.metrics['timing_s/step']:.1f} s")
         self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}", refresh=False)
         self.bar.update()
 
     def write(self, samples=()):
-        """Write the line of this step to metrics.jsonl and TensorBoard, and its samples. A collective."""
+        """Write the line of this step to metrics.jsonl and TensorBoard. A collective.
+
+        samples: dicts, which are written to samples.jsonl.
+        """
         summed = {}                                             # {name: (total, count)}, over all ranks
         for name, total, count in distributed.gathered(
                 [(name, float(total), count) for name, (total, count) in self.totals.items()]):
             before, counted = summed.get(name, (0.0, 0))
             summed[name] = before + total, None if count is None else counted + count
-        self.metrics = {name: total if count is None else total / max(count, 1)
-                        for name, (total, count) in summed.items()} | self.metrics | self.timing
+        self.metrics = {name: total if count is None else total / count for name, (total, count)
+                        in summed.items() if count != 0} | self.metrics | self.timing
         if not self.master:
             return
-        self.health.new.append(self.metrics)
-        with self._writing():
-            append(os.path.join(self.out_dir, "metrics.jsonl"), [self.metrics])
-            append(os.path.join(self.out_dir, "samples.jsonl"),
-                   [{"step": self.metrics["step"]} | sample for sample in samples], default=str)
+        self.watch.lines.append({key: self.metrics[key] for key in self.metrics if health.READ.match(key)})
+        rows = [{"step": self.metrics["step"]} | sample for sample in samples]
+        try:
+            for name, lines in (("metrics.jsonl", [self.metrics]), ("samples.jsonl", rows)):
+                with open(os.path.join(self.out_dir, name), "a") as file:
+                    # Rows of a parquet file may hold dates.
+                    file.writelines(json.dumps(finite(line), default=str) + "\n" for line in lines)
+                    file.flush()
+                    os.fsync(file.fileno())                     # a checkpoint relies on these lines
             for name, value in self.metrics.items():
                 with contextlib.suppress(ValueError):           # TensorBoard does not accept every name
                     self.board.add_scalar(name, value, self.metrics["step"])
             self.board.flush()
-
-    # ------------------------------------------------------------ files and console
-
-    @contextlib.contextmanager
-    def _writing(self):
-        try:
-            yield
         except OSError as error:
             fail(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it stand")
 
-    def say(self, text, error=False):
-        """Print a line, or several, above the progress bar; with error=True to stderr."""
-        if self.master:
-            tqdm.write(text, file=self.errors if error else self.console)
-
-
-def append(path, rows, default=None):
-    """Append dicts to a .jsonl file and wait until the disk has them, because a checkpoint relies on them.
-
-    JSON has no NaN and no infinity: null stands for these. default: as in json.dumps, for the rows of a
-    parquet file, whose messages may hold dates.
-    """
-    try:
-        lines = [json.dumps(row, allow_nan=False, default=default) for row in rows]
-    except ValueError:
-        lines = [json.dumps(finite(row), default=default) for row in rows]
-    with open(path, "a") as file:
-        file.writelines(line + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
+    def say(self, text):
+        """Print a line, or several, above the progress bar."""
+        if self.master and text:
+            tqdm.write(text)
 
 
 def finite(value):
-    # Returns a copy of what JSON can hold, with None for NaN and infinity.
+    # Returns a copy of what JSON can hold, which has neither NaN nor infinity: None stands for these.
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -476,17 +411,12 @@ def finite(value):
 
 
 def changes():
-    """Return how the project's files differ from its commit, as a diff with new .py files; "" without git."""
-    def git(*arguments):
-        return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True,
-                              errors="replace").stdout
-
-    try:
-        new = git("ls-files", "--others", "--exclude-standard", "*.py").splitlines()
-        new = "".join(git("diff", "--no-index", "/dev/null", path) for path in new)
-        return git("diff", "HEAD", "--", ".") + new             # a larger repository may hold the project
-    except FileNotFoundError:                                   # git is not installed
-        return ""
+    """Return how the project's files differ from its commit, as a diff of at most 1 MB; "" without git."""
+    with contextlib.suppress(FileNotFoundError):                # git is not installed
+        # A larger repository may hold the project.
+        return subprocess.run(["git", "-C", ROOT, "diff", "HEAD", "--", "."], capture_output=True, text=True,
+                              errors="replace").stdout[:1_000_000]
+    return ""
 
 
 def rewind(path, step):

@@ -253,27 +253,6 @@ def test_a_third_network_is_logged_saved_and_resumed(folder, reward_file, tmp_pa
     assert without_times(lines(tmp_path / "again")) == without_times(metrics)
 
 
-@pytest.mark.parametrize("begin, later, message", [
-    (", seen={1: 2})", "", "run.state['seen'] would not come back from a checkpoint as it is"),
-    (", seen=torch.ones(2))", "", "run.state['seen'] would not"),
-    (", seen=(1, 2))", "", "run.state['seen'] would not"),
-    (")\nrun.state['mine'] = 5", "",
-     "run.state['mine'] would be lost when the run is resumed: declare it, Run(settings, __file__, mine=...)"),
-    (", seen=0)", "run.state['seen'] = {step: 1}", "run.state['seen'] would not come back"),
-    (")", "run.state['late'] = 1", "run.state['late'] would be lost"),
-    (", seen=[math.nan, None, {'a': [1.5, True]}])", "", "")])
-def test_state_that_would_not_come_back_is_refused(folder, reward_file, tmp_path, begin, later, message):
-    """Before the first step, or at its end, and not when the first checkpoint is saved."""
-    log = "    # ------------------------------------------------------------ 7 log"
-    script = changed(tmp_path, ("run = Run(settings, __file__)", f"run = Run(settings, __file__{begin}"),
-                     (log, f"    {later}"))
-    arguments, code = small(folder, reward_file, "--max_steps=1"), 2 if message else 0
-    output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", code=code)
-    assert message in output and "Traceback" not in output
-    if later:
-        assert lines(tmp_path / "run") == []
-
-
 def test_skipped_rollouts_have_no_gradient_but_a_weight(tmp_path):
     """The figures of a run that computes them all."""
     real = ["--model=tiny", "--max_completion_length=24", "--num_generations=4", "--prompts_per_step=8",

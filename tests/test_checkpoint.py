@@ -116,7 +116,7 @@ def replaced(path, make):
 @pytest.mark.parametrize("harm, problem", [
     (lambda f: os.remove(f / "config.json"), "config.json is missing"),
     (lambda f: (f / "modeling.py").write_text("import os"), "modeling.py is not listed"),
-    (lambda f: replaced(f / "config.json", os.mkfifo), "config.json is not what was written"),
+    (lambda f: replaced(f / "config.json", os.mkfifo), "config.json is missing"),
     (lambda f: os.symlink("/etc/hostname", f / "extra"), "extra is not listed"),
     (lambda f: replaced(f / "trainer/checksums.json", os.mkfifo), "checksums.json: KeyError"),
     (lambda f: replaced(f / "trainer/checksums.json", lambda path: os.symlink("/dev/zero", path)),

@@ -170,7 +170,7 @@ def test_a_judge_that_fails_now_and_then(judged, folder, tmp_path):
     unscored = [line["rewards/unscored"] for line in metrics[:2]]
     assert 0 < sum(unscored) < 32 and all(0 < line["reward"] < 1 for line in metrics[:2])
     assert all(line["rewards/judge/mean"] == pytest.approx(line["reward"]) for line in metrics[:2])
-    assert re.search(r"step \d: \d+ completions failed or took too long; the first: the reward raised "
+    assert re.search(r"step \d: \d+ of \d+ completions failed or took too long; the first: the reward raised "
                      "ClientResponseError: 400", output)
     # All calls of a step were asked at once.
     assert server.most >= 8 and metrics[0]["timing_s/reward"] < 32 * server.delay / 2

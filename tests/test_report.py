@@ -99,7 +99,7 @@ def test_rewards_that_are_always_the_same_are_told_of():
         assert broken(lines) == [ZERO_STD]
     watch, told = health.Watch({}), []
     for step in range(5):
-        watch.new.append({"step": step, "rewards/min": 0.0, "rewards/max": 0.0, "rewards/no_answer": 0.75})
+        watch.lines.append({"step": step, "rewards/min": 0.0, "rewards/max": 0.0, "rewards/no_answer": 0.75})
         told.append(watch.same_scores("So it is\n18", "18"))
         assert step or watch.news() == []
     assert [bool(text) for text in told] == [False, False, True, False, False]
@@ -108,7 +108,7 @@ def test_rewards_that_are_always_the_same_are_told_of():
     assert r"where '18' is right, ends with 'So it is\n18'. In 75% of its completions no answer" in words
     assert all(len(line) <= 80 for line in told[2].splitlines())
     watch = health.Watch({})
-    watch.new = [{"step": step, "rewards/min": 0.0, "rewards/max": float(step == 1)} for step in range(3)]
+    watch.lines = [{"step": step, "rewards/min": 0.0, "rewards/max": float(step == 1)} for step in range(3)]
     assert watch.same_scores("a", "b") == ""
 
 
@@ -116,7 +116,7 @@ def test_a_run_says_what_is_broken_now_and_once():
     watch, steps = health.Watch({"max_completion_length": 64}), itertools.count()
 
     def go_on(*values):
-        watch.new = [{"step": next(steps), "completions/clipped_ratio": value} for value in values]
+        watch.lines += [{"step": next(steps), "completions/clipped_ratio": value} for value in values]
         return watch.news()
     assert go_on() == [] and go_on(*[0.0] * 10) == []
     # It was over before the evaluation: no news.

@@ -285,7 +285,6 @@ ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}=?"}], "answer": str(2 
 
 
 def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_path):
-    """A changed reward is only said: it may have been mended."""
     def write(name, rows):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -304,17 +303,10 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     write("train.jsonl", ROWS)
     write("eval.jsonl", ROWS[1:9])
     refused(go_on[1:], f"{tmp_path}/eval.jsonl: the held-out prompts are not those of", tmp_path)
-    with open(tmp_path / "rewards.py", "a") as file:
-        file.write("# mended\n")
     # Other held-out prompts are no surprise where another number of them is asked for.
-    output = train(folder, tmp_path / "run", reward, resume="auto",
-                   **settings | {"max_steps": 3, "eval_prompts": 6})
-    changed = f"reward: its file has changed since {tmp_path}/run/checkpoint-2 was written\n"
-    assert changed in output
+    train(folder, tmp_path / "run", reward, resume="auto", **settings | {"max_steps": 3, "eval_prompts": 6})
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert set(config["checksums"]) == {"train_prompts", "eval_prompts", "reward"}
-    assert "has changed" not in train(folder, tmp_path / "run", reward, resume="auto",
-                                      **settings | {"max_steps": 4, "eval_prompts": 6})
+    assert set(config["checksums"]) == {"train_prompts", "eval_prompts"}
 
 
 def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):

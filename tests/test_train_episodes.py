@@ -246,7 +246,7 @@ def test_episodes_that_break_have_no_score_and_the_others_train(train, games, tm
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert samples[4]["finish_reason"] == "error" and samples[4]["reward"] is None
     assert samples[4]["prompt"][-1]["content"].endswith("? Speak.")
-    assert ("step 1: 4 completions failed or took too long; the first: "
+    assert ("step 1: 4 of 8 completions failed or took too long; the first: "
             "environment Broken: it raised KeyError: "
             f"'deaf' in turn 1; the row is {{'prompt': {samples[4]['prompt']!r}, ") in output
     if script != "train_ppo.py":
@@ -264,7 +264,7 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
             raise KeyError("deaf")""")
     metrics, output = train(game, ranks=2, max_steps=1)
     assert metrics[0]["rewards/unscored"] == 8 == 16 * metrics[0]["episodes/ended/error"]
-    assert "step 0: 8 completions failed or took too long; the first: " in output
+    assert "step 0: 8 of 8 completions failed or took too long; the first: " in output
     assert metrics[0]["grad_norm"] > 0
 
 

@@ -65,7 +65,7 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
         assert len(tokens) == len(sample["logprobs"]) and all(-30 < logp <= 0 for logp in sample["logprobs"])
     with open(os.path.join(out_dir, "config.json")) as file:
         assert json.load(file)["prompts_per_step"] == 4
-    assert "4 prompts x 4 completions = 16 sequences" in output and "engine hf" in output
+    assert "4 x 4 = 16 completions" in output and "engine hf" in output
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py"])

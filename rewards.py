@@ -470,14 +470,15 @@ def part_weights(text):
 
 
 def part_means(rollouts, prefix, of="parts"):
-    """Return {prefix/name/mean: mean} of the numbers of each name, without NaN; the mean of none is 0.
+    """Return {prefix/name/mean: mean} of the numbers of each name; the mean of none is 0.
 
-    of: "parts" for the parts of the score, or "extra" for what was logged.
+    of: "parts" for the parts of the score, or "extra" for what was logged. NaN, infinity and numbers whose
+    sum might overflow are left out.
     """
     values = defaultdict(list)
     for name, value in (pair for rollout in rollouts for pair in getattr(rollout, of).items()):
         if not isinstance(value, str):
-            values[name] += [] if math.isnan(value) else [value]
+            values[name] += [value] if abs(value) < 1e300 else []
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 

@@ -179,8 +179,9 @@ for step in range(run.first_step, max_steps):
     adv = losses.whiten(raw_adv, distributed.mean)                                  # [C]
     # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
     advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
-    log.metrics |= {"kl": distributed.mean(kl)} | critic_metrics(value, ret, raw_adv, adv,
-                                                                 token_reward.split(lens))
+    log.metrics |= critic_metrics(value, ret, raw_adv, adv, token_reward.split(lens))
+    if reference:
+        log.metrics["kl"] = distributed.mean(kl)
 
     # ------------------------------------------------------------ 5 update
     policy_step = step - critic_warmup_steps                    # below 0 only the critic is trained

@@ -1,6 +1,6 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
-set_up, total, largest, mean, gathered and from_master are collectives: every rank has to call them, in the
+set_up, largest, mean, gathered and from_master are collectives: every rank has to call them, in the
 same order. The watchdog ends a rank that would wait in one for ever. Import this module before PyTorch, which
 reads GOMP_SPINCOUNT early.
 """
@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
-import functools
 import gc
 import os
 import platform
@@ -30,7 +29,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
 import torch
 import torch.distributed as dist
 
-from configurator import fail, tell_launcher
+from configurator import tell_launcher
 from runtime.user_code import closing, make_lenient
 
 
@@ -42,8 +41,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     ranks share each copy of the weights; 0 stands for all. role: where torchrun's ranks have roles
     (placement.py), a function that returns store, rank and world_size of the group to join instead.
     Returns rank, world_size, device, the mesh of all ranks, whose last dimension FSDP2 shards over, and the
-    group of the ranks that share rows with this one, or None. Stops the script if a node has fewer GPUs than
-    processes.
+    group of the ranks that share rows with this one, or None.
     """
     make_lenient()
     sys.excepthook = failed
@@ -57,19 +55,10 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
         group = role()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
-        gpus = torch.cuda.device_count()
-        # With a role, WORLD_SIZE is that of its group.
-        here = min(int(os.environ.get(size, 1)) for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        if here > gpus:
-            fail(f"{here} processes of this node form one group and need a GPU each, but it has {gpus}: "
-                   "torchrun's nproc_per_node is too large")
         torch.cuda.set_device(device)
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
-    except (ValueError, RuntimeError) as error:
-        fail(f"the processes cannot join in the way that their environment says: {error}")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
     world_size = dist.get_world_size()
     # If a size does not divide the ranks, it is ignored here. For ranks that train, check_run refuses it
     # next; ranks that are only engines do not need it.
@@ -144,21 +133,21 @@ def end(code):
 
 
 def reduced(values, op):
-    """Each number of a list reduced over all ranks by `op`, in float64."""
-    # They are on the CPU, so that gloo reduces them and no rank waits for a GPU.
+    # Reduces each number of a list over all ranks, in float64 on the CPU, so that no rank waits for a GPU.
     tensor = torch.as_tensor(values, dtype=torch.float64).cpu()
     dist.all_reduce(tensor, op)
     return tensor.tolist()
 
 
-total = functools.partial(reduced, op=dist.ReduceOp.SUM)
-largest = functools.partial(reduced, op=dist.ReduceOp.MAX)
+def largest(values):
+    """Return the largest of all ranks' numbers at each place of a list, in float64."""
+    return reduced(values, dist.ReduceOp.MAX)
 
 
 def mean(values):
     """Return the mean over all ranks of the values that are not NaN, in float64; 0 if there are none."""
     values = torch.as_tensor(values, dtype=torch.float64)
-    summed, count = total([values.nansum(), (~values.isnan()).sum()])
+    summed, count = reduced([values.nansum(), (~values.isnan()).sum()], dist.ReduceOp.SUM)
     return summed / max(count, 1)
 
 

@@ -203,8 +203,8 @@ class Run:
             "num_tokens": self.state["num_tokens"], "perf/throughput": tokens / seconds,
             "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9, "timing_s/step": seconds}
         if problems := [*filter(None, (r.counts.get("problem", r.problem) for r in rollouts))]:
-            log.say(f"step {step}: {len(problems)} of {len(rollouts)} completions failed or took too long; the "
-                    f"first: {problems[0]}")
+            log.say(f"step {step}: {len(problems)} of {len(rollouts)} completions failed or took too long; "
+                    f"the first: {problems[0]}")
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
         log.end(samples)
@@ -248,9 +248,9 @@ def opening(run, policy, data_note, updates):
     evaluates = f"every {s.eval_interval}" if s.eval_interval else "its first and last model"
     lines = [f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x {device}, engine "
              f"{run.engine.name}",
-             f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and makes "
-             f"{updates}, in micro-batches of at most {s.token_budget} tokens.",
-             f"The run has {s.max_steps} steps and evaluates {evaluates}, with eval_samples={s.eval_samples}.",
+             f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and "
+             f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
+             f"The run has max_steps={s.max_steps} and evaluates {evaluates}, eval_samples={s.eval_samples}.",
              printable(data_note), *filter(None, run.notes)]
     if (s.environment or s.tools) and s.call_workers:
         lines.append("call_workers: turns begin when the environments answer, so the run does not repeat bit "

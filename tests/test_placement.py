@@ -507,12 +507,6 @@ def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
     assert "GPU 0 [('weight', tensor([0, 1, 2]))]" in output and codes == [0, 0], output
 
 
-def test_ranks_of_a_group_need_a_gpu_each(tmp_path):
-    refusal = "2 processes of this node form one group and need a GPU each, but it has 1: "
-    output, codes = on_one_gpu("two trainers", tmp_path, 3)
-    assert refusal in output and codes == [2, 2], output
-
-
 # ---------------------------------------------------------------- settings that do not fit
 
 @pytest.mark.parametrize("ranks, settings, message", [

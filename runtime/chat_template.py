@@ -51,8 +51,9 @@ class Template:
         calls = tuple(name if name in self.names else "unknown" for name in calls)
         messages, before = self._until_end(calls[:self.calls_at_once])
         reply = [message | {"content": self.defused(text_in(message["content"]))} for message in reply]
-        if calls:
-            reply = [message | {"name": name} for message, name in zip(reply, calls)]
+        # The results of the calls come first; what the user says may follow.
+        named = [message | {"name": name} for message, name in zip(reply, calls)]
+        reply = named + reply[len(named):]
         after = self._encode(messages + reply, True)
         if after[:len(before)] != before:
             raise ValueError("the chat template rewrites a turn once something follows it: "

@@ -186,6 +186,13 @@ def test_a_template_is_refused_only_for_what_it_is_used_for(template, tools):
     made(template, tools).check([user("One."), {"role": "assistant", "content": "Two."}, user("Three.")])
 
 
+def test_the_user_may_speak_after_the_result_of_a_tool():
+    chat = made(LINES, TOOLS)
+    inserted = chat.between(turn_of({}, ["add"]), [result("5"), user([{"type": "text", "text": "Go "},
+                                                                      {"type": "text", "text": "on."}])])
+    assert chat.tokenizer.decode(inserted) == "\n<|user|>add: 5<|end|>\n<|user|>Go on.<|end|>\n<|assistant|>"
+
+
 def test_a_template_that_takes_one_call_at_a_time():
     """The results of two stand behind a turn with the first call, which is all that Llama's template writes."""
     chat, two = made(ONE_CALL, TOOLS), [result("5"), result("6", 1, "sub")]

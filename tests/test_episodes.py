@@ -459,6 +459,29 @@ def test_a_row_is_the_conversation_with_what_was_sampled_as_it_was_sampled(games
     assert [request.max_tokens for request in engine.asked] == [120, 120 - 8]
 
 
+def test_a_conversation_needs_no_environment(games):
+    """Its row is the one of an episode that says the same, which a wrapper of the engine may play itself."""
+    row = {"replies": [["no", 0.5, False], ["", 0.25, True]]}
+    plays, engine = player(games, "Script", max_turn_length=7), Says(["on<|end|>", "y<|end|>"])
+    (prompt,) = prompts_for([row])
+    (r,) = plays.play(engine, [prompt], 1, [9], 21, 1.0)
+    talk = episodes.Conversation(prompt.ids, 21, 9, plays.template)
+    for text, expected in zip(("on<|end|>", "y<|end|>"), engine.asked):
+        request = talk.request(1.0, 1.0, 0, most=7, name=0)
+        assert request == expected and expected.max_tokens == 7
+        ids = TOKENIZER(text).input_ids
+        talk.answer(Answer(0, ids, [-0.5] * len(ids), "stop", ((0, 4), (1, 5))))
+        said, calls = episodes.read_turn(TOKENIZER, None, request.ids, ids, text.removesuffix("<|end|>"))
+        assert said == {"role": "assistant", "content": text.removesuffix("<|end|>")} and calls == []
+        assert talk.extend(said, [{"role": "user", "content": "no"}])
+    # Five tokens have no room where five are left, because a token of an answer has to fit as well.
+    talk.ids, talk.left = talk.ids[:-5], 5
+    assert not talk.extend(said, [{"role": "user", "content": "no"}]) and talk.left == 5
+    same = talk.rollout("stop", r.row, r.completion, rewards=r.rewards)
+    assert identical([same], [r]) and same.row is r.row and same.rewards == r.rewards
+    assert same.versions == ((0, 4), (1, 5), (3, 4), (4, 5))
+
+
 def test_what_reset_returns_is_added_to_the_last_message(games):
     said, replies = [["a<|end|>"]], [[None, 1, True]]
     row = {"prompt": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"},

@@ -604,12 +604,10 @@ ENVIRONMENT_FILES = {  # what is in g.py
     r"g\.py:Game: Game\(\) raised": [
         "class Game:\n    def __init__(self, size): pass", "class Game:\n    def __init__(self): 1/0"],
     r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass", "Game = dict"],
-    "neither a method step nor tools": [
-        "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0",
-        "class Game:\n    step = 5\n    def reset(self): pass"],
-    "the tool look needs": [TOOL.replace(": str", ""), TOOL.replace("at: a place", ""),
-                            "class Game:\n    def reset(self): pass\n    def look(self, at: str): pass"],
-    "Game: reset needs a column colour": [GAME.replace("**row", "colour")], runs(): [TOOL]}
+    "a tool needs": [TOOL.replace(": str", ""), TOOL.replace("at: a place", ""),
+                     "class Game:\n    def reset(self): pass\n    def look(self, at: str): pass"],
+    "Game: reset needs a column colour": [GAME.replace("**row", "colour")],
+    runs(): [TOOL, "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0"]}
 OPENINGS = {
     "Game: reset": "raise ValueError; sys.exit(0); raise Unspeakable; return 5; return b'x'; await 1; "
                    "await asyncio.sleep(1000); row['prompt'][0]['nothing']",
@@ -620,12 +618,12 @@ STEPS = {
         raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise Unspeakable; raise GeneratorExit;
         raise StopIteration; raise asyncio.CancelledError; return None; return ''; return '', 0.5; return '',
         0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5, 0.5, False; return b'', 0.5, False;
-        return ['', 0.5, True]; return '', None, True; return '', '1', True; return '', float('nan'), True;
+        return ['', 0.5, True]; return '', None, True; return '', float('nan'), True;
         return '', float('-inf'), True; return '', 10 ** 400, True; return '', 1e39, True; return '', 1j,
         True; return '', numpy.ones(2), True; return '', torch.tensor(torch.inf), True; yield '', 0.5,
         True""",
     runs(): r"""
-        return None, 1, True; return '', True, True; return '', numpy.float32(1), numpy.bool_(True); return
+        return None, 1, True; return '', True, True; return '', '1', True; return '', numpy.float32(1), numpy.bool_(True); return
         '', torch.ones(()), True; return '', decimal.Decimal('0.5'), True; return 5, 0.5, True; return
         '\ud800\0\n', 0.5, False; return '<|end|>', 0.5, False; return '😀' * 99, 0.5, False;
         sys.stdout.close(); sys.stdout = sys.stderr = None; print('x' * 10 ** 6); return '', 1e38, True;

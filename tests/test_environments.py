@@ -491,7 +491,6 @@ def test_functions_are_tools_without_a_class(write):
     ({"tools": "none.py:add"}, "tools: no such file: none.py"),
     ({"tools": "GAME:bare"}, "tools=.*: a tool needs type hints and a docstring"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
-    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two of the tools add have the same name"),
     ({"tools": "GAME:add", "chat": False}, "tools=.* needs chat=True and a tokenizer with"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])
 def test_tools_and_classes_that_cannot_be_used_are_refused(write, settings, told):

@@ -233,28 +233,45 @@ def gpg(logp, old_logp, adv, **_):
     return unclipped(-adv * logp)
 
 
-LOSSES = {"clip": clip, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "gpg": gpg}
+def dppo(logp, old_logp, adv, *, engine_logp, epsilon=0.2, epsilon_high=0.2, **_):
+    """loss = -stop_gradient(min(ratio, 20)) * adv * logp, ratio = exp(logp - engine_logp), but 0 where adv
+    pushes the probability further below the engine's than epsilon, or further above than epsilon_high. An
+    unlikely token may so change by a large factor. The ratio corrects for the engine and for stale rollouts,
+    whatever old_logp is. Binary DPPO-TV, Qi et al. 2026, https://arxiv.org/abs/2602.04879."""
+    low, high = out_of_bounds(1 + logp.exp() - engine_logp.exp(), adv, epsilon, epsilon_high)
+    ratio = bounded_log_ratio(logp, engine_logp).exp().clamp(max=20)
+    return torch.where(low | high, 0.0, -ratio.detach() * adv * logp), low, high
+
+
+LOSSES = {"clip": clip, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "gpg": gpg, "dppo": dppo}
 
 
 # ---------------------------------------------------------------- weights of sequences and tokens
 
-def sequence_weights(lengths, aggregation, *, num_tokens, num_sequences, max_length):
-    """Return the weight of each sequence's tokens, [n]. The batch's loss is the sum of weight * token loss.
+def sequence_weights(lengths, aggregation, update, num_generations, max_length):
+    """Return the weight of each sequence's tokens, [N]. The update's loss is the sum of weight * token loss.
 
-    lengths [n]: the number of sampled tokens of each given sequence, for instance those of a micro-batch.
-    num_tokens and num_sequences count the *global* batch of one optimizer step, so that the weights and the
-    gradient do not depend on how the batch was split. Raises KeyError for an unknown aggregation.
+    lengths [N]: the number of sampled tokens of each sequence of the step. update: the numbers of those that
+    this optimizer step trains on, over all ranks, so that the weights and the gradient do not depend on how
+    they are dealt and packed. Only their weights mean something. An unknown aggregation raises KeyError.
     token_mean       1 / num_tokens: every token counts the same                   DAPO, Yu et al. 2025
     sequence_mean    1 / (length * num_sequences): every sequence counts the same  GRPO, Shao et al. 2024
     constant_length  1 / (max_length * num_sequences): no length bias              Dr. GRPO, Liu et al. 2025
     sequence_sum     1 / num_sequences: the plain policy gradient                  RLOO, Ahmadian et al. 2024
+    prompt_mean      1 / (tokens of the prompt's sequences * num_prompts): every prompt counts the same
+                     ScaleRL, Khatri et al. 2025, https://arxiv.org/abs/2510.13786
     """
+    num_tokens, num_sequences = lengths[update].sum(), len(update)
+    trained = torch.zeros_like(lengths)
+    trained[update] = lengths[update]
+    of_prompt = trained.view(-1, num_generations).sum(1)                # [P]; 0 if it is not in the update
     divisors = {"token_mean": num_tokens, "sequence_mean": lengths * num_sequences,
-                "constant_length": max_length * num_sequences, "sequence_sum": num_sequences}
+                "constant_length": max_length * num_sequences, "sequence_sum": num_sequences,
+                "prompt_mean": of_prompt.repeat_interleave(num_generations) * (of_prompt > 0).sum()}
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length", "sequence_sum")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length", "sequence_sum", "prompt_mean")
 
 
 def correction_weights(old_logp, engine_logp, correction, *, mean, lengths, low, high):

@@ -73,13 +73,13 @@ kl_estimator = "k3"             # for kl_in=loss k2, k3, k3+ or k3_is; for rewar
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
-loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg; see losses.LOSSES
+loss_type = "clip"              # clip (PPO), gspo, gmpo, cispo, sapo, gpg, dppo; see losses.LOSSES
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
-                                # sequence_sum (RLOO); see losses.sequence_weights
+                                # sequence_sum (RLOO), prompt_mean; see losses.sequence_weights
 engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
                                 # max_staleness=0 or old_logprobs=engine, otherwise token_truncate
@@ -244,10 +244,8 @@ for step in range(run.first_step, max_steps):
         log.metrics["learning_rate"] = set_learning_rate(
             optimizer, losses.schedule(learning_rate, step, max_steps, lr_decay, warmup_steps))
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # Both counts are those of the whole update, over all ranks, however it is dealt and packed.
-            weight = losses.sequence_weights(
-                lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
-                max_length=max_completion_length)               # [N]; token_mean: 1 / num_tokens
+            # [N]. The counts are those of the whole update, over all ranks, however it is dealt and packed.
+            weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
             new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]

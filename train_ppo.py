@@ -66,7 +66,7 @@ epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsil
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
-                                # sequence_sum (RLOO); see losses.sequence_weights
+                                # sequence_sum (RLOO), prompt_mean; see losses.sequence_weights
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
@@ -192,8 +192,7 @@ for step in range(run.first_step, max_steps):
     for update, share in num_epochs * list(zip(updates, shares)):
         # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
         weight = scores.isfinite() * losses.sequence_weights(
-            lengths, loss_aggregation, num_tokens=lengths[update].sum(), num_sequences=len(update),
-            max_length=max_completion_length)                                           # [N]
+            lengths, loss_aggregation, update, G, max_completion_length)                # [N]
         with log.timed("update_critic"):
             for batch in micro_batches(critic, rollouts, share, token_budget):
                 new_value = critic(batch)                                               # [C]

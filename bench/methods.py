@@ -54,7 +54,8 @@ METHODS = {
     "one_update": f"{GRPO} --updates_per_step=1", "ppo": f"train_ppo.py {RECIPE}",
     "dapo": f"train_dapo.py {RECIPE} --max_num_gen_batches=2 --max_steps=40",
     "gspo": f"{GRPO} config/methods/gspo.py", "cispo": f"{GRPO} config/methods/cispo.py",
-    "dr_grpo": f"{GRPO} config/methods/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}"}
+    "dr_grpo": f"{GRPO} config/methods/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}",
+    "dppo": f"{GRPO} config/methods/dppo.py"}
 UNDER_STRESS = "grpo,rloo,reinforce++,cispo"
 BASE = (f"evaluate_model.py --model={SHARED['model']} --task={SHARED['task']} --samples=64 --show=0 "
         f"--eval_prompts={SHARED['eval_prompts']} --max_completion_length={SHARED['max_completion_length']} "

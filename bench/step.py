@@ -148,8 +148,7 @@ if not shared:
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
-weight = losses.sequence_weights(lens, "token_mean", num_tokens=lens.sum() * world_size,
-                                 num_sequences=len(rollouts), max_length=completion_length)
+weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))), 1, completion_length)
 
 
 def update():

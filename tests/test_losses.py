@@ -328,38 +328,40 @@ def test_overlong_penalty(length, penalty):
 # ---------------------------------------------------------------- aggregation
 
 def test_the_aggregations_are_these():
-    assert losses.AGGREGATIONS == ("token_mean", "sequence_mean", "constant_length", "sequence_sum")
+    assert losses.AGGREGATIONS == ("token_mean", "sequence_mean", "constant_length", "sequence_sum",
+                                   "prompt_mean")
 
 
 @pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
 def test_sequence_weights(aggregation):
-    lengths = [3, 1, 5, 2]
-    token_losses = [torch.randn(n, dtype=torch.float64) for n in lengths]
-    if aggregation == "token_mean":
-        expected = sum(x.item() for seq in token_losses for x in seq) / sum(lengths)
-    elif aggregation == "sequence_mean":
-        expected = sum(sum(x.item() for x in seq) / len(seq) for seq in token_losses) / len(lengths)
-    elif aggregation == "constant_length":
-        expected = sum(sum(x.item() for x in seq) / 8 for seq in token_losses) / len(lengths)
-    else:
-        expected = sum(sum(x.item() for x in seq) for seq in token_losses) / len(lengths)
-    for split in ([[0, 1, 2, 3]], [[0, 3], [2, 1]], [[2], [0], [1], [3]]):  # however the batch is split
-        total = 0.0
-        for rows in split:
-            weight = losses.sequence_weights(torch.tensor([lengths[r] for r in rows]), aggregation,
-                                             num_tokens=sum(lengths), num_sequences=4, max_length=8)
-            assert weight.dtype == torch.float32
-            total += sum((w.double() * token_losses[r]).sum().item() for w, r in zip(weight, rows))
+    """Of all completions of four prompts, and of an update that leaves out some, and one prompt whole."""
+    lengths = [3, 1, 5, 2, 4, 7, 6, 2]
+    for update in ([*range(8)], [6, 0, 3, 1, 7], [2], []):
+        token_losses = {s: torch.randn(lengths[s], dtype=torch.float64) for s in update}
+        sums = {s: sum(x.item() for x in own) for s, own in token_losses.items()}
+        if aggregation == "token_mean":
+            expected = sum(sums.values()) / sum(lengths[s] for s in update) if update else 0
+        elif aggregation == "prompt_mean":
+            prompts = [own for p in range(4) if (own := [s for s in (2 * p, 2 * p + 1) if s in update])]
+            expected = sum(sum(sums[s] for s in own) / sum(lengths[s] for s in own) / len(prompts)
+                           for own in prompts)
+        else:
+            divisor = {"sequence_mean": lambda s: lengths[s], "constant_length": lambda s: 8,
+                       "sequence_sum": lambda s: 1}[aggregation]
+            expected = sum(sums[s] / divisor(s) / len(update) for s in update)
+        weight = losses.sequence_weights(torch.tensor(lengths), aggregation, update, 2, 8)
+        assert weight.dtype == torch.float32 and weight.shape == (8,)
+        total = sum((weight[s].double() * own).sum().item() for s, own in token_losses.items())
         assert total == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------- policy loss
 
-KINDS_OF_LOSS = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg"]
+KINDS_OF_LOSS = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg", "dppo"]
 # Those that docs/recipes.md adds are tested where its diff has been applied, as tests/test_docs.py does.
 MARKED = [kind for kind in ("clip_cov", "kl_cov") if kind in losses.LOSSES]
 KINDS_OF_LOSS += MARKED
-CLIPPED = ["clip", "gspo", "gmpo", "clip_cov"]                    # on both sides, as adv pushes
+CLIPPED = ["clip", "gspo", "gmpo", "clip_cov", "dppo"]            # on both sides, as adv pushes
 LENGTHS = [3, 1, 60, 20, 116]                                     # of the sequences of the tests below
 
 
@@ -369,8 +371,12 @@ def mean(values):
 
 
 def policy_loss(kind, logp, old, adv, mean=None, epsilon=0.2, epsilon_high=0.2, marked=None):
-    """As the training scripts call them: found by name, and given every keyword."""
-    return losses.LOSSES[kind](logp, old, adv, mean=mean, engine_logp=old, epsilon=epsilon,
+    """As the training scripts call them: found by name, and given every keyword.
+
+    Only dppo reads the engine's logprobs, and it reads no others: the ones it should not read are NaN.
+    """
+    old, engine = (old * math.nan, old) if kind == "dppo" else (old, old * math.nan)
+    return losses.LOSSES[kind](logp, old, adv, mean=mean, engine_logp=engine, epsilon=epsilon,
                                epsilon_high=epsilon_high, marked=marked)
 
 
@@ -382,7 +388,11 @@ def slow_policy_loss(logp, old, adv, marked, low, high, kind):
     down = [r < 1 - low and a < 0 and kind in CLIPPED for r, a in zip(ratios, adv)]
     up = [r > 1 + high and (a > 0 and kind in CLIPPED or kind == "cispo") for r, a in zip(ratios, adv)]
     bounded = [min(max(r, 1 - low), 1 + high) for r in ratios]
-    if kind == "gmpo":
+    if kind == "dppo":
+        gaps = [math.exp(p) - math.exp(o) for p, o in zip(logp, old)]
+        down, up = [d < -low and a < 0 for d, a in zip(gaps, adv)], [d > high and a > 0 for d, a in zip(gaps, adv)]
+        loss = [0.0 if d or u else -min(r, 20) * a * p for d, u, r, a, p in zip(down, up, ratios, adv, logp)]
+    elif kind == "gmpo":
         kept = [b if d or u else r for r, b, d, u in zip(ratios, bounded, down, up)]
         loss = [-a * math.prod(kept) ** (1 / len(kept)) for a in adv]
     elif kind == "sapo":
@@ -414,6 +424,10 @@ def test_policy_loss(kind):
     if kind in ("gspo", "gmpo"):                                  # of tokens: below
         weight = mean(weight)
     low, high = (0.02, 0.03) if kind == "gspo" else (0.2, 0.28)
+    if kind == "dppo":                                            # unlikely tokens, one of which is far up
+        low, high, old[:20] = 0.1, 0.15, old[:20] - 4
+        with torch.no_grad():
+            logp[0] = old[0] + 3.5
     loss, down, up = policy_loss(kind, logp, old, adv, mean, low, high, marked=marked)
     (weight * loss).sum().backward()
     slow = lambda values: [slow_policy_loss(*sequence, low, high, kind) for sequence in zip(
@@ -425,8 +439,10 @@ def test_policy_loss(kind):
     assert any(expected_down) == (kind in CLIPPED) and any(expected_up) == (kind in [*CLIPPED, "cispo"])
     total = lambda values: sum(w * x for w, x in zip(weight.tolist(), sum((s[0] for s in slow(values)), [])))
     held = total
-    if kind == "cispo":                                           # its weight has no gradient: hold it
-        weights = [min(math.exp(p - o), 1 + high) for p, o in zip(logp.tolist(), old.tolist())]
+    if kind in ("cispo", "dppo"):                                 # its weight has no gradient: hold it
+        most = 20 if kind == "dppo" else 1 + high
+        weights = [0 if kind == "dppo" and (d or u) else min(math.exp(p - o), most)
+                   for p, o, d, u in zip(logp.tolist(), old.tolist(), expected_down, expected_up)]
         held = lambda values: sum(-w * c * a * p for w, c, a, p in zip(weight.tolist(), weights, adv.tolist(),
                                                                        values.tolist()))
     for c in range(200):                                          # by differences, one token after another
@@ -528,7 +544,7 @@ def test_bounds_of_0_2_where_nothing_is_said(kind):
     old, adv = -torch.rand(200, dtype=torch.float64), torch.randn(200, dtype=torch.float64)
     drift = torch.tensor([0.25, -0.4, 0.4, 0.25, -0.3]).repeat_interleave(torch.tensor(LENGTHS))
     logp, marked = old + drift + 0.1 * torch.randn(200), torch.rand(200) < 0.1
-    for got, expected in zip(losses.LOSSES[kind](logp, old, adv, mean=mean, marked=marked),
+    for got, expected in zip(losses.LOSSES[kind](logp, old, adv, mean=mean, engine_logp=old, marked=marked),
                              policy_loss(kind, logp, old, adv, mean, 0.2, 0.2, marked)):
         assert got.tolist() == expected.tolist()
 
@@ -737,8 +753,7 @@ def test_kl_estimators_by_enumeration():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: losses.sequence_weights(torch.ones(1), "mean", num_tokens=1, num_sequences=1, max_length=1),
-     "'mean'"),
+    (lambda: losses.sequence_weights(torch.ones(1), "mean", [0], 1, 1), "'mean'"),
     (lambda: losses.correction_weights(torch.ones(1), torch.ones(1), "tis", mean=None, lengths=None, low=0.5,
                                        high=2.0), "engine_correction='tis'"),
     (lambda: losses.kl_penalty(torch.ones(1), torch.ones(1), "k4"), "'k4'")])

@@ -77,8 +77,7 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
     policy = load_policy(folder, mesh, torch.float32)
     without_gradient = token_logprobs(policy, rollouts, range(12), 50, temperature)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
-    weight = losses.sequence_weights(lengths, aggregation, num_tokens=num_tokens, num_sequences=12,
-                                     max_length=50)
+    weight = losses.sequence_weights(lengths, aggregation, [*range(12)], 1, 50)
     total, batches = 0.0, pack(rollouts, range(12), 50)
     assert len(batches) > 1 and any(len(batch.sequences) > 1 for batch in batches)
     for batch in batches:
@@ -110,13 +109,13 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
     policy = load_policy(folder, mesh, torch.float32)
 
     def token_losses(logp, flat, spread, mean):
-        loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), spread(adv), mean=mean)
+        loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), spread(adv), mean=mean,
+                                              engine_logp=flat(engine_logps))
         return loss * losses.correction_weights(flat(old_logps), flat(engine_logps), "sequence_truncate",
                                                 mean=mean, lengths=spread(lengths), low=0.5, high=2.0)
 
     for aggregation in losses.AGGREGATIONS:
-        weight = losses.sequence_weights(lengths, aggregation, num_tokens=lengths.sum(), num_sequences=N,
-                                         max_length=20)
+        weight = losses.sequence_weights(lengths, aggregation, [*range(N)], 1, 20)
         expected = sum(
             (weight[s] * token_losses(logps[s], lambda x: x[s], lambda x: x[s].expand(len(logps[s])),
                                       lambda x: x.mean().expand_as(x))).sum() for s in range(N))
@@ -272,8 +271,7 @@ def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, 
 
     policy = load_policy(str(tmp_path), mesh, torch.float32)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
-    weight = losses.sequence_weights(lengths, "token_mean", num_tokens=lengths.sum(), num_sequences=count,
-                                     max_length=longest)
+    weight = losses.sequence_weights(lengths, "token_mean", [*range(count)], 1, longest)
     old_logps = [old[s][trained[s]].float() for s in range(count)]
     total = 0.0
     for batch in pack(rollouts, range(count), rng.randint(width, 4 * width)):

@@ -270,6 +270,8 @@ def is_answer(value):
 class Prompt(NamedTuple):
     row: dict
     ids: list               # token ids, including those that the chat template adds
+    number: int = 0         # of a drawn prompt: the number of its row among the training rows
+    epoch: int = 0          # of a drawn prompt: how many times all rows had been drawn before
 
 
 def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
@@ -340,7 +342,9 @@ class Prompts:
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
             rows = [epoch_order(size, place // size, seed, self.s.shuffle)[place % size] for place in places]
-            drawn += [prompt for prompt in self.encoded(rows) if len(prompt.ids) <= self.s.max_prompt_length]
+            drawn += [prompt._replace(number=row, epoch=place // size)
+                      for prompt, row, place in zip(self.encoded(rows), rows, places)
+                      if len(prompt.ids) <= self.s.max_prompt_length]
             position = places.stop
         return drawn, position
 

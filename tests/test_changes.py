@@ -45,10 +45,10 @@ def small(folder, *arguments):
     return runs.with_defaults([f"--model={folder}", *arguments], SMALL)
 
 
-def logprobs(model, row):
+def logprobs(model, row, temperature=1.0):
     """Of the sampled tokens of a kept rollout, with gradient, by a plain forward."""
     ids, ((start, end),) = torch.tensor([row["ids"]]), row["spans"]
-    table = model(ids).logits[0].log_softmax(-1)
+    table = (model(ids).logits[0] / temperature).log_softmax(-1)
     return table[start - 1:end - 1].gather(1, ids[0, start:end, None])[:, 0]
 
 
@@ -75,8 +75,7 @@ def of_groups(rows, G=4):
 
 
 def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
-    (diff,) = [diff for _, diff in DIFFS if "run.arrays" in diff]
-    script = changed(tmp_path, diff=diff)
+    script = changed(tmp_path, diff=diff_with("run.arrays"))
     arguments = small(folder, reward_file, "--old_logprobs=engine", "--max_steps=3", "--learning_rate=3e-3")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
     metrics = lines(tmp_path / "run")
@@ -102,6 +101,143 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
         output = forked(tmp_path / "log", script, *others, *way, f"--out_dir={tmp_path}/refused", code=1)
         assert "step 1 trains on rollouts of step 0's policy: take the engine's old logprobs" in output
         shutil.rmtree(tmp_path / "refused")
+
+
+def diff_with(word):
+    (diff,) = [diff for _, diff in DIFFS if word in diff]
+    return diff
+
+
+def test_wrong_completions_that_the_policy_has_left_are_masked(folder, reward_file, tmp_path):
+    """DeepSeek-V3.2's equation, with an engine whose logprobs are off for every other completion."""
+    script = changed(tmp_path, ("    with log.timed(\"reward\"):\n", "    for r in own_rollouts[1::2]:\n"
+                                "        r.logprobs = r.logprobs + 0.2\n    with log.timed(\"reward\"):\n"),
+                     diff=diff_with("mask_above"))
+    arguments = small(folder, reward_file, "--max_steps=1", "--mask_above=0.19", "--logprob_gap=1",
+                      "--token_budget=100")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    advantages = of_groups(rows)
+    model, left = AutoModelForCausalLM.from_pretrained(folder), 0
+    for s, (row, adv) in enumerate(zip(rows, advantages)):
+        logps = logprobs(model, row).tolist()
+        moved = sum(engine - own for engine, own in zip(row["logprobs"], logps)) / len(logps)
+        assert moved == pytest.approx(0.2 * (s % 2), abs=1e-4)
+        if moved > 0.19 and adv[0] < 0:
+            advantages[s], left = [0.0] * len(adv), left + 1
+        row["logprobs"] = logps                                     # the old ones, on-policy
+    assert 2 < left < 8
+    loss, norm = slow_step(model, rows, advantages)
+    assert line["loss"] == pytest.approx(loss, rel=1e-3)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks, budget", [(1, 8192), (2, 90)])
+def test_high_entropy_tokens_are_those_of_the_whole_step(folder, reward_file, tmp_path, ranks, budget):
+    """However it is dealt and packed; the entropy bonus of the other tokens is left out as well."""
+    script = changed(tmp_path, diff=diff_with("entropy_share"))
+    arguments = small(folder, reward_file, "--max_steps=1", "--entropy_share=0.3", "--entropy_coef=0.1",
+                      "--temperature=0.7", f"--token_budget={budget}")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    model, found = AutoModelForCausalLM.from_pretrained(folder), []
+    for row, adv in zip(rows, of_groups(rows)):
+        ids, ((start, end),) = torch.tensor([row["ids"]]), row["spans"]
+        table = (model(ids).logits[0, start - 1:end - 1] / 0.7).log_softmax(-1)
+        entropy = -(table.exp() * table).sum(-1)
+        found += zip(table.gather(1, ids[0, start:end, None])[:, 0], entropy, adv)
+    highest = sorted(found, key=lambda one: -one[1].item())[:round(0.3 * len(found))]
+    loss = sum(-a * (logp - logp.detach()).exp() - 0.1 * entropy for logp, entropy, a in highest) / len(found)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-3)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_solved_prompts_rest(folder, tmp_path):
+    """From the second epoch on; where all are solved, none rests. A resumed run repeats the unbroken one."""
+    (tmp_path / "half.py").write_text(
+        "def half(prompts, completions, **_):\n"
+        "    return [float(ord(p[0]['content'][-1]) % 2 or len(c[0]['content']) % 3 == 0)\n"
+        "            for p, c in zip(prompts, completions)]\n"
+        "def all(prompts, completions, **_):\n    return [1.0] * len(prompts)\n")
+    script = changed(tmp_path, diff=diff_with("rest_above"))
+    arguments = small(folder, "--train_prompts=16", "--max_steps=9", "--lr_decay=constant",
+                      "--save_interval=3")
+    half = f"--reward={tmp_path}/half.py:half"
+    forked(tmp_path / "log", script, *arguments, half, f"--out_dir={tmp_path}/run", keep=True)
+    rates, skipped = {}, 0
+    for step in range(9):
+        rows = kept_rollouts(tmp_path / "run", step)
+        for group in (rows[i:i + 4] for i in range(0, 16, 4)):
+            text = group[0]["row"]["prompt"][0]["content"]
+            assert rates.get(text, 0) < 0.9
+            rates[text] = sum(row["score"] > 0 for row in group) / 4
+        resting = sum(rate >= 0.9 for rate in rates.values()) / 16
+        assert lines(tmp_path / "run")[step]["train/resting"] == pytest.approx(resting)
+    assert 0.2 < resting < 0.9
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-9"))
+    forked(tmp_path / "log", script, *arguments, half, f"--out_dir={tmp_path}/again", "--resume=auto")
+    assert without_times(lines(tmp_path / "again")) == without_times(lines(tmp_path / "run"))
+    forked(tmp_path / "log", script, *arguments, half.replace(":half", ":all"), f"--out_dir={tmp_path}/all")
+    assert lines(tmp_path / "all")[8]["train/resting"] == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_teacher_is_the_policy_that_has_read_a_right_answer(folder, tmp_path, ranks):
+    (tmp_path / "third.py").write_text(
+        "def third(prompts, completions, **_):\n"
+        "    return [float(len(c[0]['content']) % 3 == 0) for c in completions]\n")
+    script = changed(tmp_path, diff=diff_with("behind_hint"))
+    shutil.copytree(os.path.join(ROOT, "config"), tmp_path / "config")
+    arguments = small(folder, f"--reward={tmp_path}/third.py:third", "--num_generations=4",
+                      "--prompts_per_step=4", "--max_steps=1", "--temperature=0.7")
+    forked(tmp_path / "log", script, "config/methods/distill.py", *arguments, f"--out_dir={tmp_path}/run",
+           keep=True, ranks=ranks)
+    (line, _), rows = lines(tmp_path / "run"), kept_rollouts(tmp_path / "run", 0)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    total, hinted = 0.0, 0
+    for s, row in enumerate(rows):
+        logps = logprobs(model, row, 0.7)
+        right = [one for one in rows[s // 4 * 4:s // 4 * 4 + 4] if one is not row and one["score"] > 0]
+        if right:
+            ((start, end),), text = row["spans"], right[0]["completion"][0]["content"]
+            messages = [row["row"]["prompt"][0] | {"content": row["row"]["prompt"][0]["content"] +
+                        f"\n\nThis answer is right:\n{text}\n\nAnswer in your own words."}]
+            prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False,
+                                                                    add_generation_prompt=True),
+                                      add_special_tokens=False)
+            ids = prompt + row["ids"][start:end]
+            teacher = logprobs(model, {"ids": ids, "spans": [[len(prompt), len(ids)]]}, 0.7).detach()
+            ratio = (logps - logps.detach()).exp()
+            total, hinted = total - ((teacher - logps.detach()) * ratio).sum(), hinted + 1
+    loss = total / sum(len(row["logprobs"]) for row in rows)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert 4 < hinted < 16 and line["loss"] == pytest.approx(loss.item(), rel=1e-3)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_a_reference_that_follows_the_policy(folder, reward_file, tmp_path):
+    """Also in bfloat16, whose own steps would be too coarse; saved and resumed bit for bit."""
+    script = changed(tmp_path, diff=diff_with("ema_decay"))
+    arguments = small(folder, reward_file, "--kl_coef=0.1", "--max_steps=4", "--keep_checkpoints=9",
+                      "--dtype=bfloat16", "--lr_decay=constant", "--learning_rate=1e-5")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
+    weights = lambda path: dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    first = weights(tmp_path / "run/checkpoint-1/ema")
+    mean = {name: p.double() for name, p in first.items()}
+    for step in range(2, 5):
+        own = weights(tmp_path / f"run/checkpoint-{step}")
+        mean = {name: 0.99 * p + 0.01 * own[name].double() for name, p in mean.items()}
+    ema = weights(tmp_path / "run/checkpoint-4/ema")
+    moved = [(ema[name] != first[name]).float().mean().item() for name in ema]
+    assert sum(moved) / len(moved) > 0.5
+    for name, p in ema.items():
+        torch.testing.assert_close(p.double(), mean[name], rtol=0, atol=1e-7)
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[34]"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto")
+    assert without_times(lines(tmp_path / "again")) == without_times(lines(tmp_path / "run"))
 
 
 def test_rewards_of_steps_with_grpo_and_ppo(folder, tmp_path):

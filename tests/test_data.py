@@ -654,7 +654,8 @@ def test_prompts_are_drawn_as_if_the_long_ones_were_not_there(load_prompts):
     every = train_set.encoded(range(300))
     fits = [len(prompt.ids) <= 24 for prompt in every]
     assert 30 < sum(fits) < 270
-    expected = [every[i] for epoch in range(3) for i in data.epoch_order(300, epoch, 0) if fits[i]]
+    expected = [every[i]._replace(number=i, epoch=epoch) for epoch in range(3)
+                for i in data.epoch_order(300, epoch, 0) if fits[i]]
     position, drawn = 0, []
     while position < 900:
         prompts, position = train_set.draw(position, 8, 0)

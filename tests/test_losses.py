@@ -195,6 +195,8 @@ def test_maxrl():
             counts = not math.isnan(score) and sum(scored)
             expected = right * len(scored) / sum(scored) - 1 if counts else 0.0
             assert advantage == pytest.approx(expected)
+    with pytest.raises(ValueError, match="takes scores of 0 or 1"):
+        losses.ADVANTAGES["maxrl"](torch.tensor([1.0, 0, 0.99, 0]), 4)
 
 
 def test_one_scored_completion_in_the_batch_has_no_spread_and_two_have_one():
@@ -390,7 +392,8 @@ def slow_policy_loss(logp, old, adv, marked, low, high, kind):
     bounded = [min(max(r, 1 - low), 1 + high) for r in ratios]
     if kind == "dppo":
         gaps = [math.exp(p) - math.exp(o) for p, o in zip(logp, old)]
-        down, up = [d < -low and a < 0 for d, a in zip(gaps, adv)], [d > high and a > 0 for d, a in zip(gaps, adv)]
+        down = [d < -low and a < 0 for d, a in zip(gaps, adv)]
+        up = [d > high and a > 0 for d, a in zip(gaps, adv)]
         loss = [0.0 if d or u else -min(r, 20) * a * p for d, u, r, a, p in zip(down, up, ratios, adv, logp)]
     elif kind == "gmpo":
         kept = [b if d or u else r for r, b, d, u in zip(ratios, bounded, down, up)]

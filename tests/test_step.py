@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 from runs import kept_rollouts, with_defaults
+from test_changes import logprobs, of_groups
 from test_train_dapo import PLAIN, dapo
 from test_train_grpo import REAL, train
 
@@ -22,8 +23,8 @@ step = rollout.HFEngine.step
 def shifted(self):
     return [answer._replace(logprobs=[x + 0.05 for x in answer.logprobs]) for answer in step(self)]
 rollout.HFEngine.step = shifted
-sys.argv[0] = "train_grpo.py"
-runpy.run_path("train_grpo.py", run_name="__main__")
+sys.argv[0] = "SCRIPT"
+runpy.run_path("SCRIPT", run_name="__main__")
 """
 
 
@@ -62,7 +63,7 @@ def test_the_loss_of_what_is_counted(tmp_path, aggregation):
 
 
 def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
-    (tmp_path / "shifted.py").write_text(SHIFTED)
+    (tmp_path / "shifted.py").write_text(SHIFTED.replace("SCRIPT", "train_grpo.py"))
     metrics, _ = train(None, tmp_path / "run", *STILL, "--advantage=dr_grpo", "--kl_coef=0.5",
                        "--kl_in=reward", "--kl_estimator=k1", "--entropy_coef=0.1",
                        "--engine_correction=token_truncate", "--logprob_gap=1.0",
@@ -78,6 +79,34 @@ def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
     assert metrics[1]["kl"] == pytest.approx(0.05, rel=1e-3)
     assert metrics[1]["sampling/correction_mean"] == pytest.approx(math.exp(-0.05), rel=1e-4)
     assert metrics[1]["sampling/sampling_logp_difference/mean"] == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize("script, own", [
+    ("train_grpo.py", []), ("train_dapo.py", with_defaults([], PLAIN)),
+    ("train_async.py", ["--max_staleness=0"])])
+def test_a_kl_in_the_loss_after_an_update_at_another_temperature(folder, reward_file, tmp_path, script, own):
+    """The engine is off by 0.05, which weighs the policy's loss, and not the KL."""
+    (tmp_path / "shifted.py").write_text(SHIFTED.replace("SCRIPT", script))
+    (_, line, _), _ = train(folder, tmp_path / "run", reward_file, *own, "--temperature=0.7", "--kl_coef=0.5",
+                            "--engine_correction=token_truncate", "--logprob_gap=1", "--learning_rate=3e-3",
+                            script=tmp_path / "shifted.py", ranks=1 + (script == "train_async.py"))
+    rows, loss = kept_rollouts(tmp_path / "run", 1), 0.0
+    policy, reference = (AutoModelForCausalLM.from_pretrained(path).double()
+                         for path in (tmp_path / "run" / "checkpoint-1", folder))
+    kls = []
+    for row, adv in zip(rows, of_groups(rows)):
+        logps, ref_logps = logprobs(policy, row, 0.7), logprobs(reference, row, 0.7).detach()
+        for logp, ref, engine, a in zip(logps, ref_logps, row["logprobs"], adv):
+            ratio, d = (logp - logp.detach()).exp(), ref - logp
+            assert engine - logp.item() == pytest.approx(0.05, abs=1e-3)
+            loss = loss - math.exp(-0.05) * ratio * a + 0.5 * (d.exp() - 1 - d)
+            kls.append(engine - ref.item())
+    loss = loss / len(kls)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in policy.parameters()))
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-3) and abs(line["loss"]) > 0.01
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert line["kl"] == pytest.approx(statistics.mean(kls), rel=1e-3)
 
 
 def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp_path):

@@ -70,6 +70,13 @@ def test_a_run_with_an_environment(train, talker, games, tmp_path, script):
         assert line["rewards/Letters/mean"] == pytest.approx(line["reward"])
         assert min(line[name] for name in ENDED[:3]) > 0 == line["tools/call_frequency"]
     assert metrics[0]["eval/rewards/Letters/mean"] == metrics[0]["eval/mean@1"] > 0
+    if script == "train_dapo.py":
+        # DAPO's penalty counts all that stands behind the prompt, what the environment said as well.
+        rows = kept_rollouts(tmp_path / "run", 1)
+        behind = [len(row["ids"]) - row["spans"][0][0] for row in rows]
+        shaped = [row["score"] + min(0, max(-1, (48 - 12 - n) / 12)) for row, n in zip(rows, behind)]
+        assert metrics[1]["rewards/shaped/mean"] == pytest.approx(sum(shaped) / len(rows), rel=1e-4)
+        assert any(48 - 12 < n != row["length"] for row, n in zip(rows, behind))
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert len(samples) == 12
     for sample in samples:

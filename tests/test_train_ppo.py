@@ -1,13 +1,16 @@
 """train_ppo.py as a user runs it: whole short runs, resume, and bad input of its own."""
 import json
+import math
+import random
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config, Qwen3ForCausalLM
 
 import runs
-from runs import refused, without_times
+from runs import kept_rollouts, refused, without_times
 from test_train_grpo import NAMES
 
 SMALL = {"prompts_per_step": 16, "max_completion_length": 12, "train_prompts": 64, "eval_prompts": 8,
@@ -115,6 +118,110 @@ def test_values_that_move_far_are_clipped(folder, reward_file, tmp_path):
     metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, updates_per_step=8,
                     value_clip=1e-3)
     assert all(0.05 < line["critic/vf_clipfrac"] < 0.95 for line in metrics[:3])
+
+
+class SlowAdam:
+    """AdamW without decay, in float64, that goes on with the moments in a checkpoint of two ranks."""
+
+    def __init__(self, folder, network):
+        self.network = network
+        parts = [load_file(f"{folder}/trainer/optimizer-{rank:05}.safetensors") for rank in range(2)]
+        self.state = {key: torch.cat([part[key] for part in parts]).double() if parts[0][key].ndim
+                      else parts[0][key].double() for key in parts[0]}
+
+    def step(self, loss, rate):
+        """Return the norm of the gradient, which is cut to 1."""
+        names, parameters = zip(*self.network.named_parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+        with torch.no_grad():
+            for name, p, g in zip(names, parameters, gradients):
+                (key,) = {k.removesuffix(".step") for k in self.state if k.endswith(f"{name}.step")}
+                m, v, n = (self.state[f"{key}.{of}"] for of in ("exp_avg", "exp_avg_sq", "step"))
+                g = g * min(1, 1 / norm)
+                m += 0.1 * (g - m)
+                v += 0.05 * (g * g - v)
+                n += 1
+                p -= rate * (m / (1 - 0.9 ** n)) / ((v / (1 - 0.95 ** n)).sqrt() + 1e-8)
+        return norm
+
+
+def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
+    """Step 2 of two ranks: after the critic's warm-up, in the decay, with a KL, two passes of two updates."""
+    metrics = runs.train("train_ppo.py", tmp_path / "run", [reward_file], SMALL | {
+        "model": folder, "temperature": 0.7, "num_epochs": 2, "updates_per_step": 4, "kl_coef": 0.2,
+        "gamma": 0.9, "lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "value_clip": 0.02,
+        "entropy_coef": 0.01, "save_interval": 1, "eval_prompts": 4, "eval_samples": 1}, ranks=2)[0][2]
+    rows, checkpoint = kept_rollouts(tmp_path / "run", 2), tmp_path / "run" / "checkpoint-2"
+    network = lambda path, kind: kind.from_pretrained(path).double()
+    policy, reference = network(checkpoint, AutoModelForCausalLM), network(folder, AutoModelForCausalLM)
+    critic = network(checkpoint / "critic", AutoModelForTokenClassification)
+    actor_adam, critic_adam = SlowAdam(checkpoint, policy), SlowAdam(checkpoint / "critic", critic)
+
+    def read(model, row):
+        """Return what a model has at each token that was sampled, in the row before that token."""
+        ids, ((start, end),) = torch.tensor([row["ids"]]), row["spans"]
+        return model(ids).logits[0, start - 1:end - 1], ids[0, start:end, None]
+
+    def logprobs(model, row):
+        logits, ids = read(model, row)
+        table = (logits / 0.7).log_softmax(-1)
+        return table.gather(1, ids)[:, 0], -(table.exp() * table).sum(-1)
+
+    values = lambda row: read(critic, row)[0][:, 0]
+    with torch.no_grad():
+        for row in rows:
+            row["old"], row["value"] = logprobs(policy, row)[0], values(row)
+            row["kl"] = row["old"] - logprobs(reference, row)[0]
+            row["reward"] = [-0.2 * kl for kl in row["kl"].tolist()]
+            row["reward"][-1] += row["score"]
+            later, value_later, row["raw"] = 0.0, 0.0, []
+            for reward, value in zip(row["reward"][::-1], row["value"].tolist()[::-1]):
+                later = reward + 0.9 * value_later - value + 0.9 * 0.8 * later
+                value_later, row["raw"] = value, [later, *row["raw"]]
+    raw = torch.tensor([a for row in rows for a in row["raw"]], dtype=torch.float64)
+    for row in rows:
+        own = torch.tensor(row["raw"], dtype=torch.float64)
+        row["adv"], row["return"] = (own - raw.mean()) / raw.std(correction=0), own + row["value"]
+
+    order, figures = random.Random("0 2").sample(range(16), 16), []
+    for update in 2 * [order[0::2], order[1::2]]:
+        tokens, loss, vf_loss = sum(rows[s]["length"] for s in update), 0.0, 0.0
+        clipped, entropies, divergences = [], [], []
+        for row in (rows[s] for s in update):
+            value = values(row)
+            near = row["value"] + (value - row["value"]).clamp(-0.02, 0.02)
+            vf_loss = vf_loss + torch.max((value - row["return"]) ** 2, (near - row["return"]) ** 2).sum() / 2
+            logp, entropy = logprobs(policy, row)
+            for new, old, adv, bonus in zip(logp, row["old"], row["adv"], entropy):
+                ratio = (new - old).exp()
+                cut = ratio.clamp(0.98, 1.03)
+                loss = loss - torch.min(ratio * adv, cut * adv) - 0.01 * bonus
+                clipped.append((cut * adv < ratio * adv).item())
+                divergences.append((ratio - 1 - ratio.log()).item())
+                entropies.append(bonus.item())
+        vf_loss, loss = vf_loss / tokens, loss / tokens
+        # A third of the steps is left for the critic, and half of those for the policy.
+        norms = critic_adam.step(vf_loss, 3e-3 / 3), actor_adam.step(loss, 1e-3 / 2)
+        figures.append((vf_loss.item(), loss.item(), *norms, entropies, clipped, divergences))
+    vf_losses, losses, critic_norms, norms, *of_tokens = zip(*figures)
+    entropy, clipped, divergence = (sum(map(sum, of)) / sum(map(len, of)) for of in of_tokens)
+    expected = {
+        "critic/vf_loss": sum(vf_losses) / 4, "critic/grad_norm": sum(critic_norms) / 4,
+        "loss": sum(losses) / 4, "grad_norm": sum(norms) / 4, "entropy": entropy, "clip_ratio/region_mean": clipped,
+        "actor/ppo_kl": divergence, "kl": torch.cat([row["kl"] for row in rows]).mean().item(),
+        "critic/advantages/mean": raw.mean().item(), "critic/lr": 1e-3, "learning_rate": 5e-4,
+        "critic/advantages/max": max(row["adv"].max().item() for row in rows),
+        "critic/advantages/min": min(row["adv"].min().item() for row in rows)}
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert 0.05 < clipped < 0.95 and 0.05 < metrics["critic/vf_clipfrac"] < 0.95 and expected["kl"] > 1e-4
+    for place, ours in (("", policy), ("critic", critic)):
+        kind = AutoModelForTokenClassification if place else AutoModelForCausalLM
+        before, after = (dict(network(tmp_path / "run" / f"checkpoint-{n}" / place, kind).named_parameters())
+                         for n in (2, 3))
+        moved = sum((after[name] - before[name]).square().sum() for name in before).sqrt()
+        apart = sum((after[name] - p).square().sum() for name, p in ours.named_parameters()).sqrt()
+        assert apart < 0.01 * moved
 
 
 @pytest.mark.parametrize("arguments, message", [

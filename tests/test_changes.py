@@ -234,7 +234,7 @@ def test_a_reference_that_follows_the_policy(folder, reward_file, tmp_path):
     moved = [(ema[name] != first[name]).float().mean().item() for name in ema]
     assert sum(moved) / len(moved) > 0.5
     for name, p in ema.items():
-        torch.testing.assert_close(p.double(), mean[name], rtol=0, atol=1e-7)
+        torch.testing.assert_close(p.double(), mean[name], rtol=0, atol=5e-7)
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[34]"))
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto")
     assert without_times(lines(tmp_path / "again")) == without_times(lines(tmp_path / "run"))

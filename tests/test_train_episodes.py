@@ -276,10 +276,11 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
 
 
 @pytest.mark.parametrize("body, message", [
-    (r"raise ValueError('deaf\nand mute')", "all 16 episodes ended in errors; the first: environment Broken: "
+    (r"raise ValueError('deaf\nand mute')",
+     "RuntimeError: all 16 episodes ended in errors; the first: environment Broken: "
      r"it raised ValueError: deaf\nand mute in turn 2"),
     ("return '', math.nan, False",
-     "environment Broken: the reward nan in turn 2 is not a finite number")])
+     "ValueError: environment Broken: the reward nan in turn 2 is not a finite number")])
 def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games, tmp_path, body, message):
     game = broken_game(tmp_path, games, f"""
         if self.number >= 22:
@@ -288,7 +289,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
             {body}""")
     metrics, output = train(game, code=1)
     last = output.strip().splitlines()[-1]
-    assert last.startswith(f"RuntimeError: {message}; the row is {{'prompt': [{{'role': 'user', ")
+    assert last.startswith(f"{message}; the row is {{'prompt': [{{'role': 'user', ")
     assert [line["step"] for line in metrics] == [0]
 
 

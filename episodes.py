@@ -15,7 +15,8 @@ episode at a time and is reset for the next one. Its methods may be `async def`.
 Functions become tools as well, with or without a class: --tools=my_tools.py:search.
 
 Each episode continues as soon as it can: its next turn joins those that the engine is working on. Without an
-environment an answer is an episode of one turn, which train_async.py plays here as well.
+environment an answer is an episode of one turn, which train_async.py plays here as well. The tokens of an
+episode are a Conversation, which knows no environment.
 """
 import contextlib
 import inspect

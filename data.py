@@ -2,11 +2,12 @@
 
 A row is a dict. Its `prompt` is a string or a list of chat messages, and the reward gets every other column.
 
-    load_rows      the rows of a task: most are generated, gsm8k is fetched, file is your own
+    named_rows     the rows of a task: most are generated, gsm8k is fetched, file is your own
     encode_rows    rows with their prompts as token ids
     load_prompts   a run's training rows, of which Prompts.draw encodes what a step uses, and held-out prompts
     epoch_order    the order in which an epoch uses its rows
 """
+import codecs
 import functools
 import json
 import math
@@ -14,6 +15,7 @@ import numbers
 import os
 import random
 import urllib.request
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from tasks.generate_problems import GENERATORS, held_out
@@ -30,36 +32,33 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}            
 # rows
 
 
-def load_rows(task, split, count, seed=0, difficulty=1, train_file="", eval_file=""):
-    """Return the rows of a task's split, "train" or "eval".
+def load_rows(task, split, count, seed=0, difficulty=1):
+    """Return generated rows of a split, "train" or "eval": `count` distinct problems, or with count 0 as many
+    as named_rows says. Raises ValueError where named_rows does."""
+    return [row for _, row in generated_rows(task, split, count, seed, difficulty)]
 
-    The tasks of tasks/generate_problems.py generate `count` distinct problems; with count 0 these are 4,096
-    for "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give their first
-    `count` rows, or with count 0 all of them. Without an eval_file, task file sets one in eight prompts of
-    train_file aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows,
-    or fewer distinct problems than `count`; a message about a row of a file begins with file:line.
+
+def named_rows(s, split):
+    """Return the rows of a split, "train" or "eval", as pairs (name, row).
+
+    s: settings. The name is file:line, or the text of a generated problem; a message about a row begins with
+    its name. The tasks of tasks/generate_problems.py generate train_prompts or eval_prompts distinct
+    problems; with 0 these are 4,096 for "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and
+    file give their first rows, or with 0 all of them. Without an eval_file, task file sets one in eight
+    prompts of train_file aside: their rows are "eval", the others "train". Raises ValueError if there are no
+    such rows, or too few distinct problems.
     """
-    return [row for _, row in named_rows(task, split, count, seed, difficulty, train_file, eval_file)]
-
-
-def named_rows(task, split, count, seed, difficulty, train_file, eval_file, read=None):
-    """Return the rows of load_rows as pairs (name, row); a message about a row begins with its name.
-
-    The name is file:line, or the text of a generated problem. read: the function that reads a file, by
-    default file_rows.
-    """
-    if task == "gsm8k":
+    count, seed = (s.train_prompts, s.seed) if split == "train" else (s.eval_prompts, 0)
+    if s.task == "gsm8k":
         return gsm8k_rows(split)[:count or None]
-    if task == "file":
-        path = eval_file if split == "eval" and eval_file else train_file
-        if not path:
-            raise ValueError("task file needs train_file, or for an evaluation alone eval_file")
-        named = (read or file_rows)(path)
-        return (named if eval_file else one_side(path, named, split))[:count or None]
+    if s.task == "file":
+        return split_rows(s, split)[:count or None]
+    return generated_rows(s.task, split, count, seed, s.difficulty)
+
+
+def generated_rows(task, split, count, seed, difficulty):
     if task not in GENERATORS:
         raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k or file, not {task!r}")
-    if difficulty not in range(1, 101):
-        raise ValueError(f"difficulty must be a whole number from 1 to 100, not {difficulty!r}")
     wanted = count or {"train": 4096, "eval": 128}[split]
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
     while len(rows) < wanted and misses < 20_000:
@@ -96,19 +95,30 @@ def gsm8k_rows(split):
     ask = ' Let\'s think step by step and output the final answer after "####".'
     return [(where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
                      "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
-                     "source": "gsm8k", "solution": row["answer"]}) for where, row in read_rows(path)]
+                     "source": "gsm8k", "solution": row["answer"]})
+            for where, row in file_rows(path, "question", "answer")]
 
 
-def reader(s):
-    """Return a function that reads a file once. s: settings. With an environment rows need no prompt, because
-    its reset may give one."""
-    return functools.cache(functools.partial(
-        file_rows, prompt_column=s.prompt_column, answer_column=s.answer_column, chat=s.chat,
-        default=NO_PROMPT if s.environment else None))
+def split_rows(s, split):
+    # The rows of your files that are on this side.
+    path = s.eval_file if split == "eval" and s.eval_file else s.train_file
+    if not path:
+        raise ValueError("task file needs train_file, or for an evaluation alone eval_file")
+    # With an environment rows need no prompt, because its reset may give one.
+    named = file_rows(path, s.prompt_column, s.answer_column, s.chat, NO_PROMPT if s.environment else None)
+    if s.eval_file:
+        return named
+    side = [(name, row) for name, row in named if held_out(
+        whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)) == (split == "eval")]
+    if not 0 < len(side) < len(named):
+        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides whether a row is for "
+                         f"training or evaluation, and {len(side)} of {len(named)} rows are for {split}; "
+                         "--eval_file=... names a file of held-out rows")
+    return side
 
 
 def file_rows(path, prompt_column="", answer_column="", chat=True, default=None):
-    # All rows of a file, as pairs (file:line, row). default: what a row without a prompt gets.
+    # All rows of a file, as pairs (file:line, row). default: the prompt of a row without one.
     rows, answers = {}, (answer_column,) if answer_column else ANSWERS
     for where, row in read_rows(path):
         row = {"conversations": row} if isinstance(row, list) else row      # as in Open-Reasoner-Zero's files
@@ -116,6 +126,10 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, default=None)
             raise ValueError(f"{where}: not an object")
         column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
         prompt = default if row.get(column) is None else row[column]
+        if prompt is None:
+            nearest = next((key for key in QUESTIONS if key in row), "...")
+            raise ValueError(f"{where}: no column {column}; the columns are {', '.join(row) or 'none'}: "
+                             f"--prompt_column={nearest}")
         if isinstance(prompt, str) and prompt_column and chat:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) and prompt is not default:
@@ -124,12 +138,14 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, default=None)
                 # The policy is to find it. Open-Reasoner-Zero's files have the true answer there.
                 truth = prompt.pop().get("ground_truth")
                 row = {"answer": truth.get("value") if isinstance(truth, dict) else truth} | row
-        if prompt is None:
-            nearest = next((key for key in QUESTIONS if key in row), "...")
-            raise ValueError(f"{where}: no column {column}; the columns are {', '.join(row) or 'none'}: "
-                             f"--prompt_column={nearest}")
+        if not isinstance(prompt, (str, list)):
+            raise ValueError(f"{where}: prompt must be a string or a list of messages, not {prompt!r:.100}")
+        text = whole_text(prompt)
+        if prompt is not default and not text.strip():
+            raise ValueError(f"{where}: empty prompt")
+        if text != text.encode(errors="ignore").decode():
+            raise ValueError(f"{where}: half a surrogate pair, which cannot be encoded")
         row = row | {"prompt": prompt}
-        check_row(where, row)
         source, answer = row.get("data_source", row.get("source")), answer_of(where, row, answers)
         rows[where] = row | ({"source": source} if source is not None else {})
         if answer is not None or answer_column:
@@ -154,14 +170,13 @@ def as_message(where, message):
     if "from" in message:                                       # ShareGPT's form
         who = message.pop("from")
         message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ValueError(f"{where}: tool_calls must be a list of objects, not {calls!r:.100}")
-    for call in calls:
+    for call in message.get("tool_calls", []):
         message.setdefault("content", "")
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(f"{where}: arguments", function["arguments"])
+    if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise ValueError(f"{where}: a message needs a role and a content, both strings: {message!s:.100}")
     return message
 
 
@@ -186,15 +201,10 @@ def answer_of(where, row, columns):
                              "a list may hold several; a column of another name goes to the reward as it is")
 
 
-def one_side(path, named, split):
-    # The rows of a split, where one file holds both.
-    side = [(name, row) for name, row in named
-            if held_out(whole_text(row["prompt"]) or unescaped(row)) == (split == "eval")]
-    if not 0 < len(side) < len(named):
-        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides whether a row is for "
-                         f"training or evaluation, and {len(side)} of {len(named)} rows are for {split}; "
-                         "--eval_file=... names a file of held-out rows")
-    return side
+def is_answer(value):
+    # A text that says something, or a number other than NaN and infinity.
+    return bool(value.strip()) if isinstance(value, str) else (
+        isinstance(value, numbers.Number) and math.isfinite(value))
 
 
 def read_rows(path):
@@ -205,7 +215,7 @@ def read_rows(path):
     if not os.path.isfile(whole):
         raise ValueError(f"{path}: no such file")
     with open(whole, "rb") as file:
-        content = file.read()
+        content = file.read().removeprefix(codecs.BOM_UTF8)
     if path.endswith(".parquet"):
         rows = parquet_rows(path, whole)
     elif path.endswith(".json") and content.lstrip().startswith(b"["):
@@ -234,33 +244,6 @@ def parsed(where, text):
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
-
-
-# The text of a row with its characters as they are. An encoder that is made once is faster than json.dumps.
-unescaped = json.JSONEncoder(ensure_ascii=False, default=str).encode
-
-
-def check_row(where, row):
-    """Raise ValueError for a row that cannot be used; the message begins with `where`."""
-    prompt, text = row["prompt"], unescaped(row)
-    if not isinstance(prompt, (str, list)):
-        raise ValueError(f"{where}: prompt must be a string or a list of messages, not {prompt!r:.100}")
-    for message in prompt if isinstance(prompt, list) else ():
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{where}: a message needs a role and a content, both strings: {message!s:.100}")
-    if prompt is not NO_PROMPT and not whole_text(prompt).strip():
-        raise ValueError(f"{where}: empty prompt")
-    if text != text.encode(errors="ignore").decode():
-        raise ValueError(f"{where}: half a surrogate pair, which cannot be encoded")
-    if taken := {"prompts", "completions"} & row.keys():
-        raise ValueError(f"{where}: a column must not be named {min(taken)}: a reward gets something else by "
-                         "that name")
-
-
-def is_answer(value):
-    # A text that says something, or a number other than NaN and infinity.
-    return bool(value.strip()) if isinstance(value, str) else (
-        isinstance(value, numbers.Number) and math.isfinite(value))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -341,7 +324,7 @@ class Prompts:
         size, drawn = len(self.named), []
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
-            rows = [epoch_order(size, place // size, seed, self.s.shuffle)[place % size] for place in places]
+            rows = [epoch_order(size, place // size, seed)[place % size] for place in places]
             drawn += [prompt._replace(number=row, epoch=place // size)
                       for prompt, row, place in zip(self.encoded(rows), rows, places)
                       if len(prompt.ids) <= self.s.max_prompt_length]
@@ -352,17 +335,14 @@ class Prompts:
 def load_prompts(tokenizer, settings, world_size=1, tools=None):
     """Return a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
 
-    settings: what configure returns. tools: as in encode_rows. Prompts of more than max_prompt_length tokens
-    are left out. The held-out prompts are the same for every seed. The sentence is followed by the first
-    prompt as the model reads it, with its answer. Raises ValueError where load_rows or encode_rows does, and
-    if too few prompts are left for a step, or too few held-out ones for the ranks.
+    settings: what configure returns. tools: as in encode_rows. The sentence is followed by the first prompt
+    as the model reads it, with its answer. Raises ValueError where load_split does, and if too few prompts
+    are left for a step, or too few held-out ones for the ranks.
     """
     s, batches = settings, max(1, getattr(settings, "max_num_gen_batches", 1))     # 0: no filter
     wanted = s.prompts_per_step * batches
-    # Both splits may be in one file, which is read once.
-    read = reader(s)
-    train_set, fitting, train_note = open_split(tokenizer, s, "train", wanted, read, tools)
-    _, eval_set, eval_note = open_split(tokenizer, s, "eval", math.inf, read, tools)
+    train_set, fitting, train_note = load_split(tokenizer, s, "train", tools, wanted)
+    _, eval_set, eval_note = load_split(tokenizer, s, "eval", tools)
     if len(fitting) < wanted:
         raise ValueError(f"prompts_per_step={s.prompts_per_step}" + f" times max_num_gen_batches={batches}"
                          * (batches > 1) + f" is more than the {len(fitting)} training prompts")
@@ -373,71 +353,62 @@ def load_prompts(tokenizer, settings, world_size=1, tools=None):
 
 
 def as_read(tokenizer, prompt):
-    # A prompt as the model reads it, with its special tokens, cut in the middle to ten lines, and its answer.
+    # A prompt as the model reads it, with its special tokens, cut in the middle, and its answer.
     text = tokenizer.decode(prompt.ids)
-    lines = [line[i:i + 100] for line in text.split("\n") for i in range(0, len(line) or 1, 100)]
-    lines[5:-4] = [f"... {len(lines) - 9} lines ..."] if len(lines) > 10 else lines[5:-4]
-    if "strftime_now" in str(tokenizer.chat_template):
-        day = tokenizer.apply_chat_template.keywords["strftime_now"]("%Y-%m-%d %H:%M")
-        lines.append(f"(The chat template prints the date or the time: {day} for the whole run.)")
+    if len(text) > 1000:
+        text = f"{text[:500]}\n... {len(text) - 1000} characters ...\n{text[-500:]}"
+    lines = ["The model reads the first prompt as", *text.split("\n")]
     if isinstance(prompt.row["prompt"], str) and tokenizer.chat_template:
         lines.append("(A string is read as it is. The model's chat template is for lists of messages.)")
-    return "\n    ".join(["The model reads the first prompt as", *lines,
-                          f"and its answer is {prompt.row.get('answer')!r:.200}"])
+    return "\n    ".join([*lines, f"and its answer is {prompt.row.get('answer')!r:.200}"])
 
 
-def open_split(tokenizer, s, split, wanted, read, tools):
-    # Returns the Prompts of a split, those that fit among the encoded ones, and a note. The training prompts
-    # are encoded in the order of the first epoch, 512 at a time until as many as wanted fit; of the held-out
-    # prompts all are wanted. All rows of a file are loaded, even where only the first `count` are used,
-    # because the note says how many there are.
-    count, seed = (s.train_prompts, s.seed) if split == "train" else (s.eval_prompts, 0)
-    named = named_rows(s.task, split, count if s.task in GENERATORS else 0, seed, s.difficulty, s.train_file,
-                       s.eval_file, read)
-    prompts = Prompts(tokenizer, named[:count or None], s, tools)
-    total = len(prompts.named)
-    # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
-    # it now, not after hours.
-    kinds, key = {}, "environment" if s.environment else "tools"
-    not_embedded = getattr(tokenizer, "not_embedded", {})
-    for name, row in prompts.named:
-        messages = [] if isinstance(row["prompt"], str) else row["prompt"]
-        if getattr(s, key) and (not messages or messages[-1]["role"] == "assistant"):
-            raise ValueError(f"{name}: {key}={getattr(s, key)} needs prompts that are lists of messages, the "
-                             "last one not the assistant's")
-        kind = tuple((message["role"], "tool_calls" in message) for message in messages)
-        kinds.setdefault(kind, (name, row["prompt"]))
-        if strange := [token for token in not_embedded if token in unescaped(row["prompt"])]:
-            raise ValueError(f"{name}: its prompt has {strange[0]}, a token that the model does not have")
-    left_out = []
-    for name, prompt in kinds.values():
-        text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, tools)
-        if s.system_prompt.strip() not in text:
-            raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")
-        left_out += [f"{message['role']} ({name})" for message in prompt if isinstance(prompt, list)
-                     and message["content"].rpartition("</think>")[2].strip() not in text]
-    order = epoch_order(total, 0, seed, s.shuffle) if split == "train" else range(total)
-    looked_at, fitting = [], []
-    while len(looked_at) < total and len(fitting) < wanted:
-        batch = prompts.encoded(order[len(looked_at):len(looked_at) + 512])
-        looked_at += batch
-        fitting += [prompt for prompt in batch if len(prompt.ids) <= s.max_prompt_length]
-    first = looked_at[:32]
-    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
-        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
-                         f"{tokenizer.decode(first[0].ids)!r:.200}")
+def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **changed):
+    """Return the Prompts of a split, "train" or "eval", a list of those that are encoded, and a note on both.
+
+    Prompts of more than max_prompt_length tokens are left out. Training prompts are encoded in the order of
+    the first epoch, 512 at a time until `wanted` of them fit; held-out prompts, the same for every seed, are
+    all encoded. tools: as in encode_rows. changed: settings that have another value here, such as the
+    eval_file of a second evaluation. Raises ValueError where named_rows or encode_rows does, or if none fits.
+    """
+    s = SimpleNamespace(**vars(settings) | changed)
+    prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
+    total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
+    left_out = untold(tokenizer, prompts)
+    order = epoch_order(total, 0, s.seed) if split == "train" else range(total)
+    encoded, fitting = [], []
+    while len(encoded) < total and len(fitting) < wanted:
+        encoded += prompts.encoded(order[len(encoded):len(encoded) + 512])
+        fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:
-        shortest = min(len(prompt.ids) for prompt in looked_at)
+        shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
-    long, kind = len(looked_at) - len(fitting), {"train": "", "eval": "held-out "}[split]
-    source = (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    note = (f"{'' if len(looked_at) == total else 'at most '}{total - long:,} {kind}prompts (the first "
-            f"{total:,} of {len(named):,} rows of {source}; {long:,} of {len(looked_at):,} have more than "
+    note = (f"{total:,} {'prompts' if split == 'train' else 'held-out prompts'} of {source} "
+            f"({len(encoded) - len(fitting):,} of {len(encoded):,} have more than "
             f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
     if left_out:
         note += f"; the chat template does not write what these roles say: {', '.join(left_out[:3])}"
     return prompts, fitting, note
+
+
+def untold(tokenizer, prompts):
+    # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
+    # it now, not after hours. Returns the roles that are left out.
+    s, kinds, roles = prompts.s, {}, []
+    for name, row in prompts.named:
+        messages = [] if isinstance(row["prompt"], str) else row["prompt"]
+        kinds.setdefault(tuple((m["role"], "tool_calls" in m) for m in messages), (name, row["prompt"]))
+    for kind, (name, prompt) in kinds.items():
+        if (s.environment or s.tools) and (not kind or kind[-1][0] == "assistant"):
+            raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
+                             "last one not the assistant's")
+        text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, prompts.tools)
+        if s.system_prompt.strip() not in text:
+            raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")
+        roles += [f"{message['role']} ({name})" for message in (prompt if kind else ())
+                  if message["content"].rpartition("</think>")[2].strip() not in text]
+    return roles
 
 
 def whole_text(prompt):
@@ -446,7 +417,6 @@ def whole_text(prompt):
 
 
 @functools.lru_cache(maxsize=4)
-def epoch_order(num_rows, epoch, seed, shuffle=True):
-    """Return the row numbers in the order in which an epoch uses them: a permutation, or unshuffled 0, 1,
-    ..."""
-    return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows) if shuffle else range(num_rows)
+def epoch_order(num_rows, epoch, seed):
+    """Return the row numbers in the order in which an epoch uses them, a permutation."""
+    return random.Random(f"{seed} {epoch}").sample(range(num_rows), num_rows)

@@ -54,9 +54,7 @@ with input_errors():
         check(os.access(os.path.dirname(output), os.W_OK) and not os.path.isdir(output),
               f"output={output} cannot be written")
     named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
-             data.named_rows(task, "eval", eval_prompts, 0, difficulty, train_file, eval_file,
-                             data.reader(settings)))
-    data.check_row(*named[0])
+             data.named_rows(settings, "eval"))
     base = check_model(model)
     check_suits(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)

@@ -7,7 +7,6 @@ from config.conversation import *  # prompts, reward, episodes
 # data and reward
 train_prompts = 0               # rows to generate or to take; 0 generates 4096, or takes all not held out
 eval_prompts = 128              # held-out prompts, over all ranks; 0 generates 128, or takes all of them
-shuffle = True                  # each epoch has its own order; False keeps that of the rows: a curriculum
 reward_model = ""               # a folder or hub id of a sequence-classification model with one label
 # engine
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
-        "num_generations", "seed", "shuffle", "lora_rank")
+        "num_generations", "seed", "lora_rank")
 MAX_SKIPPED = 5                 # the run stops after so many updates in a row whose gradient is not finite
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),

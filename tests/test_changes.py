@@ -324,13 +324,13 @@ def test_a_reference_that_reads_other_tokens_is_refused(folder, teacher, tmp_pat
 def test_a_second_evaluation(folder, reward_file, tmp_path):
     """A greedy one of rows from a file, with longer completions, as evaluate_model.py finds it."""
     rows = [{"prompt": [{"role": "user", "content": f"{i} + {i}?"}], "answer": str(2 * i)} for i in range(5)]
-    (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    too_long = {"prompt": "1" * 1000, "answer": "1"}            # left out
+    (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, too_long]))
     script = changed(
         tmp_path,
         ("    scorer = rewards.Scorer(",
-         f"    named = data.named_rows('file', 'eval', 0, 0, 1, '', '{tmp_path}/hard.jsonl', "
-         "data.reader(settings))\n"
-         "    hard_set = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)\n"
+         "    _, hard_set, _ = data.load_split(tokenizer, settings, 'eval', player.tools, task='file', "
+         f"eval_file='{tmp_path}/hard.jsonl', eval_prompts=0)\n"
          "    scorer = rewards.Scorer("),
         ("    run.save(networks, tokenizer)\nrun.end()",
          "    rewards.evaluate(hard_set, 1, sample, scorer, log, 'eval/hard', temperature=0, length=16)\n"
@@ -341,6 +341,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     metrics = lines(tmp_path / "run")
     assert {"eval/mean@2", "eval/hard/mean@1", "eval/hard/rewards/score/mean"} <= metrics[1].keys()
     assert "eval/hard/mean@1 " in output and "eval/hard/rewards" not in output
+    (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     again = forked(tmp_path / "log", "evaluate_model.py", f"--model={tmp_path}/run/checkpoint-1", reward_file,
                    "--task=file", f"--eval_file={tmp_path}/hard.jsonl", "--eval_prompts=0", "--samples=1",
                    "--temperature=0", "--max_completion_length=16", "--engine=hf")

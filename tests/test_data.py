@@ -41,20 +41,28 @@ def test_generation(task):
     assert len(train) > 1500 and len(held_out) > 300 and not train & held_out
 
 
+def rows_of(split, count=0, train_file="", eval_file=""):
+    """The rows of task file, with the default settings."""
+    settings = SETTINGS | {"task": "file", "train_prompts": count, "eval_prompts": count,
+                           "train_file": str(train_file), "eval_file": str(eval_file)}
+    return [row for _, row in data.named_rows(SimpleNamespace(**settings), split)]
+
+
 @pytest.mark.parametrize("args, message", [
-    (("algebra", "train", 10, 0, 0), "difficulty must be a whole number from 1 to 100, not 0"),
-    (("algebra", "train", 10, 0, 1.5), "difficulty must be a whole number from 1 to 100, not 1.5"),
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
                                    "not 1000000: lower eval_prompts"),
     (("algebr", "train", 10),
      "task must be algebra, compose, guess, arithmetic, gsm8k or file, not 'algebr'"),
-    (("file", "train", 10), "task file needs train_file"),
-    (("file", "train", 10, 0, 1, "", "eval.jsonl"), "task file needs train_file"),
-    (("file", "eval", 10), "task file needs train_file, or for an evaluation alone eval_file"),
 ])
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):
         data.load_rows(*args)
+
+
+@pytest.mark.parametrize("split, eval_file", [("train", ""), ("train", "eval.jsonl"), ("eval", "")])
+def test_task_file_needs_a_file(split, eval_file):
+    with pytest.raises(ValueError, match="task file needs train_file, or for an evaluation alone eval_file"):
+        rows_of(split, eval_file=eval_file)
 
 
 # --------------------------------------------------------------------------------------- gsm8k and files
@@ -73,17 +81,22 @@ def test_gsm8k(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".cache/gsm8k").mkdir(parents=True)
     write(tmp_path / ".cache/gsm8k/train.jsonl", *GSM8K)
-    first, second = data.load_rows("gsm8k", "train", 0)
+    load = lambda split, count=0: [row for _, row in data.named_rows(SimpleNamespace(**SETTINGS | {
+        "task": "gsm8k", f"{split}_prompts": count}), split)]
+    first, second = load("train")
     asked = GSM8K[0]["question"] + ' Let\'s think step by step and output the final answer after "####".'
     assert first == {"prompt": [{"role": "user", "content": asked}], "answer": "72", "source": "gsm8k",
                      "solution": GSM8K[0]["answer"]}
-    assert second["answer"] == "1234" and data.load_rows("gsm8k", "train", 1) == [first]
+    assert second["answer"] == "1234" and load("train", 1) == [first]
     completion = [{"role": "assistant", "content": "#### 72"}]
     reward = rewards.load_reward("", "gsm8k")
     columns = {key: [row[key] for row in (first, second)] for key in first}
     columns |= {"prompts": columns.pop("prompt"), "completions": [completion] * 2, "trainer_state": [None] * 2}
     found = rewards.score(reward, columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
+    path = write(tmp_path / ".cache/gsm8k/train.jsonl", GSM8K[0], {"error": "not found"})
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:2: no column question; the columns are error"):
+        load("train")
 
 
 def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
@@ -92,15 +105,15 @@ def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(urllib.request, "urlopen", offline)
     with pytest.raises(ValueError, match=r"no network.*Download https.*/test\.jsonl.* put it at .*--task"):
-        data.load_rows("gsm8k", "eval", 0)
+        data.gsm8k_rows("eval")
     remote = tmp_path / "remote.jsonl"
     write(remote, *GSM8K)
     (tmp_path / ".cache/gsm8k").mkdir(parents=True)
     (tmp_path / ".cache/gsm8k/test.jsonl").touch()              # an empty file is none
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: remote.open("rb"))
-    rows = data.load_rows("gsm8k", "eval", 0)
+    rows = data.gsm8k_rows("eval")
     monkeypatch.setattr(urllib.request, "urlopen", offline)
-    assert data.load_rows("gsm8k", "eval", 0) == rows and len(rows) == 2
+    assert data.gsm8k_rows("eval") == rows and len(rows) == 2
     assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
 
 
@@ -134,10 +147,10 @@ def test_file_rows(tmp_path, kind, row, answer, source):
         pyarrow = pytest.importorskip("pyarrow")
         import pyarrow.parquet
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), path)
-    rows = data.load_rows("file", "train", 0, train_file=path, eval_file="any")
+    rows = rows_of("train", 0, train_file=path, eval_file="any")
     assert len(rows) == 2 and rows[0] == rows[1]
-    assert data.load_rows("file", "train", 1, train_file=path, eval_file="any") == rows[:1]
-    assert data.load_rows("file", "eval", 0, train_file="any", eval_file=path) == rows
+    assert rows_of("train", 1, train_file=path, eval_file="any") == rows[:1]
+    assert rows_of("eval", 0, train_file="any", eval_file=path) == rows
     assert rows[0].get("answer") == answer and rows[0].get("source") == source
     assert {key: value for key, value in rows[0].items() if key in row and key != "answer"} == \
            {key: value for key, value in row.items() if key != "answer"}
@@ -168,8 +181,6 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": "1+1?"}, "no answer in answer or ground_truth or"),
     (r'{"prompt": "1+1? \ud83d"}', "half a surrogate pair"),
     (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "half a surrogate pair"),
-    (r'{"prompt": "1+1?", "answer": "\ud800"}', "half a surrogate pair"),
-    (r'{"prompt": "1+1?", "answer": "2", "extra": [{"\ud800": 1}]}', "half a surrogate pair"),
     ({"prompt": "1+1?", "answer": ""}, "answer must be text or a finite number, not ''"),
     ({"prompt": "1+1?", "answer": " "}, "answer must be text or a finite number, not ' '"),
     ('{"prompt": "1+1?", "answer": NaN}', "answer must be text or a finite number, not nan"),
@@ -179,14 +190,12 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": "1+1?", "answer": ["2", " "]}, "answer must be text or a finite number, not ['2', ' ']"),
     ({"prompt": "1+1?", "answer": [["2"]]}, "answer must be text or a finite number, not [['2']]"),
     ({"prompt": "1+1?", "answer": None, "solution": ""}, "solution must be text or a finite number, not ''"),
-    (GOOD | {"prompts": 1}, "a column must not be named prompts"),
-    (GOOD | {"completions": 1}, "a column must not be named completions"),
 ])
 def test_file_errors_name_the_line(tmp_path, row, message):
     path = write(tmp_path / "rows.jsonl", GOOD, "", row, GOOD)
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:3: {re.escape(message)}"):
         # The whole file is checked, though only the first row is asked for.
-        data.load_rows("file", "train", 1, train_file=path)
+        rows_of("train", 1, train_file=path)
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -201,7 +210,7 @@ def test_file_errors(tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: ?{re.escape(message)}"):
-        data.load_rows("file", "train", 0, train_file=str(path))
+        rows_of("train", 0, train_file=str(path))
 
 
 def test_parquet_errors_name_the_row(tmp_path):
@@ -210,7 +219,7 @@ def test_parquet_errors_name_the_row(tmp_path):
     path = str(tmp_path / "rows.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD, {"prompt": "1+1?", "answer": None}]), path)
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 2: no answer"):
-        data.load_rows("file", "train", 0, train_file=path)
+        rows_of("train", 0, train_file=path)
 
 
 @pytest.mark.parametrize("row, message", [
@@ -222,16 +231,15 @@ def test_parquet_has_values_that_json_lacks(tmp_path, row, message):
     path = str(tmp_path / "rows.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     if not message:
-        assert data.load_rows("file", "train", 0, train_file=path, eval_file="any") == [row]
+        assert rows_of("train", 0, train_file=path, eval_file="any") == [row]
         return
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: row 1: .*{message}"):
-        data.load_rows("file", "train", 0, train_file=path, eval_file="any")
+        rows_of("train", 0, train_file=path, eval_file="any")
 
 
 def read(path, **settings):
     """The prompts and answers of a file, with these settings."""
-    found = data.reader(SimpleNamespace(**{
-        "prompt_column": "", "answer_column": "", "chat": True, "environment": ""} | settings))(str(path))
+    found = data.file_rows(str(path), **settings)
     return [(row["prompt"], row.get("answer")) for _, row in found]
 
 
@@ -276,8 +284,8 @@ SAID = {"from": "human", "value": "1+1?"}
      [ASKED, {"role": "assistant", "content": "It is "}], None)])
 def test_conversations(tmp_path, row, prompt, answer):
     assert read(write(tmp_path / "rows.jsonl", row, row)) == [(prompt, answer)] * 2
-    # An array, and lines in a file that is called .json
-    for content in (json.dumps([row, row], indent=1), json.dumps(row) + "\n" + json.dumps(row)):
+    # An array, with a byte order mark as well, and lines in a file that is called .json
+    for content in ("\ufeff" + json.dumps([row, row]), json.dumps([row, row], indent=1), json.dumps(row) + "\n" + json.dumps(row)):
         (tmp_path / "rows.json").write_text(content)
         if isinstance(row, dict) or content.startswith("[\n"):
             assert read(tmp_path / "rows.json") == [(prompt, answer)] * 2
@@ -297,9 +305,6 @@ def test_messages_with_calls(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [
         {"function": {"name": "add", "arguments": "{"}}]}]})
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: arguments: not JSON"):
-        read(path)
-    path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [5]}]})
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: tool_calls must be a list of objects"):
         read(path)
 
 
@@ -327,13 +332,13 @@ def test_a_home_folder(tmp_path, monkeypatch):
 
 def test_only_the_answer_that_is_taken_is_looked_at(tmp_path):
     path = write(tmp_path / "rows.jsonl", GOOD | {"solution": "", "ground_truth": {"a": 1}})
-    assert data.load_rows("file", "train", 0, train_file=path, eval_file="any")[0]["answer"] == "2"
+    assert rows_of("train", 0, train_file=path, eval_file="any")[0]["answer"] == "2"
 
 
 def test_a_ground_truth_that_only_a_reward_understands_is_left_to_it(tmp_path):
     row = {"prompt": "1+1?", "reward_model": {"ground_truth": {"target": 2}}}
     path = write(tmp_path / "rows.jsonl", row)
-    assert data.load_rows("file", "train", 0, train_file=path, eval_file="any") == [row]
+    assert rows_of("train", 0, train_file=path, eval_file="any") == [row]
 
 
 def test_a_checksum_knows_every_value_of_every_row():
@@ -346,7 +351,7 @@ def test_a_checksum_knows_every_value_of_every_row():
 
 def sides(path):
     """Returns the prompts of a file's training rows and of those that are held out."""
-    return [[row["prompt"] for row in data.load_rows("file", split, 0, train_file=path)]
+    return [[row["prompt"] for row in rows_of(split, 0, train_file=path)]
             for split in ("train", "eval")]
 
 
@@ -372,7 +377,7 @@ def test_a_share_of_a_file_is_held_out_by_its_prompts(tmp_path):
 def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
     train_file = write(tmp_path / "train.jsonl", *({"prompt": f"{i}?"} for i in range(40)))
     eval_file = write(tmp_path / "eval.jsonl", *({"prompt": f"{i}?"} for i in range(30, 60)))
-    load = lambda split: data.load_rows("file", split, 0, train_file=train_file, eval_file=eval_file)
+    load = lambda split: rows_of(split, 0, train_file=train_file, eval_file=eval_file)
     assert load("train") == [{"prompt": f"{i}?"} for i in range(40)]
     assert load("eval") == [{"prompt": f"{i}?"} for i in range(30, 60)]
 
@@ -384,21 +389,21 @@ def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
     count = count if split == "eval" else 3 - count
     with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* {count} of 3 rows are for {split}; --eval_file="):
-        data.load_rows("file", split, 0, train_file=path)
+        rows_of(split, 0, train_file=path)
 
 
 # ------------------------------------------------------------------------------------------ prompt stream
 
 
-def prompts_of(num_rows, shuffle=True):
+def prompts_of(num_rows):
     rows = [(f"row {i}", {"prompt": f"{i}?", "number": i}) for i in range(num_rows)]
-    settings = SimpleNamespace(chat=True, system_prompt="", max_prompt_length=24, shuffle=shuffle)
+    settings = SimpleNamespace(chat=True, system_prompt="", max_prompt_length=24)
     return data.Prompts(pretrain.make_tokenizer(), rows, settings)
 
 
-def drawn(num_rows, position, count, seed, shuffle=True):
+def drawn(num_rows, position, count, seed):
     """The numbers of the rows that are drawn, and the new position."""
-    prompts, position = prompts_of(num_rows, shuffle).draw(position, count, seed)
+    prompts, position = prompts_of(num_rows).draw(position, count, seed)
     return [prompt.row["number"] for prompt in prompts], position
 
 
@@ -419,9 +424,9 @@ def test_every_epoch_has_every_row_once(num_rows, count):
     assert num_rows < 7 or epochs[0] != epochs[1]
 
 
-def test_a_curriculum_is_an_order():
-    assert drawn(10, 0, 4, 3, shuffle=False) == ([0, 1, 2, 3], 4)
-    assert drawn(10, 8, 4, 5, shuffle=False) == ([8, 9, 0, 1], 12)
+def test_a_curriculum_is_a_line_in_a_script(monkeypatch):
+    monkeypatch.setattr(data, "epoch_order", lambda rows, epoch, seed: range(rows))
+    assert drawn(10, 0, 4, 3) == ([0, 1, 2, 3], 4) and drawn(10, 8, 4, 5) == ([8, 9, 0, 1], 12)
 
 
 def test_rows_are_a_function_of_seed_and_position():
@@ -499,15 +504,11 @@ def test_a_text_ends_without_the_end_token_that_a_tokenizer_adds(tokenizer):
     assert [one.ids for one in found] == [plain, plain, plain + tokenizer("\n").input_ids]
 
 
-def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer, tmp_path):
+def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer):
     image = copy.deepcopy(tokenizer)
     image.add_special_tokens({"additional_special_tokens": ["<img>"]})
     image.not_embedded = {"<img>": 261}
-    settings = SETTINGS | {"task": "file", "eval_file": write(tmp_path / "eval.jsonl", {"prompt": "1?"})}
     for last in ("see <img>", [{"role": "user", "content": "<img>"}]):
-        path = write(tmp_path / "rows.jsonl", *[{"prompt": f"{i}?"} for i in range(600)], {"prompt": last})
-        with pytest.raises(ValueError, match=f"^{re.escape(path)}:601: its prompt has <img>, a token that the"):
-            data.load_prompts(image, SimpleNamespace(**settings | {"train_file": path, "train_prompts": 0}))
         with pytest.raises(ValueError, match="^rows:1: its prompt has <img>, a token that the model does not"):
             data.encode_rows(image, named(last))
 
@@ -573,22 +574,15 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
         data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
     # Nor has an environment anything to add to an answer.
     write(other, *rows, {"prompt": [*prompts[0], {"role": "assistant", "content": "So"}]})
-    with pytest.raises(ValueError, match=f"^{other}:9001: environment=game.py:Game needs prompts that are "):
+    with pytest.raises(ValueError, match=f"^{other}:9001: an environment and tools need prompts that "):
         data.load_prompts(strict, SimpleNamespace(**settings | {
             "train_file": str(other), "environment": "game.py:Game"}))
-
-
-def test_a_template_that_leaves_out_the_prompt_is_refused():
-    tokenizer = pretrain.make_tokenizer()
-    tokenizer.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
-    with pytest.raises(ValueError, match="its chat template gives the same tokens for different prompts"):
-        data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS, model="m"))
 
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
             "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
             "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "",
-            "max_prompt_length": 24, "shuffle": True}
+            "max_prompt_length": 24}
 
 
 class Counting:
@@ -636,16 +630,14 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
         assert 0 < len(prompts) < count and max(len(prompt.ids) for prompt in prompts) == 24
     n, m = len(drawn), len(eval_set)
     assert note == (
-        f"The run trains on {n} prompts (the first 300 of 300 rows of algebra; {300 - n} of 300 "
-        f"have more than max_prompt_length=24 tokens and are left out) and is evaluated on {m} held-out "
-        f"prompts (the first 40 of 40 rows of algebra; {40 - m} of 40 have more than max_prompt_length=24 "
-        "tokens and are left out).\nThe model reads the first prompt as\n    "
+        f"The run trains on 300 prompts of algebra ({300 - n} of 300 have more than max_prompt_length=24 tokens "
+        f"and are left out) and is evaluated on 40 held-out prompts of algebra ({40 - m} of 40 have more than "
+        "max_prompt_length=24 tokens and are left out).\nThe model reads the first prompt as\n    "
         f"{tokenizer.decode(epoch_of(train_set, 3)[0].ids)}\n    and its answer is "
         f"{epoch_of(train_set, 3)[0].row['answer']!r}")
     _, _, note, _ = load_prompts(train_prompts=0, eval_prompts=0, max_prompt_length=99)
-    assert ("trains on at most 4,096 prompts (the first 4,096 of 4,096 rows of algebra; 0 of 512 "
-            "have more than max_prompt_length=99 tokens and") in note
-    assert "on 128 held-out prompts (the first 128 of 128 rows of algebra; 0 of 128 have more than" in note
+    assert "on 4,096 prompts of algebra (0 of 512 have more than max_prompt_length=99 tokens and" in note
+    assert "on 128 held-out prompts of algebra (0 of 128 have more than" in note
 
 
 def test_prompts_are_drawn_as_if_the_long_ones_were_not_there(load_prompts):
@@ -672,9 +664,8 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     assert counting.count == 512 + 40 and len(eval_set) < 40
     first = [data.epoch_order(len(train_set.named), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.named[i][1]["prompt"]) > 24 for i in first)
-    rows, fitting = f"{len(train_set.named):,}", f"{len(train_set.named) - long:,}"
-    assert (f"trains on at most {fitting} prompts (the first {rows} of {rows} rows of {path}; "
-            f"{long:,} of 512 have more than max_prompt_length=24 tokens and are left out) and") in note
+    assert (f"trains on {len(train_set.named):,} prompts of {path} ({long:,} of 512 have more than "
+            "max_prompt_length=24 tokens and are left out) and") in note
     counting.count = 0
     prompts, position = train_set.draw(0, 100, 0)
     assert len(prompts) == 100 < counting.count == position < 200
@@ -701,7 +692,7 @@ QWEN3 = """\
 
 
 def test_the_first_prompt_is_shown_as_the_model_reads_it(load_prompts, tmp_path):
-    """What the template writes, special tokens included; a long one is cut in the middle to ten lines."""
+    """What the template writes, special tokens included; a long one is cut in the middle."""
     tokenizer = load_prompts()[3].tokenizer
     tokenizer.chat_template = QWEN3
     for text in ("2+2?", "\n".join(map(str, range(50))), "x" * 2000):
@@ -712,14 +703,8 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(load_prompts, tmp_path)
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         shown = note.split("\n    ")[1:-1]
         assert note.endswith("and its answer is '4'")
-        if text == "2+2?":
-            assert "\n".join(shown) == rendered
-        else:
-            assert len(shown) == 10 and shown[5].startswith("... ") and shown[5].endswith(" lines ...")
-            # Lines of more than a hundred characters are broken.
-            begins, ends = ("".join(part).replace("\n", "") for part in (shown[:5], shown[6:]))
-            plain = rendered.replace("\n", "")
-            assert plain.startswith(begins) and plain.endswith(ends)
+        assert "\n".join(shown) == (rendered if len(rendered) <= 1000 else (
+            f"{rendered[:500]}\n... {len(rendered) - 1000} characters ...\n{rendered[-500:]}"))
     path = write(tmp_path / "rows.jsonl", {"prompt": "2+2 ="})
     settings = {"task": "file", "train_file": path, "eval_file": path}
     note = load_prompts(**settings)[2]
@@ -741,23 +726,14 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     assert [row["prompt"] for _, row in train_set.named] == train[:100]
     assert sorted(prompt.row["prompt"] for prompt in epoch_of(train_set, 0)) == sorted(short)
     assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
-    assert (f"trains on {len(short)} prompts (the first 100 of {len(train)} rows of {path}; "
-            f"{100 - len(short)} of 100 have more") in note
+    assert f"trains on 100 prompts of {path} ({100 - len(short)} of 100 have more" in note
     count = len(held_out)
-    assert (f"on {len(eval_set)} held-out prompts (the first {count} of {count} rows of {path}; "
-            f"{count - len(eval_set)} of {count} have more") in note
+    assert f"on {count} held-out prompts of {path} ({count - len(eval_set)} of {count} have more" in note
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
     assert (len(train_set.named), len(eval_set)) == (200, 20)
-    assert f"on 100 prompts (the first 200 of 200 rows of {path}; 100 of 200 have" in note
-    assert f"on 20 held-out prompts (the first 40 of 50 rows of {other}; 20 of 40 have" in note
-
-
-def test_a_file_is_read_once(load_prompts, tmp_path, monkeypatch):
-    path, read = write(tmp_path / "rows.jsonl", *({"prompt": f"{i}?"} for i in range(99))), []
-    monkeypatch.setattr(data, "read_rows", lambda path, real=data.read_rows: read.append(path) or real(path))
-    load_prompts(task="file", train_file=path, train_prompts=0)
-    assert read == [path]
+    assert f"on 200 prompts of {path} (100 of 200 have" in note
+    assert f"on 40 held-out prompts of {other} (20 of 40 have" in note
 
 
 @pytest.mark.parametrize("split, files", [("train", ("long", "short")), ("eval", ("short", "long"))])

@@ -310,7 +310,7 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
     settings = SimpleNamespace(**SETTINGS | {
         "task": "file", "train_file": str(tmp_path / "rows.jsonl"), "eval_file": "", "prompt_column": "",
         "answer_column": "", "difficulty": 1,
-        "environment": f"{source}:Judged", "train_prompts": 0, "eval_prompts": 0, "seed": 0, "shuffle": True,
+        "environment": f"{source}:Judged", "train_prompts": 0, "eval_prompts": 0, "seed": 0,
         "prompts_per_step": 2, "model": "tiny"})
     train, held_out, _ = data.load_prompts(TOKENIZER, settings)
     assert len(train.named) + len(held_out) == 41 and len(held_out) > 0

@@ -207,10 +207,10 @@ def test_the_filter_of_the_page_leaves_what_is_sometimes_solved(tmp_path):
     expected = [one for one in sampled if 0 < one["mean@8"] < 1]
     assert [json.loads(line) for line in found.splitlines()] == expected
     assert 0 < len(expected) < len(rows), output
-    # What is left trains, in its own order.
+    # What is left trains.
     (tmp_path / "some.jsonl").write_text(found)
     forked(tmp_path / "log", "train_grpo.py", "--task=file", f"--train_file={tmp_path}/some.jsonl",
-           f"--eval_file={tmp_path}/rows.jsonl", "--prompts_per_step=2", "--max_steps=1", "--shuffle=false",
-           "--eval_prompts=4", "--engine=hf", f"--out_dir={tmp_path}/run")
+           f"--eval_file={tmp_path}/rows.jsonl", "--prompts_per_step=2", "--max_steps=1", "--eval_prompts=4",
+           "--engine=hf", f"--out_dir={tmp_path}/run")
     asked = [sample["prompt"] for sample in lines(tmp_path / "run", "samples.jsonl")]
-    assert asked == [one["prompt"] for one in expected[:2]]
+    assert asked and all(prompt in [one["prompt"] for one in expected] for prompt in asked)

@@ -293,7 +293,6 @@ def test_a_run_that_is_refused_leaves_no_folder(folder, tmp_path):
     (["--resume=RUN/checkpoint-2"], "max_steps=1, but"),
     (["--resume=auto", "--out_dir=RUN", "--seed=7"], "seed=7, but"),
     (["--resume=auto", "--out_dir=RUN", "--task=arithmetic"], "task=arithmetic, but"),
-    (["--resume=auto", "--out_dir=RUN", "--shuffle=false"], "shuffle=False, but"),
     (["--out_dir=RUN"], "holds another run")])
 def test_bad_resume(plain_run, folder, reward_file, bad, tmp_path, arguments, message):
     other = tmp_path / "other"

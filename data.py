@@ -43,17 +43,21 @@ def named_rows(s, split):
 
     s: settings. The name is file:line, or the text of a generated problem; a message about a row begins with
     its name. The tasks of tasks/generate_problems.py generate train_prompts or eval_prompts distinct
-    problems; with 0 these are 4,096 for "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and
-    file give their first rows, or with 0 all of them. Without an eval_file, task file sets one in eight
-    prompts of train_file aside: their rows are "eval", the others "train". Raises ValueError if there are no
-    such rows, or too few distinct problems.
+    problems of the difficulty that stands behind the task's name, algebra:2; with 0 these are 4,096 for
+    "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give their first
+    rows, or with 0 all of them. Without an eval_file, task file sets one in eight prompts of train_file
+    aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows, or too few
+    distinct problems.
     """
     count, seed = (s.train_prompts, s.seed) if split == "train" else (s.eval_prompts, 0)
     if s.task == "gsm8k":
         return gsm8k_rows(split)[:count or None]
     if s.task == "file":
         return split_rows(s, split)[:count or None]
-    return generated_rows(s.task, split, count, seed, s.difficulty)
+    task, _, level = s.task.partition(":")
+    if not (level or "1").isdecimal() or int(level or 1) not in range(1, 101):
+        raise ValueError(f"task={s.task}: a difficulty is a whole number from 1 to 100, as in algebra:2")
+    return generated_rows(task, split, count, seed, int(level or 1))
 
 
 def generated_rows(task, split, count, seed, difficulty):
@@ -70,7 +74,8 @@ def generated_rows(task, split, count, seed, difficulty):
             rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
     if not rows or len(rows) < count:
         raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
-                         f"problems, not {count}: lower {split}_prompts or raise difficulty")
+                         f"problems, not {count}: lower {split}_prompts or raise the difficulty, as in "
+                         f"--task={task}:2")
     return list(rows.items())
 
 

@@ -66,14 +66,14 @@ class Conversation:
         self.ids, self.left, self.seed, self.template = list(prompt_ids), left, seed, template
         self.spans, self.logprobs, self.versions = [], [], {}
 
-    def request(self, *sampling, most=0, name=None):
-        """Return the Request for the next turn, with at most `most` tokens, or with 0 all that are left.
+    def request(self, *sampling, name=None):
+        """Return the Request for the next turn, with at most all tokens that are left.
 
         sampling: temperature, top_p and top_k; those at the end may be missing.
         """
         turn = len(self.spans) + 1
         seed = self.seed if turn == 1 else zlib.crc32(f"{self.seed} {turn}".encode())
-        return Request(name, self.ids, seed, min(self.left, most or self.left), *sampling)
+        return Request(name, self.ids, seed, self.left, *sampling)
 
     def answer(self, answer):
         """Append the turn that an engine sampled for the request."""
@@ -373,7 +373,7 @@ class Episode:
         talk, player = self.talk, self.player
         while not (self.ended and talk.spans):
             before = talk.ids
-            answer = yield talk.request(*self.sampling, most=self.settings.max_turn_length)
+            answer = yield talk.request(*self.sampling)
             talk.answer(answer)
             self.last = len(talk.logprobs) - 1                  # the turn's reward belongs to its last token
             self.rewards[self.last] = 0.0
@@ -481,7 +481,7 @@ class Player:
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
-                    "writes: it needs the form <tool_call>JSON</tool_call>, or --response_template=file.json")
+                    "writes: it needs the form <tool_call>JSON</tool_call>, or a response_template")
         said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
         engine = SimpleNamespace(add=asked.append, step=lambda: [
             Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])

@@ -21,7 +21,8 @@ from runtime.check_model import check_model, end_tokens, load_tokenizer, read_co
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
-task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
+                                # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # the JSONL or parquet file of a run, whose held-out rows are used
 eval_file = ""                  # a JSONL or parquet file whose rows are all used
 eval_prompts = 128              # held-out problems; 0 generates 128, or takes all of them
@@ -37,7 +38,6 @@ seed = 0                        # of sampling
 engine = "auto"                 # vllm, hf (plain PyTorch), or auto, which is vllm where it is installed
 vllm_gpu_memory_utilization = 0.8  # fraction of the GPU's memory that vLLM may take
 dtype = "auto"                  # float32, bfloat16, or auto, which is bfloat16 on CUDA
-float32_head = True             # compute logits in float32 even with bfloat16
 show = 4                        # problems whose first samples are printed
 output = ""                     # a JSONL file that gets a line per prompt: its row, mean@k and samples
 # ------------------------------------------------------------------------------------------------------------
@@ -71,8 +71,7 @@ with input_errors():
     # The length is known only now.
     check_model(base, length=longest)
     print(f"loading {base} into the engine", flush=True)
-    rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization,
-                                 float32_head=float32_head)
+    rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization)
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]

@@ -131,7 +131,7 @@ def gdpo(scores, num_generations, *, parts, weights, **_):
 
 
 def none(scores, num_generations, **_):
-    """advantage = 0, whatever the scores: for kl_in=advantage, which adds to it."""
+    """advantage = 0, whatever the scores: for kl_estimator=k1_advantage, which adds to it."""
     return torch.zeros_like(scores, dtype=torch.float32)
 
 
@@ -518,4 +518,4 @@ def schedule(peak, step, steps, kind, warmup=0):
 
 # What the settings of these names may be. configure() refuses anything else before a model is loaded.
 CHOICES = {"advantage": ADVANTAGES, "loss_type": LOSSES, "loss_aggregation": AGGREGATIONS,
-           "engine_correction": CORRECTIONS, "kl_estimator": KL_ESTIMATORS}
+           "engine_correction": CORRECTIONS, "kl_estimator": (*KL_ESTIMATORS[1:], "k1_reward", "k1_advantage")}

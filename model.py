@@ -274,8 +274,8 @@ def open_folders(s, longest, clock=None):
 CLOSE = 1e-4                # less difference from transformers, relative to the largest value, is rounding
 
 
-def load_policy(path, mesh, dtype, gradient_checkpointing=False, float32_head=True, sequence_group=None,
-                adapter=None, trained=True):
+def load_policy(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None, adapter=None,
+                trained=True, float32_head=True):
     """Return a Policy from a folder or hub id: float32 master weights, sharded by FSDP2, computing in dtype.
 
     float32_head: see head_logits; the engine needs the same. sequence_group: the ranks that share each row
@@ -301,7 +301,8 @@ def load_reference(path, policy, mesh, dtype):
     """
     if hasattr(policy, "adapters") and policy.hf.name_or_path == path:
         return policy.adapters.base
-    return load_policy(path, mesh, dtype, False, policy.head_form[0], policy.sequence_group, trained=False)
+    return load_policy(path, mesh, dtype, False, policy.sequence_group, trained=False,
+                       float32_head=policy.head_form[0])
 
 
 class ValueHead(PreTrainedModel):
@@ -382,14 +383,14 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     return network
 
 
-def make_optimizer(network, learning_rate, weight_decay, offload_optimizer):
+def make_optimizer(network, learning_rate, offload_optimizer):
     """AdamW for the parameters of a network.
 
     offload_optimizer: keep the moments in host memory except while the optimizer steps. Adam's moments are 8
     bytes per parameter, spread over the ranks. The GPU then has that memory for activations and the engine;
     the moments cross the bus twice per update.
     """
-    optimizer = torch.optim.AdamW(network.parameters(), learning_rate, (0.9, 0.95), weight_decay=weight_decay,
+    optimizer = torch.optim.AdamW(network.parameters(), learning_rate, (0.9, 0.95), weight_decay=0.0,
                                   fused=True)
     device = next(network.parameters()).device
 

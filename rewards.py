@@ -94,7 +94,7 @@ def load_reward(spec, task):
     such function, if its file raises, or if the package of math_verify is missing.
     """
     if not spec:
-        return Reward("accuracy", OWN.get(task, exact_accuracy))
+        return Reward("accuracy", OWN.get(task.partition(":")[0], exact_accuracy))
     if spec == "math_verify":
         try:
             importlib.import_module(spec)

@@ -149,7 +149,6 @@ class Sampler:
         temperature = s.temperature if temperature is None else temperature
         if self.player.make:                                    # there is an environment, or tools
             return self.player.play(self.engine, prompts, n, seeds, length, temperature)
-        length = min(length, s.max_turn_length or length)       # a single answer is one turn
         rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, length, temperature)
         for i, r in enumerate(rollouts):
             r.row = prompts[i // n].row

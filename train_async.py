@@ -15,7 +15,7 @@ This is train_grpo.py, with these differences:
    soon as they come. Such a run does not repeat, and keeps nothing for a resume.
 4. The loss's ratio is still to the trainer's own logprobs at the start of the step. The policy that sampled
    is further from these, and engine_correction weights by that distance (auto).
-5. With kl_in=reward or advantage the KL is that of the trained policy. k3_is weights by the ratio to the one
+5. With kl_estimator=k1_reward or k1_advantage the KL is that of the trained policy. k3_is weights by the ratio to the one
    that sampled.
 6. Engine and trainer are compared where both have the same weights: at evaluations, and in steps that are
    sampled with the newest version. vLLM does not sleep, and takes 0.9 of its GPU's memory.
@@ -40,7 +40,8 @@ from runtime.run import Run, check_run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
-task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
+                                # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # the JSONL, JSON or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
@@ -66,10 +67,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_in = "loss"                  # "loss" adds the KL to the loss, "reward" subtracts it from each score, and
-                                # "advantage" from each token's advantage (on-policy distillation)
-kl_estimator = "k3"             # for kl_in=loss k2, k3, k3+ or k3_is; for reward and advantage k1; see
-                                # losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from each
+                                # score, k1_advantage from each token's advantage (on-policy distillation);
+                                # see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -128,7 +128,7 @@ if not bridge.trains:
         scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.engine_class(engine)(
             start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization, vllm_tensor_parallel_size,
-            float32_head, apart=True)
+            apart=True)
     # The base model, which an engine with lora_rank was loaded with, is version 0, so that all of its ranks
     # switch to the version to begin with.
     rollout_engine.version, rollout_engine.incoming = 0 if lora_rank else version, bridge.weights
@@ -141,10 +141,9 @@ if not bridge.trains:
 player.close()                                                  # only the engines play
 with input_errors():
     run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
-                         run.adapter)
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
+optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 bridge.take("ready", 0)                                         # engines that are being made take no weights
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
@@ -219,12 +218,12 @@ for step in range(run.first_step, max_steps):
                      else engine_logps)                                                 # {s: [len]}
         kls = {s: logps[s] - ref_logps[s] for s in range(N)}                    # k1 of each token, {s: [len]}
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
-        if kl_in == "reward":
+        if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=part_weights)
-    if reference and kl_in == "advantage":
+    if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
@@ -259,7 +258,7 @@ for step in range(run.first_step, max_steps):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and kl_in == "loss":               # not corrected, as in TRL
+                if reference and not kl_estimator.startswith("k1"):     # not corrected, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, engine_logp if max_staleness else old_logp)
                 if entropy_coef > 0:

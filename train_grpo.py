@@ -38,7 +38,8 @@ from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
-task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
+                                # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # the JSONL, JSON or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
@@ -59,10 +60,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_in = "loss"                  # "loss" adds the KL to the loss, "reward" subtracts it from each score, and
-                                # "advantage" from each token's advantage (on-policy distillation)
-kl_estimator = "k3"             # for kl_in=loss k2, k3, k3+ or k3_is; for reward and advantage k1; see
-                                # losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from each
+                                # score, k1_advantage from each token's advantage (on-policy distillation);
+                                # see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio
@@ -108,12 +108,11 @@ with input_errors():                                            # a ValueError b
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
     # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
-                         run.adapter)
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = engine_class(start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
-                                  vllm_tensor_parallel_size, float32_head)
-optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
+                                  vllm_tensor_parallel_size)
+optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
@@ -167,12 +166,12 @@ for step in range(run.first_step, max_steps):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
         kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1 of each sampled token, {s: [len]}
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
-        if kl_in == "reward":
+        if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
-    if reference and kl_in == "advantage":
+    if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
@@ -207,7 +206,7 @@ for step in range(run.first_step, max_steps):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and kl_in == "loss":               # not corrected, as in TRL
+                if reference and not kl_estimator.startswith("k1"):     # not corrected, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:

@@ -35,7 +35,8 @@ from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
-task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows
+task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
+                                # algebra:3 is harder, and suits a model of 1 B parameters
 train_file = ""                 # the JSONL, JSON or parquet file with the rows of task=file
 eval_file = ""                  # a file of held-out rows; if empty, an eighth of train_file is held out
 reward = ""                     # file.py:function,... or math_verify or none; if empty, the task's own
@@ -58,7 +59,6 @@ critic_model = ""               # a folder or hub id that the critic starts from
 critic_warmup_steps = 5         # steps that train the critic alone, at the beginning
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 reference_model = ""            # a folder or hub id; if empty, the initial model
-gamma = 1.0                     # discount of GAE, from 0 to 1
 lam = 1.0                       # lambda of GAE, from 0 (one step) to 1 (Monte Carlo)
 updates_per_step = 2            # optimizer updates per step, of policy and critic
 num_epochs = 1                  # passes over a step's rollouts; each makes an equal part of the updates
@@ -96,15 +96,14 @@ with input_errors():                                            # a ValueError b
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
     # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group,
-                         run.adapter)
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
     critic = load_critic(critic_start, mesh, compute_dtype, gradient_checkpointing, sequence_group)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = engine_class(start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
-                                  vllm_tensor_parallel_size, float32_head)
-optimizer = make_optimizer(policy, learning_rate, weight_decay, offload_optimizer)
-critic_optimizer = make_optimizer(critic, critic_learning_rate, weight_decay, offload_optimizer)
+                                  vllm_tensor_parallel_size)
+optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
+critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
@@ -175,7 +174,7 @@ for step in range(run.first_step, max_steps):
     kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
     # The score of a single answer is the reward of its last token; turns and steps have their own.
     token_reward = losses.token_rewards([rollouts[s].rewards for s in all_shares], kl, kl_coef, lens)
-    raw_adv, ret = losses.gae(token_reward, value, lens, gamma, lam)                # [C], [C]
+    raw_adv, ret = losses.gae(token_reward, value, lens, gamma=1.0, lam=lam)        # [C], [C]
     adv = losses.whiten(raw_adv, distributed.mean)                                  # [C]
     # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
     advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))

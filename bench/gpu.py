@@ -115,7 +115,6 @@ small = "--vllm_gpu_memory_utilization=0.05"        # vLLM visits every block of
 if "default" in chosen:
     train("grpo", f"torchrun train_grpo.py {small}")
     train("ppo", f"torchrun train_ppo.py {small}")
-    train("bfloat16_head", f"torchrun train_grpo.py {small} --float32_head=false")
 if "episodes" in chosen:
     train("guess", f"torchrun train_grpo.py config/tasks/guess.py {small}")
     train("calculator", f"torchrun train_grpo.py config/tasks/calculator.py {small}")
@@ -143,7 +142,7 @@ if "larger" in chosen and (folder := train("larger", command)):
     with open(os.path.join(folder, "config.json")) as file:
         settings = json.load(file)
     same = " ".join(f"--{key}={settings[key]}"
-                    for key in ("task", "difficulty", "eval_prompts", "max_completion_length", "engine"))
+                    for key in ("task", "eval_prompts", "max_completion_length", "engine"))
     if done := call("evaluate", f"{sys.executable} evaluate_model.py {same} --samples={settings['eval_samples']} "
                                 f"--model={folder}/checkpoint-{settings['max_steps']}"):
         print(*("  " + line for line in done[0].splitlines() if line.startswith("eval/")

@@ -145,7 +145,8 @@ if not kernel:
     attention.kernel_takes = lambda query, value: False
 if not shared:
     packing.common_prefix = lambda a, b: 0      # as if no two sequences began with the same token
-policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, float32_head, sequence_group)
+policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, sequence_group,
+                     float32_head=float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))), 1, completion_length)

@@ -66,7 +66,7 @@ evaluator = rollout.HFEngine(base, torch.float32, max_prompt_length + max_comple
 sample = rollout.Sampler(settings, tokenizer, player, evaluator)
 policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, (0.9, 0.95),
-                              weight_decay=weight_decay, fused=True)
+                              weight_decay=0.0, fused=True)
 # The updates of a step share a learning rate. With TRL's own schedules it would change after each update.
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: losses.schedule(
     1.0, update // updates_per_step, max_steps, lr_decay, warmup_steps))

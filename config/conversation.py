@@ -7,11 +7,9 @@ and how its answers are scored. config/shared.py imports them for the training s
 prompt_column = ""              # the column of your file with the prompt, where a text becomes a user's
                                 # message; if empty, prompt, messages or conversations
 answer_column = ""              # the column that holds the answer; if empty, answer, ground_truth or solution
-difficulty = 1                  # of generated problems: 1 suits the tiny model, 3 a model of 1 B parameters
 chat = True                     # apply the chat template to messages; False joins them, for base models
 system_prompt = ""              # put before every message prompt, for example to ask for \boxed{}
 chat_template = ""              # a file with a Jinja template that takes the place of the tokenizer's
-response_template = ""          # a JSON file that says how calls and thinking are read from an answer
 chat_template_kwargs = ""       # a JSON object of what the template takes: {"enable_thinking": false}
 # reward
 reward_errors = "stop"          # stop the run if a call raises, or unscored: its completion gets no score, as
@@ -23,7 +21,6 @@ environment = ""                # file.py:Class; if empty, an answer is one turn
 tools = ""                      # file.py:function,... that the model may call, with or without an environment
 max_turns = 0                   # answers in an episode; 0 sets no limit except max_completion_length, which
                                 # counts all turns and replies
-max_turn_length = 0             # in tokens; a longer turn, or single answer, is cut off; 0 sets no limit
 max_environments = 0            # instances per rank; further episodes wait for one; 0 sets no limit
 # all code of yours
 call_timeout = 60.0             # seconds for a call of your code: a reward (a batch, then each completion

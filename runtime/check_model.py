@@ -10,10 +10,10 @@ What a model folder says about its model, and which models are refused before th
 import contextlib
 import datetime
 import functools
-import glob
 import json
 import math
 import os
+from pathlib import Path
 
 import transformers
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
@@ -66,9 +66,6 @@ def check_model(path, key="model", tokenizer=True, length=0):
     in_folder, what = os.path.isdir(path), f"{key}={path}"
     if not in_folder and path.startswith((".", "/", "~", "out/")):
         raise ValueError(f"{what}: no such folder")
-    if glob.glob(f"{glob.escape(path)}/*.gguf") and not os.path.exists(f"{path}/config.json"):
-        raise ValueError(f"{what}: it holds GGUF files, which are for inference; training needs the folder "
-                         "with config.json and safetensors that they were made of")
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{what}: no tokenizer in this folder")
@@ -202,12 +199,13 @@ def end_note(model, tokenizer):
 
 
 def load_tokenizer(path, key="model", settings=None, clock=None):
-    """Return the tokenizer of a folder or hub id, with the templates that `settings` name, if they are given.
+    """Return the tokenizer of a folder or hub id, with the chat template that `settings`
+    name, if they are given.
 
     clock: the date and time, in ISO format, that the chat template prints where it asks for the present ones;
     if None, those of this call. The clock stands still, because the beginning of an episode that goes on at
     midnight would no longer be its prompt. Raises ValueError if the tokenizer is damaged or belongs to
-    another model, or if a template cannot be read.
+    another model, or if the template cannot be read.
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -220,12 +218,11 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
                          f"{embedded}: not the tokenizer that it was trained with")
     tokenizer.not_embedded = beyond                             # no prompt may hold them: data.py
     if settings:
-        for key, read in (("chat_template", str), ("response_template", json_object)):
-            if path := getattr(settings, key):
-                with reading(f"{key}={path}"), open(path, encoding="utf-8") as file:
-                    setattr(tokenizer, key, read(file.read()))
+        if path := settings.chat_template:
+            with reading(f"chat_template={path}"):
+                tokenizer.chat_template = Path(path).expanduser().read_text("utf-8")
         with reading(f"chat_template_kwargs={settings.chat_template_kwargs}"):
-            more = json_object(settings.chat_template_kwargs or "{}")
+            more = dict(json.loads(settings.chat_template_kwargs or "{}"))
         for name in more:
             if name not in str(tokenizer.chat_template):
                 raise ValueError(f"chat_template_kwargs: the chat template reads no {name}")
@@ -233,10 +230,3 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
         tokenizer.apply_chat_template = functools.partial(
             tokenizer.apply_chat_template, strftime_now=now.strftime, **more)
     return tokenizer
-
-
-def json_object(text):
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError('not a JSON object, such as {"enable_thinking": false}')
-    return value

@@ -13,16 +13,16 @@ POSITIVE = """num_generations prompts_per_step max_completion_length token_budge
     max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
     top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
 # Settings of your own may be negative.
-NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps weight_decay grad_clip
+NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip
     temperature top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip
-    gamma lam max_prompt_length max_turns max_turn_length max_environments max_num_gen_batches overlong_buffer
+    lam max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer
     max_staleness train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap
     timeout call_timeout call_workers show""".split()
-SHARES = """gamma lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
+SHARES = """lam top_p vllm_gpu_memory_utilization harder quick quick_steps quick_right warmup
     decay""".split()
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
-           "reward_errors": ("stop", "unscored"), "kl_in": ("loss", "reward", "advantage")}
+           "reward_errors": ("stop", "unscored")}
 # Defaults of the scripts that suit the tiny model, whose config says so in `suits`, and no larger one.
 SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
               "max_completion_length": 64}
@@ -64,29 +64,23 @@ RULES = (
     (lambda engine_correction, old_logprobs:                    # train_async.py replaces auto
      old_logprobs == "trainer" or engine_correction in ("none", "auto"),
      ": with old_logprobs=engine the ratio corrects already"),
-    (lambda correction_low, correction_high: correction_low < correction_high,
-     " is not below correction_high={correction_high}"),
     (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),
-    (lambda kl_estimator, kl_in, kl_coef: kl_coef == 0 or (kl_in == "loss") != (kl_estimator == "k1"),
-     " with kl_in={kl_in}: in the loss the gradient of k1 is 0 in expectation, elsewhere only k1 has the "
-     "gradient of the KL"),
-    (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_in:
-     not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_in != "loss"),
+    (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_estimator:
+     not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_estimator.startswith("k1")),
      ", but entropy_coef or a KL in the loss moves the policy there too"),
     # the advantage
     (lambda num_generations, advantage: num_generations > 1 or advantage in ("reinforce++", "none"),
      ": advantage={advantage} compares a prompt's completions"),
-    (lambda advantage, kl_in, kl_coef: advantage != "none" or kl_coef > 0 and kl_in == "advantage",
-     " teaches nothing without kl_in=advantage and a kl_coef above 0"),
-    (lambda advantage, kl_in, kl_coef:
-     advantage not in ("grpo_process", "gdpo") or kl_coef == 0 or kl_in != "reward",
-     " takes the rewards of steps or parts: kl_in=reward changes none"),
+    (lambda advantage, kl_estimator, kl_coef:
+     advantage != "none" or kl_coef > 0 and kl_estimator == "k1_advantage",
+     " teaches nothing without kl_estimator=k1_advantage and a kl_coef above 0"),
+    (lambda advantage, kl_estimator, kl_coef:
+     advantage not in ("grpo_process", "gdpo") or kl_coef == 0 or kl_estimator != "k1_reward",
+     " takes the rewards of steps or parts: kl_estimator=k1_reward changes none"),
     # what a step of DAPO trains on
     (lambda max_num_gen_batches, advantage:
      max_num_gen_batches == 0 or advantage not in ("reinforce++", "gdpo", "grpo_process", "none"),
      " leaves out prompts that teach something with advantage={advantage}"),
-    (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
-     ": more than max_completion_length={max_completion_length}"),
     (lambda overlong_buffer, advantage: not overlong_buffer or advantage not in ("grpo_process", "gdpo"),
      ": advantage={advantage} cannot take such a penalty"))
 

@@ -33,9 +33,9 @@ from runtime.check_settings import check_suits, check_values
 
 ROOT = Path(__file__).resolve().parents[1]
 # A resumed run must have the same values for these settings; all other settings may change.
-SAME = ("model", "critic_model", "reference_model", "task", "difficulty", "train_prompts", "train_file",
+SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
-        "system_prompt", "chat_template", "response_template", "chat_template_kwargs", "prompts_per_step",
+        "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "lora_rank")
 MAX_SKIPPED = 5                 # the run stops after so many updates in a row whose gradient is not finite
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
@@ -74,7 +74,7 @@ class Run:
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
             now = datetime.datetime.now()
             self.out_dir, self.resumed, clock = distributed.from_master((*checkpoint.locate_run(
-                settings.out_dir, settings.resume, f"out/{kind}-{settings.task}-{now:%Y%m%d-%H%M%S}"),
+                settings.out_dir, settings.resume, f"out/{kind}-{settings.task.partition(':')[0]}-{now:%Y%m%d-%H%M%S}"),
                 now.isoformat()) if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)

@@ -209,26 +209,26 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
     ("0", BOUND, {
         GRPO: "temperature num_generations prompts_per_step max_prompt_length max_completion_length "
               "token_budget updates_per_step max_steps eval_samples "
-              "difficulty keep_checkpoints vllm_tensor_parallel_size "
+              "keep_checkpoints vllm_tensor_parallel_size "
               "sequence_parallel_size", ASYNC: "rollout_ranks max_steps updates_per_step",
-        DAPO: "updates_per_step", SAMPLE: "samples max_completion_length difficulty",
+        DAPO: "updates_per_step", SAMPLE: "samples max_completion_length",
         PPO: "num_epochs updates_per_step max_steps"}),
     ("-1", BOUND, {
-        GRPO: "learning_rate warmup_steps weight_decay grad_clip epsilon epsilon_high kl_coef "
+        GRPO: "learning_rate warmup_steps grad_clip epsilon epsilon_high kl_coef "
               "entropy_coef correction_low correction_high logprob_gap call_timeout timeout train_prompts "
               "eval_prompts vllm_gpu_memory_utilization",
         ASYNC: "max_staleness learning_rate kl_coef",
         DAPO: "overlong_buffer max_num_gen_batches",
         PPO: "critic_learning_rate critic_warmup_steps value_clip",
         SAMPLE: "temperature top_p top_k eval_prompts call_timeout show vllm_gpu_memory_utilization"}),
-    ("1.5", BOUND, {GRPO: "vllm_gpu_memory_utilization", PPO: "gamma lam", SAMPLE: "top_p"}),
+    ("1.5", BOUND, {GRPO: "vllm_gpu_memory_utilization", PPO: "lam", SAMPLE: "top_p"}),
     ("nonsense", r"\b{}\b.*nonsense", {
-        GRPO: "task engine dtype advantage kl_in kl_estimator old_logprobs loss_type loss_aggregation "
+        GRPO: "task engine dtype advantage kl_estimator old_logprobs loss_type loss_aggregation "
               "engine_correction lr_decay", ASYNC: "in_flight engine engine_correction",
         PPO: "loss_aggregation lr_decay dtype task engine", DAPO: "loss_type advantage",
         SAMPLE: "task engine dtype"}),
     (f"{10 ** 30}", r"\b{}\b", {
-        GRPO: "prompts_per_step max_completion_length train_prompts eval_prompts difficulty "
+        GRPO: "prompts_per_step max_completion_length train_prompts eval_prompts "
               "updates_per_step max_prompt_length sequence_parallel_size",
         ASYNC: "rollout_ranks"})]
 ITSELF = r"\b{}\b"               # the words are the first setting
@@ -241,12 +241,10 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
     ([GRPO, DAPO], {
-        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4; "
-                "correction_low=2 correction_high=2; correction_low=3 correction_high=2",
-        "kl_estimator": "kl_coef=0.1 kl_estimator=k1; kl_coef=0.1 kl_in=reward kl_estimator=k3",
+        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4"
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
-        ITSELF: "max_num_gen_batches=17; overlong_buffer=13", "max_num": "advantage=reinforce++",
+        ITSELF: "max_num_gen_batches=17", "max_num": "advantage=reinforce++",
         "overlong_buffer": "advantage=grpo_process overlong_buffer=5 max_num_gen_batches=0",
         runs(): "seed=0; max_num_gen_batches=0"}),
     ([PPO], {ITSELF: "critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
@@ -259,15 +257,15 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; "
                 "timeout=20 call_timeout=1; advantage=grpo_process max_staleness=1; timeout=0"}),
     ([GRPO], {
-        "grpo_process": "advantage=grpo_process kl_coef=0.1 kl_in=reward kl_estimator=k1",
-        "advantage=none": "advantage=none; advantage=none kl_coef=1 kl_in=reward kl_estimator=k1",
+        "grpo_process": "advantage=grpo_process kl_coef=0.1 kl_estimator=k1_reward",
+        "advantage=none": "advantage=none; advantage=none kl_coef=1 kl_estimator=k1_reward",
         "skip_zero_advantage": "skip_zero_advantage=true entropy_coef=0.1; "
                                "skip_zero_advantage=true kl_coef=0.1",
         "reference_model": "reference_model=tiny; reference_model=none_here kl_coef=0.1",
         "unknown setting": [f"{key}=5" for key in (
             "max_step", "learnig_rate", "sync_timeout", "MAX_STEPS", "max-steps", "", "model\n", "__name__",
             "__file__", "settings", "math", "critic_model", "skip_after", "help", "\udcff", "x" * 100_000)],
-        ITSELF: "difficulty=1000000000; train_prompts=7000; eval_prompts=5000",
+        ITSELF: "task=algebra:1000000000; train_prompts=7000; eval_prompts=5000",
         "model='x'": ["model='x'"], "model=": ["model=/no\nsuch"], "task": ["task=\udcff"],
         r"\.jsonl: no such file": "task=file train_file=~no/x.jsonl",
         "--seed given twice": "seed=1 chat=true seed=2", "must be a string": [
@@ -814,7 +812,7 @@ RESUMES = {
     "resume=.*newer": ["{dir}/run/checkpoint-2"],
     runs("resumes "): ["{dir}//run/./checkpoint-3///", "{dir}/run/checkpoint-2/../checkpoint-3",
                            "~/run/checkpoint-3", ROOT.count("/") * "../" + "./{dir}/run/checkpoint-3"]}
-FIXED = {"task": "arithmetic", "difficulty": 2, "train_prompts": 30, "max_prompt_length": 60, "chat": "false",
+FIXED = {"task": "arithmetic:2", "train_prompts": 30, "max_prompt_length": 60, "chat": "false",
          "system_prompt": "x", "prompts_per_step": 4, "num_generations": 2, "seed": 1, "model": WORK / "copy",
          "reward": f"{WORK}/copy/letters.py:score", "reward_model": JUDGE}
 LOG_LINES = [b"", b"\0" * 100, b"x{", b"\xff\xfe", b"[1]", b"5", b"null", b'{"reward": 1}', b'{"step": "1"}',

@@ -345,7 +345,7 @@ def test_a_template_that_prints_the_time_prints_that_of_the_run(tmp_path):
     tokenizer = tokenizer_with(template)
     tokenizer.save_pretrained(tmp_path)
     shutil.copy(f"{SHIPPED['tiny']}/config.json", tmp_path)
-    settings = SimpleNamespace(chat_template="", response_template="", chat_template_kwargs="")
+    settings = SimpleNamespace(chat_template="", chat_template_kwargs="")
     tokenizer = load_tokenizer(str(tmp_path), settings=settings, clock="2026-11-25T23:59:59.5")
     for tools in (None, TOOLS):
         chat = Template(tokenizer, [tokenizer.eos_token_id], tools)

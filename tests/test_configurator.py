@@ -400,7 +400,7 @@ def test_defaults_are_read_without_running_a_script(tmp_path):
     script.write_text(IMPORTING.replace("from math import *", "import os\nos.environ['X'] = '1'\n1 / 0").replace(
         "from common", "from config.conversation"))
     found = read_defaults(script)
-    assert {"epochs": 1, "model": "base", "max_steps": 7, "difficulty": 1, "chat": True}.items() <= found.items()
+    assert {"epochs": 1, "model": "base", "max_steps": 7, "max_turns": 0, "chat": True}.items() <= found.items()
     script.write_text(SCRIPT)
     # An expression is no literal.
     assert read_defaults(script) | {"max_steps": 100} == DEFAULTS | {"__version__": "1", "betas": [0.9, 0.95]}
@@ -454,9 +454,9 @@ def test_a_name_that_is_no_parameter_of_its_rule_fails(monkeypatch):
 
 def test_a_script_may_drop_a_setting():
     """Then the rules that read it are left out, and the others stay."""
-    settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"), ["--correction_low=3"])
+    settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"), ["--token_budget=3"])
     del settings.loss_type, settings.kl_estimator
     with pytest.raises(SystemExit):
         check_run(settings, trainers=1)
-    settings.correction_low = 0.5
+    settings.token_budget = 128
     check_run(settings, trainers=1)

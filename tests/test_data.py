@@ -580,7 +580,7 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
 
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
-            "difficulty": 1, "train_file": "", "eval_file": "", "chat": True,
+            "train_file": "", "eval_file": "", "chat": True,
             "environment": "", "prompt_column": "", "answer_column": "", "system_prompt": "",
             "max_prompt_length": 24}
 
@@ -678,7 +678,7 @@ def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_promp
     prompt = load_prompts(system_prompt="Be brief.", max_prompt_length=99)[1][0]
     assert tokenizer.decode(prompt.ids) == (
         f"<|system|>Be brief.<|end|><|user|>{text_of(prompt.row)}<|end|><|assistant|>")
-    prompt = load_prompts(chat=False, difficulty=2, max_prompt_length=99)[0].draw(0, 1, 0)[0][0]
+    prompt = load_prompts(chat=False, task="algebra:2", max_prompt_length=99)[0].draw(0, 1, 0)[0][0]
     assert tokenizer.decode(prompt.ids) == text_of(prompt.row) + "\n"
     assert prompt.row == data.load_rows("algebra", "train", 300, 0, 2)[data.epoch_order(300, 0, 0)[0]]
 

@@ -24,7 +24,7 @@ from runtime import user_code
 from test_rollout import ENGINES, identical
 
 SETTINGS = {"environment": "", "chat": True, "system_prompt": "", "max_turns": 3, "max_prompt_length": 64,
-            "tools": "", "max_turn_length": 0, "max_environments": 0,
+            "tools": "", "max_environments": 0,
             "max_completion_length": 120, "call_workers": 0, "call_timeout": 10.0, "reward": "",
             "task": "algebra", "reward_timeout": 10.0, "reward_step_timeout": 0, "reward_model": "",
             "reward_workers": 0, "reward_errors": "stop", "reward_weights": ""}
@@ -334,7 +334,7 @@ def scored(rollouts, plays_as, **settings):
 
 def single(engine, tokenizer, prompts, n, seeds, max_tokens, *sampling, **more):
     """What a Sampler makes of these seeds, which otherwise are hashes."""
-    settings = SimpleNamespace(max_turn_length=0, max_completion_length=max_tokens, temperature=1.0, seed=0)
+    settings = SimpleNamespace(max_completion_length=max_tokens, temperature=1.0, seed=0)
     generate = lambda ids, n, _, length, __: engine.generate(ids, n, seeds, length, *sampling, **more)
     sample = rollout.Sampler(settings, tokenizer, player(""), SimpleNamespace(generate=generate))
     return sample(prompts, n, seeds)
@@ -809,14 +809,6 @@ def test_rewards_and_environments_see_special_tokens(games, way):
             (r,) = player(games, "Hears", tokenizer).play(engine, [prompt], 1, [0], 9, 1.0)
             assert r.extra == {"heard": text}
         assert r.completion == [{"role": "assistant", "content": text}] and r.sampled_ids.tolist() == ids
-
-
-@pytest.mark.parametrize("most, length", [(0, 12), (5, 5), (50, 12)])
-def test_a_single_answer_is_no_longer_than_a_turn(hf, most, length):
-    settings = SimpleNamespace(max_turn_length=most, max_completion_length=12, temperature=1.0, seed=0)
-    sample = rollout.Sampler(settings, TOKENIZER, player(""), hf)
-    rollouts = sample(prompts_for([{}]), 16, ["a"])
-    assert max(len(r.logprobs) for r in rollouts) == length
 
 
 # ---------------------------------------------------------------- texts that look like control tokens

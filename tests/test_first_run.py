@@ -83,12 +83,6 @@ def test_what_suits_the_tiny_model_is_what_the_scripts_are_shipped_with():
     assert pretrain.make_model(pretrain.make_tokenizer()).config.suits == SUITS_TINY
 
 
-def test_a_folder_of_gguf_files_says_what_to_do(tmp_path):
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"^model=.*: it holds GGUF files.* the folder with config.json"):
-        check_model.check_model(str(tmp_path))
-
-
 def test_a_tilde_in_the_name_of_a_model(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(folder, tmp_path / "m")

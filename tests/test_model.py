@@ -378,7 +378,7 @@ def test_moments_are_in_host_memory_except_during_the_step():
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(3, 4, device="cuda:0"))
         network, seen = torch.nn.ParameterList([weight]), []
-        optimizer = make_optimizer(network, 1e-3, 0.0, offload_optimizer=True)
+        optimizer = make_optimizer(network, 1e-3, offload_optimizer=True)
         optimizer.register_step_pre_hook(lambda *_: seen.append(moments()))
         for _ in range(2):
             weight.grad = torch.empty_like(weight)

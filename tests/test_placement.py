@@ -95,7 +95,7 @@ def wait_until(condition, seconds):
 
 @pytest.mark.parametrize("settings", [
     {"updates_per_step": 2, "kl_coef": 0.05, "loss_type": "cispo"},
-    {"advantage": "rloo", "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"}])
+    {"advantage": "rloo", "kl_coef": 0.05, "kl_estimator": "k1_reward"}])
 def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings):
     together, _ = train("together", "train_grpo.py", 1, **{"max_steps": 4} | settings)
     apart, output = train("apart", max_staleness=0, **{"max_steps": 4} | settings)
@@ -440,10 +440,10 @@ def logprobs(r, model):
     return logps[len(r.prompt_ids) - 1:]
 
 
-@pytest.mark.parametrize("kl_in, estimator", [("reward", "k1"), ("loss", "k3_is")])
-def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estimator):
+@pytest.mark.parametrize("estimator", ["k1_reward", "k3_is"])
+def test_what_stale_completions_are_worth(train, folder, tmp_path, estimator):
     """The KL is the trained policy's, and the ratio in it and in a token's weight is to what sampled it."""
-    metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_in=kl_in, kl_estimator=estimator)
+    metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_estimator=estimator)
     model = models_of(tmp_path / "run", folder)
     rollouts = sampled_for(tmp_path / "run", 2)
     trained = [logprobs(r, model(2)) for r in rollouts]
@@ -452,7 +452,7 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, kl_in, estima
     assert metrics[2]["kl"] == pytest.approx(kl.mean().item(), rel=1e-3) and abs(kl.mean()) > 1e-5
     weight = ratios.clamp(max=2).mean().item()
     assert metrics[2]["sampling/correction_mean"] == pytest.approx(weight, rel=1e-4)
-    if kl_in == "loss":
+    if estimator == "k3_is":
         scores = torch.tensor([r.score for r in rollouts]).view(-1, 4)
         adv = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-4)
         adv = adv.flatten().repeat_interleave(torch.tensor([len(r.logprobs) for r in rollouts]))
@@ -517,9 +517,7 @@ def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
      "vllm_tensor_parallel_size=2 needs engine=vllm"),
     (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
-    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0 with in_flight=True"),
-    # Refused behind engine_correction, which auto leaves out here.
-    (2, {"old_logprobs": "engine", "correction_low": 3}, "correction_low=3.0 is not below")])
+    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0 with in_flight=True")])
 def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings, message):
     arguments = with_defaults([], {"model": folder, "engine": "hf", "out_dir": tmp_path / "run"} | settings)
     refused(arguments, message, tmp_path, "train_async.py", ranks)

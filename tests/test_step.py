@@ -65,7 +65,7 @@ def test_the_loss_of_what_is_counted(tmp_path, aggregation):
 def test_kl_in_the_reward_correction_and_entropy_bonus(tmp_path):
     (tmp_path / "shifted.py").write_text(SHIFTED.replace("SCRIPT", "train_grpo.py"))
     metrics, _ = train(None, tmp_path / "run", *STILL, "--advantage=dr_grpo", "--kl_coef=0.5",
-                       "--kl_in=reward", "--kl_estimator=k1", "--entropy_coef=0.1",
+                       "--kl_estimator=k1_reward", "--entropy_coef=0.1",
                        "--engine_correction=token_truncate", "--logprob_gap=1.0",
                        script=tmp_path / "shifted.py")
     rows = kept_rollouts(tmp_path / "run", 1)
@@ -121,8 +121,7 @@ def test_a_second_update_leaves_the_policy_that_sampled(folder, reward_file, tmp
 
 def test_where_nothing_is_counted_nothing_moves(folder, reward_file, tmp_path):
     metrics = dapo(tmp_path, reward_file, *with_defaults([], PLAIN), "--mask_truncated=true",
-                   "--max_completion_length=1", "--weight_decay=0.5",
-                   folder=folder)
+                   "--max_completion_length=1", folder=folder)
     assert all(line["train/frac_counted"] == line["loss"] == line["grad_norm"] == 0 for line in metrics[:2])
     before, after = (AutoModelForCausalLM.from_pretrained(path)
                      for path in (folder, f"{tmp_path}/checkpoint-2"))

@@ -161,8 +161,8 @@ def test_ppo_pays_each_turn_at_its_last_token(train, games, reward_file, tmp_pat
         rewards.append(sum(reward))
         returns += [sum(discount ** k * r for k, r in enumerate(reward[t:])) for t in range(len(reward))]
     assert max(len(row["spans"]) for row in rows) == 3
-    metrics, _ = train(f"{games}:Letters", "ppo", script="train_ppo.py", critic_learning_rate=0, gamma=0.9,
-                       lam=0.8, kl_coef=0.1, **still)
+    metrics, _ = train(f"{games}:Letters", "ppo", script="train_ppo.py", critic_learning_rate=0,
+                       lam=0.72, kl_coef=0.1, **still)
     mean = sum(returns) / len(returns)
     std = (sum((x - mean) ** 2 for x in returns) / len(returns)) ** 0.5
     assert metrics[1]["critic/rewards/mean"] == pytest.approx(sum(rewards) / 16, rel=1e-4)

@@ -105,7 +105,7 @@ def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
 
 def test_kl_in_the_reward(folder, reward_file, tmp_path):
     metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, max_steps=4, num_epochs=2,
-                    updates_per_step=4, entropy_coef=0.01, lam=0.95, gamma=0.99)
+                    updates_per_step=4, entropy_coef=0.01, lam=0.95)
     # The policy is the reference.
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)
     line = metrics[3]
@@ -225,7 +225,7 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--gamma=1.5"], "gamma=1.5: must be from 0 to 1"), (["--lam=-0.1"], "lam=-0.1: must not be negative"),
+    (["--lam=1.5"], "lam=1.5: must be from 0 to 1"), (["--lam=-0.1"], "lam=-0.1: must not be negative"),
     (["--epsilon=-1"], "epsilon=-1.0: must not be negative"), (["--value_clip=-1"], "value_clip=-1.0"),
     (["--updates_per_step=3"], "updates_per_step=3 does not divide"), (["--num_epochs=0"], "num_epochs=0"),
     (["--num_epochs=3"], "num_epochs=3 does not divide updates_per_step=2"),

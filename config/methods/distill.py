@@ -12,8 +12,7 @@ TRL:  GKDTrainer with lmbda=1 and beta=1 is close (it takes the whole distributi
 verl: does not have it
 """
 advantage = "none"
-kl_in = "advantage"
 kl_coef = 1.0
-kl_estimator = "k1"
+kl_estimator = "k1_advantage"
 num_generations = 1
 prompts_per_step = 256

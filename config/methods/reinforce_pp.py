@@ -13,6 +13,5 @@ advantage = "reinforce++"
 num_generations = 1
 prompts_per_step = 256
 kl_coef = 0.01
-kl_in = "reward"
-kl_estimator = "k1"
+kl_estimator = "k1_reward"
 updates_per_step = 4

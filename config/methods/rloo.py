@@ -12,5 +12,4 @@ pass@4 from 0.672, 0.672 and 0.664 to 1.000, 1.000 and 1.000. docs/recipes.md sa
 advantage = "rloo"
 loss_aggregation = "sequence_sum"
 kl_coef = 0.03
-kl_in = "reward"
-kl_estimator = "k1"
+kl_estimator = "k1_reward"

@@ -5,7 +5,7 @@ measured yet.
     torchrun train_grpo.py config/tasks/larger.py
 """
 model = "out/larger"
-difficulty = 3
+task = "algebra:3"
 max_prompt_length = 96
 max_completion_length = 256
 prompts_per_step = 64

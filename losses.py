@@ -518,4 +518,5 @@ def schedule(peak, step, steps, kind, warmup=0):
 
 # What the settings of these names may be. configure() refuses anything else before a model is loaded.
 CHOICES = {"advantage": ADVANTAGES, "loss_type": LOSSES, "loss_aggregation": AGGREGATIONS,
-           "engine_correction": CORRECTIONS, "kl_estimator": (*KL_ESTIMATORS[1:], "k1_reward", "k1_advantage")}
+           "engine_correction": CORRECTIONS,
+           "kl_estimator": (*KL_ESTIMATORS[1:], "k1_reward", "k1_advantage")}

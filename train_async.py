@@ -15,8 +15,8 @@ This is train_grpo.py, with these differences:
    soon as they come. Such a run does not repeat, and keeps nothing for a resume.
 4. The loss's ratio is still to the trainer's own logprobs at the start of the step. The policy that sampled
    is further from these, and engine_correction weights by that distance (auto).
-5. With kl_estimator=k1_reward or k1_advantage the KL is that of the trained policy. k3_is weights by the ratio to the one
-   that sampled.
+5. With kl_estimator=k1_reward or k1_advantage the KL is that of the trained policy. k3_is weights by the
+   ratio to the one that sampled.
 6. Engine and trainer are compared where both have the same weights: at evaluations, and in steps that are
    sampled with the newest version. vLLM does not sleep, and takes 0.9 of its GPU's memory.
 """
@@ -67,9 +67,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from each
-                                # score, k1_advantage from each token's advantage (on-policy distillation);
-                                # see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
+                                # each score, k1_advantage from each token's advantage (on-policy
+                                # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 1            # optimizer updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio

@@ -61,9 +61,9 @@ temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
-kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from each
-                                # score, k1_advantage from each token's advantage (on-policy distillation);
-                                # see losses.kl_penalty
+kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
+                                # each score, k1_advantage from each token's advantage (on-policy
+                                # distillation); see losses.kl_penalty
 reference_model = ""            # a folder or hub id; if empty, the initial model
 updates_per_step = 4            # DAPO: updates per step; the completions are split evenly among them
 old_logprobs = "trainer"        # trainer or engine: whose logprobs are pi_old in the ratio

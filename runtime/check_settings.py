@@ -106,5 +106,4 @@ def check_suits(s, suits):
     left = [f"{key}={value}" for key, value in SUITS_TINY.items()
             if getattr(s, key, None) == value != suits.get(key) and key not in given]
     check(not left, f"{', '.join(left)}: the default, which suits the tiny model and not model={s.model}. "
-                    "Give each a value; config/tasks/gsm8k.py is where to start with a model of 0.6 B "
-                    "parameters")
+                    "Give each a value; config/tasks/gsm8k.py is where to start with one of 0.6 B parameters")

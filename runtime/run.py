@@ -72,9 +72,9 @@ class Run:
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
         with input_errors():
             # Only rank 0 reads the clock and looks for checkpoints, so that all ranks agree.
-            now = datetime.datetime.now()
+            now, (task, *_) = datetime.datetime.now(), settings.task.split(":")
             self.out_dir, self.resumed, clock = distributed.from_master((*checkpoint.locate_run(
-                settings.out_dir, settings.resume, f"out/{kind}-{settings.task.partition(':')[0]}-{now:%Y%m%d-%H%M%S}"),
+                settings.out_dir, settings.resume, f"out/{kind}-{task}-{now:%Y%m%d-%H%M%S}"),
                 now.isoformat()) if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)

@@ -132,9 +132,12 @@ def read_config(given, script):
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
         fail(f"{path}:{error.lineno or 1}: {error.msg}")
+    seen = set()
     for node in tree.body[ast.get_docstring(tree) is not None:]:
         match node:
             case ast.Assign(targets=[ast.Name(id=key)], value=value):
+                check(key not in seen, f"{path}:{node.lineno}: {key} is set twice")
+                seen.add(key)
                 yield f"{path}:{node.lineno}: ", key, ast.unparse(value)
             case _:
                 fail(f"{path}:{node.lineno}: a config file holds only lines of key = literal")

@@ -148,6 +148,7 @@ def test_config_that_sets_nothing(run, source):
     ("chat = 1", "chat must be True or False, not `1`"),
     ("chat = true", "chat must be True or False, not `true`"),
     ("chat = 'True'", "chat must be True or False, not `'True'`"),
+    ("learning_rate = 2", "learning_rate is set twice"),
     ("learnig_rate = 1", "unknown setting learnig_rate; did you mean learning_rate? (--help lists all)"),
     *[(line, "a config file holds only lines of key = literal") for line in (
         "import os", "print(1)", "max_steps += 1", "max_steps: int = 5", "model = separator = 'x'",

@@ -122,11 +122,7 @@ def test_a_model_of_your_own(tmp_path):
 
 
 @pytest.mark.parametrize("argument, message", [
-    ("steps=0", "steps=0: must be above 0"), ("warmup=2", "warmup=2.0: must be from 0 to 1"),
-    ("heads=7", "heads=7 must give each head an even number of the hidden_size=160 dimensions"),
-    ("heads=32", "heads=32 must give each head an even number"),
-    ("difficulty=0", "difficulty must be a whole number"),
-    ("task=arithmetic", "task=arithmetic: its problems have no worked solutions"),
+    ("steps=0", "steps=0: must be above 0"),
     ("base=x", "base=x: choose algebra, episodes, compose, larger"), ("out=tiny", "tiny exists: remove it")])
 def test_settings_that_do_not_fit_are_refused(tmp_path, argument, message):
     refused([f"--{argument}"] + [f"--out={tmp_path}/mine"] * ("out" not in argument), message, tmp_path,
@@ -134,8 +130,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, argument, message):
 
 
 def test_styles(monkeypatch):
-    monkeypatch.setattr(pretrain, "steps", 200)
-    monkeypatch.setattr(pretrain, "quick_steps", 0.4)
+    monkeypatch.setattr(pretrain, "steps", 400)
     rows = data.load_rows("algebra", "train", 400)
     harder = data.load_rows("algebra", "train", 400, difficulty=2)
     tokenizer = pretrain.make_tokenizer()
@@ -148,15 +143,15 @@ def test_styles(monkeypatch):
             prompt, completion = ids[:first], ids[first:]
             assert completion[-1] == tokenizer.eos_token_id and all(learned[first:])
             row = by_text[tokenizer.decode(prompt[1:-2])]
-            (early if step < 120 else late).append((row, tokenizer.decode(completion[:-1])))
-    assert len(early) + len(late) == 200 * pretrain.batch_size
+            (early if step < 340 else late).append((row, tokenizer.decode(completion[:-1])))
+    assert len(early) + len(late) == 400 * pretrain.batch_size
     assert all(text == row["solution"] for row, text in early)
     quick = [(row, text) for row, text in late if text != row["solution"]]
     assert all(text.startswith("Answer: ") and "\n" not in text for _, text in quick)
-    assert len(quick) / len(late) == pytest.approx(pretrain.quick, abs=0.05)
+    assert len(quick) / len(late) == pytest.approx(0.8, abs=0.05)
     right = sum(text == f"Answer: {row['answer']}" for row, text in quick) / len(quick)
     # The others may be right by chance.
-    assert pretrain.quick_right - 0.03 <= right < pretrain.quick_right + 0.2
+    assert 0.1 - 0.03 <= right < 0.1 + 0.2
 
 
 def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):

@@ -43,14 +43,11 @@ from tasks.generate_problems import arithmetic_problem, carried_out, chain, gues
 out = "out/mine"                # the model's folder
 base = "algebra"                # algebra, episodes, compose or larger; see BASES for the settings of each
 # what the base reads
-task = "algebra"
 difficulty = 1
 train_prompts = 6500            # distinct problems; the train split has no more
 harder_prompts = 12000          # problems of difficulty + 1: more numbers to compute, less to learn by heart
 harder = 0.4                    # share of the harder problems in what is read
-quick = 0.8                     # share of quick answers in the last part of the training
-quick_steps = 0.15              # that part's share of the steps
-quick_right = 0.1               # share of quick answers that are right; the others answer another problem
+quick = 0.8                     # share of quick answers in the last 0.15 of the steps
 # model
 layers = 3
 hidden_size = 160
@@ -59,10 +56,7 @@ heads = 5                       # of 32 dimensions each at the defaults, a size 
 # optimizer
 steps = 5000
 batch_size = 32
-muon_learning_rate = 0.01       # Muon's, for the weight matrices
-learning_rate = 5e-3            # AdamW's, for embeddings and norms
-warmup = 0.02                   # share of the steps in which the learning rates rise from 0
-decay = 0.5                     # share of the steps in which they fall back to 0
+learning_rate = 5e-3            # AdamW's, for embeddings and norms; twice as much is Muon's, for matrices
 seed = 0
 # ------------------------------------------------------------------------------------------------------------
 
@@ -111,22 +105,21 @@ def make_model(tokenizer):
     return model
 
 
-def quick_answer(row, answers, rng):
-    """Return an answer without steps: with probability quick_right the right one, or another problem's."""
-    answer = row["answer"] if rng.random() < quick_right else rng.choice(answers[row["source"]])
-    return f"Answer: {answer}"
-
-
 def problems(rows, harder_rows, rng):
-    """Yield conversations (tools, messages), batch_size for each step: a problem and an answer to it."""
+    """Yield conversations (tools, messages), batch_size for each step: a problem and an answer to it.
+
+    Of the quick answers one in ten is right, the others answer another problem.
+    """
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
     for step in range(steps):
         for _ in range(batch_size):
-            row = rng.choice(harder_rows if rng.random() < harder else rows)
-            is_quick = step >= steps * (1 - quick_steps) and rng.random() < quick
-            text = quick_answer(row, answers, rng) if is_quick else row["solution"]
+            row, text = rng.choice(harder_rows if rng.random() < harder else rows), ""
+            if step >= steps * (1 - 0.15) and rng.random() < quick:
+                right = rng.random() < 0.1
+                text = f"Answer: {row['answer'] if right else rng.choice(answers[row['source']])}"
+            text = text or row["solution"]
             yield None, [*row["prompt"], {"role": "assistant", "content": text}]
 
 
@@ -165,7 +158,7 @@ def game(rng):
 def arithmetic(rng):
     messages, columns = problem(rng, arithmetic_problem)
     question, answer = messages[0]["content"], columns["answer"]
-    if rng.random() < 0.8:
+    if rng.random() < quick:
         wrong = str(int(answer) + rng.randint(-300, 300))
         return TOOLS, messages + [{"role": "assistant", "content": f"Answer: {wrong}"}]
     call = {"name": "calculate", "arguments": {"expression": question.removeprefix("What is ")[:-1]}}
@@ -227,9 +220,9 @@ def pretrain(model, tokenizer, batches):
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=muon_learning_rate, weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=2 * learning_rate, weight_decay=0.0),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-    rise, fall = max(1, warmup * steps), max(1, decay * steps)
+    rise, fall = max(1, 0.02 * steps), max(1, 0.5 * steps)     # steps in which the rates rise from 0, and fall
     schedule = lambda step: min(1, (step + 1) / rise, (steps - step) / fall)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
     # bfloat16 is twice as fast on a CPU that multiplies it, and much slower on any other.
@@ -258,8 +251,6 @@ if __name__ == "__main__":
     settings = configure(globals(), choices={"base": BASES})
     check_values(settings)
     globals().update({key: value for key, value in BASES[base].items() if key not in given})
-    check(hidden_size % (2 * heads) == 0,
-          f"heads={heads} must give each head an even number of the hidden_size={hidden_size} dimensions")
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer, rng = make_tokenizer(), random.Random(seed)
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -267,9 +258,8 @@ if __name__ == "__main__":
         if base in TRANSCRIPTS:
             conversations = (TRANSCRIPTS[base](rng) for _ in itertools.count())
         else:
-            rows = data.load_rows(task, "train", train_prompts, seed, difficulty)
-            harder_rows = data.load_rows(task, "train", harder_prompts, seed, difficulty + 1)
-            check("solution" in rows[0], f"task={task}: its problems have no worked solutions")
+            rows = data.load_rows("algebra", "train", train_prompts, seed, difficulty)
+            harder_rows = data.load_rows("algebra", "train", harder_prompts, seed, difficulty + 1)
             conversations = problems(rows, harder_rows, rng)
     pretrain(model, tokenizer, batches(conversations, tokenizer))
     save(model, tokenizer, out)

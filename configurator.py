@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -69,22 +70,18 @@ def read_layout(path):
     A default is a node of Python's syntax tree. The script is not run.
     """
     with tokenize.open(path) as script:
-        statements = ast.parse(script.read()).body
-        script.seek(0)
-        parts = [(token.start, "", token.string.lstrip("#").strip(), None)
-                 for token in tokenize.generate_tokens(script.readline) if token.type == tokenize.COMMENT]
-    rules = [start for start, _, text, _ in parts if start[1] == 0 and set(text) == {"-"}]
-    assert len(rules) >= 2, f"{path}: the settings belong between two comment lines of dashes"
-    parts += [((node.lineno, node.col_offset), ast.unparse(getattr(node, "targets", [node])[0]), "",
-               getattr(node, "value", None))
-              for node in statements if isinstance(node, (ast.Assign, ast.ImportFrom))]
+        _, *block = re.split("^# -+\n", script.read(), flags=re.MULTILINE)
+    assert len(block) > 1, f"{path}: the settings belong between two comment lines of dashes"
     layout = []
-    for start, key, text, default in sorted(part for part in parts if rules[0] < part[0] < rules[1]):
-        # A comment is a heading if it starts at the margin, otherwise it is about the key above it.
-        if key or not layout or (start[1] == 0 and layout[-1][0]):
-            layout.append([key, [], default])
-        if not key:
-            layout[-1][1].append(text)
+    for line in block[0].splitlines():
+        # Each setting is a line, and further lines of comment may follow. A comment at the margin is a heading.
+        (node,) = ast.parse(line.strip()).body or [None]
+        comment = line.encode()[node.end_col_offset if node else 0:].decode().partition("#")[2].strip()
+        key = ast.unparse(getattr(node, "targets", [node])[0]) if node else ""
+        if key or line.startswith("#") and (not layout or layout[-1][0]):
+            layout.append([key, [], getattr(node, "value", None)])
+        if comment:
+            layout[-1][1].append(comment)
     for place, (statement, *_) in enumerate(layout[:]):
         if statement.endswith(" import *"):
             file = Path(importlib.util.find_spec(statement.split()[1]).origin)

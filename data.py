@@ -276,14 +276,12 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
     a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
-    prompts, not_embedded = [], getattr(tokenizer, "not_embedded", {})
+    prompts = []
     for (name, row), ids in zip(named, encoded):
         plain = not chat or isinstance(row["prompt"], str)
         prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
-        strange = [token for token, number in not_embedded.items() if number in ids]
-        if strange or not ids:
-            what = f"{strange[0]}, a token that the model does not have" if strange else "no tokens"
-            raise ValueError(f"{name}: its prompt has {what}")
+        if not ids:
+            raise ValueError(f"{name}: its prompt has no tokens")
     return prompts
 
 
@@ -379,7 +377,7 @@ def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **change
     s = SimpleNamespace(**vars(settings) | changed)
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
     total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    left_out = untold(tokenizer, prompts)
+    check_kinds(tokenizer, prompts)
     order = epoch_order(total, 0, s.seed) if split == "train" else range(total)
     encoded, fitting = [], []
     while len(encoded) < total and len(fitting) < wanted:
@@ -389,18 +387,15 @@ def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **change
         shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
-    note = (f"{total:,} {'prompts' if split == 'train' else 'held-out prompts'} of {source} "
-            f"({len(encoded) - len(fitting):,} of {len(encoded):,} have more than "
-            f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
-    if left_out:
-        note += f"; the chat template does not write what these roles say: {', '.join(left_out[:3])}"
-    return prompts, fitting, note
+    return prompts, fitting, (f"{total:,} {'prompts' if split == 'train' else 'held-out prompts'} of {source} "
+                              f"({len(encoded) - len(fitting):,} of {len(encoded):,} have more than "
+                              f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
 
 
-def untold(tokenizer, prompts):
+def check_kinds(tokenizer, prompts):
     # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
-    # it now, not after hours. Returns the roles that are left out.
-    s, kinds, roles = prompts.s, {}, []
+    # it now, not after hours.
+    s, kinds = prompts.s, {}
     for name, row in prompts.named:
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
         kinds.setdefault(tuple((m["role"], "tool_calls" in m) for m in messages), (name, row["prompt"]))
@@ -409,11 +404,10 @@ def untold(tokenizer, prompts):
             raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
                              "last one not the assistant's")
         text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, prompts.tools)
-        if s.system_prompt.strip() not in text:
-            raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")
-        roles += [f"{message['role']} ({name})" for message in (prompt if kind else ())
-                  if message["content"].rpartition("</think>")[2].strip() not in text]
-    return roles
+        # Only the end of an answer, because many templates leave out what stands in <think>.
+        said = [m["content"].rpartition("</think>")[2] for m in prompt] if kind else [prompt]
+        if lacking := [part for part in (s.system_prompt, *said) if part.strip() not in text]:
+            raise ValueError(f"{name}: the chat template leaves out {lacking[0]!r:.100}")
 
 
 def whole_text(prompt):

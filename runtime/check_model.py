@@ -15,7 +15,6 @@ import math
 import os
 from pathlib import Path
 
-import transformers
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
                           AutoTokenizer, GenerationConfig)
 from transformers.utils import logging
@@ -73,9 +72,6 @@ def check_model(path, key="model", tokenizer=True, length=0):
         raise ValueError(f"{what}: the folder holds an adapter (adapter_config.json) and not a model; "
                          f"python lora.py {path} writes one")
     with reading(f"{what}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
-        plain, _ = transformers.PreTrainedConfig.get_config_dict(path)
-        if "auto_map" in plain and plain.get("model_type") not in transformers.CONFIG_MAPPING:
-            raise ValueError("it needs code of its own (trust_remote_code), which is never run")
         limit, why = longest_row(read_config(path).get_text_config())
     if length > limit:
         raise ValueError(f"{what}: a prompt and its completion (max_completion_length) may have {length} "
@@ -172,11 +168,7 @@ def end_tokens(model, tokenizer):
             named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     for ids in named:
         if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            vocabulary = range(read_config(model).get_text_config().vocab_size)
-            if not ids or not all(number in vocabulary for number in ids):
-                raise ValueError(f"model={model}: eos_token_id={ids} is no token of the model")
-            return ids
+            return ids if isinstance(ids, list) else [ids]
     raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
                      "names an end-of-sequence token")
 
@@ -212,11 +204,9 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     embedded = read_config(path).get_text_config().vocab_size
     # Gemma 3's text models share their tokenizer with larger ones and do not embed its image token.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
-    if beyond.keys() - special:
+    if {token for token, number in tokenizer.get_vocab().items() if number >= embedded} - special:
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
-    tokenizer.not_embedded = beyond                             # no prompt may hold them: data.py
     if settings:
         if path := settings.chat_template:
             with reading(f"chat_template={path}"):

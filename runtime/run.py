@@ -115,7 +115,7 @@ class Run:
         check_suits(s, folders.suits)
         for key, what, file, rows in (
                 ("train_prompts", "training", s.train_file, [row for _, row in train_set.named]),
-                ("eval_prompts", "held-out", s.eval_file or s.train_file, [p.row for p in eval_set])):
+                ("eval_prompts", "held-out", s.eval_file or s.train_file, eval_set)):     # with their tokens
             found = checkpoint.checksum_of_rows(rows)
             # If the number of held-out prompts was changed, they differ because of that.
             check(self.state["checksums"].get(key, found) == found or getattr(s, key) != before.get(key),

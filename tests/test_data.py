@@ -504,15 +504,6 @@ def test_a_text_ends_without_the_end_token_that_a_tokenizer_adds(tokenizer):
     assert [one.ids for one in found] == [plain, plain, plain + tokenizer("\n").input_ids]
 
 
-def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer):
-    image = copy.deepcopy(tokenizer)
-    image.add_special_tokens({"additional_special_tokens": ["<img>"]})
-    image.not_embedded = {"<img>": 261}
-    for last in ("see <img>", [{"role": "user", "content": "<img>"}]):
-        with pytest.raises(ValueError, match="^rows:1: its prompt has <img>, a token that the model does not"):
-            data.encode_rows(image, named(last))
-
-
 def test_a_prompt_without_tokens_is_named(tokenizer):
     empty = copy.deepcopy(tokenizer)
     empty.backend_tokenizer.normalizer = normalizers.Strip()
@@ -520,7 +511,7 @@ def test_a_prompt_without_tokens_is_named(tokenizer):
         data.encode_rows(empty, named("1?", "\u2003"))
 
 
-def test_what_a_template_leaves_out_is_said(tokenizer, tmp_path):
+def test_what_a_template_leaves_out_is_refused(tokenizer, tmp_path):
     """Of each kind of roles one prompt is compared with what the model reads."""
     deaf = copy.deepcopy(tokenizer)
     deaf.chat_template = ("{% for m in messages if m.role != 'system' and m.role != 'developer' %}"
@@ -530,17 +521,16 @@ def test_what_a_template_leaves_out_is_said(tokenizer, tmp_path):
         {"prompt": [{"role": "developer", "content": "Be brief."}, *messages[0]]}]
     path = write(tmp_path / "rows.jsonl", *rows)
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "max_prompt_length": 99}
-    note = data.load_prompts(deaf, SimpleNamespace(**settings))[2]
-    assert f"the chat template does not write what these roles say: developer ({path}:9)" in note
-    assert "does not write" not in data.load_prompts(tokenizer, SimpleNamespace(**settings))[2]
-    with pytest.raises(ValueError, match="^system_prompt=Add.: the chat template leaves it out"):
+    data.load_prompts(tokenizer, SimpleNamespace(**settings))
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:9: the chat template leaves out 'Be brief.'"):
+        data.load_prompts(deaf, SimpleNamespace(**settings))
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: the chat template leaves out 'Add.'"):
         data.load_prompts(deaf, SimpleNamespace(**settings | {"system_prompt": "Add."}))
     # A thought that a template cuts from an earlier answer is not missed.
     deaf.chat_template = deaf.chat_template.replace("m.content", "m.content.split('</think>')[-1]")
     path = write(tmp_path / "rows.jsonl", {"prompt": [
         *messages[0], {"role": "assistant", "content": "<think>hm</think>1"}, *messages[1]]})
-    settings |= {"train_file": path, "eval_file": path}
-    assert "does not write" not in data.load_prompts(deaf, SimpleNamespace(**settings))[2]
+    data.load_prompts(deaf, SimpleNamespace(**settings | {"train_file": path, "eval_file": path}))
 
 
 def test_encode_rows_errors(tokenizer):

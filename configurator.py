@@ -107,14 +107,11 @@ def show_help(docstring, layout, settings):
     flags = {key: f"  --{key}={default!r}  " for key, default in settings.items()}
     # The width is limited, so that one long default does not move all comments to the right.
     width = min(48, max(map(len, flags.values()), default=0))
-    heading = []
     for key, lines, _ in layout:
         if not key:
-            heading = ["", *lines]
+            print("", *lines, sep="\n")
         elif key in flags:
-            comment = ("\n" + " " * width).join(lines)
-            print(*heading, (flags[key].ljust(width) + comment).rstrip(), sep="\n")
-            heading = []
+            print((flags[key].ljust(width) + ("\n" + " " * width).join(lines)).rstrip())
 
 
 def read_config(given, script):

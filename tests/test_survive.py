@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from configurator import tell_launcher
 from runtime import checkpoint, distributed
 from runtime.run import RunLog, rewind
+from tiny import pretrain
 from runs import ROOT, TORCHRUN, begin, change_state, finish, forked, launch, lines, refused, without_times
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -291,7 +292,9 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     write("train.jsonl", ROWS)
     write("eval.jsonl", ROWS[:8])
     shutil.copy(reward_file.removeprefix("--reward=").removesuffix(":score"), tmp_path / "rewards.py")
-    settings = {"task": "file", "train_file": f"{tmp_path}/train.jsonl",
+    template = tmp_path / "mine.jinja"
+    template.write_text(pretrain.CHAT_TEMPLATE)
+    settings = {"task": "file", "train_file": f"{tmp_path}/train.jsonl", "chat_template": template,
                 "eval_file": f"{tmp_path}/eval.jsonl", "train_prompts": 0, "max_steps": 2}
     reward = f"--reward={tmp_path}/rewards.py:score"
     train(folder, tmp_path / "run", reward, **settings)
@@ -303,6 +306,10 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     write("train.jsonl", ROWS)
     write("eval.jsonl", ROWS[1:9])
     refused(go_on[1:], f"{tmp_path}/eval.jsonl: the held-out prompts are not those of", tmp_path)
+    write("eval.jsonl", ROWS[:8])
+    template.write_text("\n" + pretrain.CHAT_TEMPLATE)
+    refused(go_on[1:], f"{tmp_path}/eval.jsonl: the held-out prompts are not those of", tmp_path)
+    template.write_text(pretrain.CHAT_TEMPLATE)
     # Other held-out prompts are no surprise where another number of them is asked for.
     train(folder, tmp_path / "run", reward, resume="auto", **settings | {"max_steps": 3, "eval_prompts": 6})
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -74,7 +74,7 @@ def read_layout(path):
     assert len(block) > 1, f"{path}: the settings belong between two comment lines of dashes"
     layout = []
     for line in block[0].splitlines():
-        # Each setting is a line, and further lines of comment may follow. A comment at the margin is a heading.
+        # A setting is one line, and lines of comment may follow. A comment at the margin is a heading.
         (node,) = ast.parse(line.strip()).body or [None]
         comment = line.encode()[node.end_col_offset if node else 0:].decode().partition("#")[2].strip()
         key = ast.unparse(getattr(node, "targets", [node])[0]) if node else ""

@@ -387,9 +387,9 @@ def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **change
         shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
-    return prompts, fitting, (f"{total:,} {'prompts' if split == 'train' else 'held-out prompts'} of {source} "
-                              f"({len(encoded) - len(fitting):,} of {len(encoded):,} have more than "
-                              f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
+    kind, long = {"train": "", "eval": "held-out "}[split], len(encoded) - len(fitting)
+    return prompts, fitting, (f"{total:,} {kind}prompts of {source} ({long:,} of {len(encoded):,} have more "
+                              f"than max_prompt_length={s.max_prompt_length} tokens and are left out)")
 
 
 def check_kinds(tokenizer, prompts):

@@ -13,9 +13,9 @@ POSITIVE = """num_generations prompts_per_step max_completion_length token_budge
     max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
     top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
 # Settings of your own may be negative.
-NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature top_k
-    epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam max_prompt_length
-    max_turns max_environments max_num_gen_batches overlong_buffer max_staleness train_prompts eval_prompts
+NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
+    top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam
+    max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness train_prompts eval_prompts
     eval_interval save_interval lora_rank shard_ranks logprob_gap timeout call_timeout call_workers
     show""".split()
 SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()

@@ -94,9 +94,9 @@ def test_a_diff_applies_and_runs(copy, number):
     runs.forked(copy / "log", script, *arguments, *warm, "--out_dir=run", root=copy)
     assert [line["step"] for line in runs.lines(copy / "run")] == [0, 1, 2]
     if "+def pass_at_k" in diff:
-        output = runs.forked(copy / "log", script, "--advantage=pass_at_k", "--kl_coef=0.1", "--kl_in=reward",
-                             "--kl_estimator=k1", code=2, root=copy)
-        assert "advantage=pass_at_k counts scores above 0, which kl_in=reward shifts" in output
+        output = runs.forked(copy / "log", script, "--advantage=pass_at_k", "--kl_coef=0.1",
+                             "--kl_estimator=k1_reward", code=2, root=copy)
+        assert "advantage=pass_at_k counts scores above 0, which kl_estimator=k1_reward shifts" in output
     if any((copy / "tests").iterdir()):
         # What waits for a diff is tested with it.
         output = run(copy, sys.executable, "-m", "pytest", "-rs", "tests")

@@ -222,7 +222,7 @@ def pretrain(model, tokenizer, batches):
     optimizers = [
         torch.optim.Muon(matrices, lr=2 * learning_rate, weight_decay=0.0),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-    rise, fall = max(1, 0.02 * steps), max(1, 0.5 * steps)     # steps in which the rates rise from 0, and fall
+    rise, fall = max(1, 0.02 * steps), max(1, 0.5 * steps)      # steps in which the rates rise, and fall
     schedule = lambda step: min(1, (step + 1) / rise, (steps - step) / fall)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
     # bfloat16 is twice as fast on a CPU that multiplies it, and much slower on any other.

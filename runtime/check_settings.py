@@ -15,9 +15,9 @@ POSITIVE = """num_generations prompts_per_step max_completion_length token_budge
 # Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
     top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam
-    max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness train_prompts eval_prompts
-    eval_interval save_interval lora_rank shard_ranks logprob_gap timeout call_timeout call_workers
-    show""".split()
+    max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness
+    train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout
+    call_timeout call_workers show""".split()
 SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),

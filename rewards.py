@@ -9,11 +9,11 @@ import bisect
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import json
 import math
 import re
+import sys
 import time
 from collections import Counter, defaultdict
 from fractions import Fraction
@@ -24,7 +24,7 @@ import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, plain, value
 from runtime.user_code import (STARTED_IN, Failed, Threads, TimeUp, UserProcess, accepted, load_from,
-                               logging_into, name_of, outcome, shown, source_of, specs)
+                               logging_into, name_of, number, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -78,10 +78,8 @@ class Reward(NamedTuple):
     """A reward function, and how it is called."""
     name: str                   # under which it is logged
     function: object            # its spec, or a function of the task's
-    source: str = ""            # its file or module
     form: str = "TRL"           # or verl, or verl batch
-    each: bool = False          # a call scores one completion, not all of them
-    at_once: bool = False       # it is async: its calls run at the same time
+    at_once: bool = False       # it is async: each completion has a call, and many run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
 
 
@@ -96,90 +94,82 @@ def load_reward(spec, task):
     if not spec:
         return Reward("accuracy", OWN.get(task.partition(":")[0], exact_accuracy))
     if spec == "math_verify":
-        try:
-            importlib.import_module(spec)
-        except ImportError as error:
-            raise ValueError("reward=math_verify needs the package math-verify: pip install "
-                             f"'math-verify[antlr4_13_2]' ({error})") from error
-        # A comparison that hangs costs no other completion its score.
-        return Reward(spec, "rewards:math_verify", each=True)
+        load_from("math_verify:parse", "reward", "function")    # the package is installed
+        spec = "rewards:math_verify"
     spec += ":compute_score" if spec.endswith(".py") else ""
     function = load_from(spec, "reward", "function", " or math_verify")
     parameters = inspect.signature(function).parameters.keys()
-    trl = {"prompts", "completions", "completion_ids"} & parameters
-    verl = {"solution_str": "verl", "solution_strs": "verl batch"}.items()
-    form = next((form for key, form in verl if key in parameters and not trl), "TRL")
+    form = ("TRL" if {"prompts", "completions", "completion_ids"} & parameters else
+            "verl" if "solution_str" in parameters else
+            "verl batch" if "solution_strs" in parameters else "TRL")
     at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
-    return Reward(name_of(function), spec, source_of(spec), form, form == "verl" or at_once, at_once,
-                  "environments" in parameters)
+    return Reward(name_of(function), spec, form, at_once, "environments" in parameters)
 
 
-def judge(reward, columns, alone=False, stop=True, workers=0, timeout=0.0):
-    """Yield (parts, steps, logged) for each completion of these columns, or the Failed or TimeUp of its call.
+def arguments(reward, function, columns):
+    """Return the keywords with which a reward is called for these columns, and {name: value} for each
+    completion, into which it logs. Raises ValueError if it needs a column that is missing."""
+    logged = [{} for _ in columns["completions"]]
+    logs = logging_into(logged)
+    # A reward that changes what it gets must not change the rows of the run.
+    given = {key: values if key == "environments" else copy.deepcopy(values)
+             for key, values in columns.items()}
+    if reward.form == "TRL":
+        given |= logs | {"trainer_state": given["trainer_state"][-1]}
+    else:
+        rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
+        given = rows[0] if reward.form == "verl" else {
+            f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
+    return accepted(function, given, f"reward {reward.name}", logs), logged
 
-    alone: whether each completion is scored by a call of its own. stop: whether to end with the first error.
-    workers: how many calls of an async function run at the same time; 0 means 64. Each of these has `timeout`
-    seconds; nothing can stop another function. For the rest see `score`.
+
+def verl_arguments(row):
+    # Returns verl's arguments for a row with its completion. Where a model scores verl's row, reward_model
+    # holds no truth.
+    truths = [(row.get("reward_model") or {}).get("ground_truth"), row.get("ground_truth"), row.get("answer")]
+    truths = [truth for truth in truths if truth is not None]
+    return {"data_source": row.get("data_source", row.get("source")),
+            "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {},
+            **({"ground_truth": truths[0]} if truths else {})}
+
+
+def only(columns, i):
+    # Returns the columns of one completion.
+    return {key: values[i:i + 1] for key, values in columns.items()}
+
+
+def judge(reward, columns, workers=0, timeout=0.0, end=math.inf):
+    """Call a reward and return (parts, steps, logged) for each completion, as in `score`.
+
+    The completions of an async reward have calls of their own, of which `workers` run at the same time (0:
+    64), and each has `timeout` seconds (0: no limit). If such a call fails, Failed or TimeUp stands in place
+    of its values, and TimeUp for what is left at the time `end`. Raises Failed if any other reward fails.
     """
-    completions, at_once = columns["completions"], reward.at_once and not alone
     function = reward.function
     if not callable(function):
         function = load_from(function, "reward", "function")
-    logged, threads, ended = [{} for _ in completions], Threads(workers or 64, timeout), {}
-    groups = [[i] for i in range(len(completions))] if alone or at_once else [[*range(len(completions))]]
-
-    def call(group):
-        given = {key: [values[i] if key == "environments" else copy.deepcopy(values[i]) for i in group]
-                 for key, values in columns.items()}
-        logs = logging_into([logged[i] for i in group])
-        if reward.form == "TRL":
-            given |= logs | {"trainer_state": given["trainer_state"][-1]}
-        elif reward.form == "verl":
-            given = {key: values[0] for key, values in verl_arguments(given).items()}
-        else:
-            given = {f"{key}s": values for key, values in verl_arguments(given).items()}
-        return functools.partial(function, **accepted(function, given, f"reward {reward.name}", logs))
-
-    for group in groups if at_once else ():
-        threads.start(group[0], call(group))
-    for group in groups:
-        while at_once and group[0] not in ended:
-            ended |= {i: result for i, *result in threads.finished(wait=True)}
-        returned, error, _ = ended[group[0]] if at_once else outcome(call(group), timeout)
-        if not error:
-            returned = [returned] if reward.form == "verl" else returned
-            values = checked(reward, returned, [completions[i] for i in group])
-            yield from [(*pair, logged[i]) for pair, i in zip(values, group)]
-        elif len(group) == 1:
-            yield error
-            if stop:
-                return
-        else:
-            # Calls for each completion tell which one is to blame; if none is, it is all of them together.
-            results = [*judge(reward, columns, True, stop, timeout=timeout)]
-            if not any(isinstance(one, Failed) for one in results):
-                results[0] = error
-            yield from results
+    if not reward.at_once:
+        given, logged = arguments(reward, function, columns)
+        returned, error, _ = outcome(functools.partial(function, **given))
+        if error:
+            raise error
+        return checked(reward, returned, columns["completions"], logged)
+    calls, results, logs = Threads(workers or 64, timeout), [], []
+    for i in range(len(columns["completions"])):
+        given, logged = arguments(reward, function, only(columns, i))
+        calls.start(i, functools.partial(function, **given))
+        results.append(TimeUp())
+        logs.append(logged)
+    while time.monotonic() < end and (ended := calls.finished(wait=True)):
+        for i, returned, error, _ in ended:
+            results[i] = error or checked(reward, returned, columns["completions"][i:i + 1], logs[i])[0]
+    return results
 
 
-def verl_arguments(columns):
-    # Returns verl's arguments, each as a list with a value per completion.
-    column = lambda key: columns.get(key, [None] * len(columns["completions"]))
-    arguments = {"data_source": columns.get("data_source", column("source")),
-                 "solution_str": [*map(content, columns["completions"])],
-                 "extra_info": [info or {} for info in column("extra_info")]}
-    # Where a model scores verl's row, it has no truth: {"style": "model"}.
-    models = [model if isinstance(model, dict) else {} for model in column("reward_model")]
-    truths = zip([model.get("ground_truth") for model in models], column("ground_truth"), column("answer"))
-    if {"reward_model", "ground_truth", "answer"} & columns.keys():
-        arguments["ground_truth"] = [next((one for one in some if one is not None), None) for some in truths]
-    return arguments
+TIMED_OUT = f"the reward {TimeUp()}"
 
 
-TIMED_OUT = "the reward took too long"
-
-
-def score(reward, columns, process=None, timeout=0.0, budget=math.inf, workers=0, unscored=False):
+def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, unscored=False):
     """Return (parts, steps, logged, problem) for each completion.
 
     parts is {name: value}, with NaN for a part that is None. A reward without named parts has one part, with
@@ -187,51 +177,60 @@ def score(reward, columns, process=None, timeout=0.0, budget=math.inf, workers=0
     what the reward logged. problem: why the reward failed, or "".
 
     columns: {name: one value per completion}, of which the reward gets copies. process: the UserProcess in
-    which a call has `timeout` seconds; 0 sets no limit. If a call for all completions takes longer or ends
-    the process, each completion is scored by a call of its own. If that one takes longer as well, the
-    completion gets 0.0, and so do all that have no score `timeout` seconds after the end of `budget`. With
-    unscored=True these completions get no parts, nor do those for which the reward raises.
+    which a call has `timeout` seconds; 0 sets no limit. If a call for all completions fails, each completion
+    is scored by a call of its own. One whose own call takes too long, or has not begun at the time `end` of
+    time.monotonic, gets 0.0 for each part; with unscored=True it gets NaN, and so does one for which the
+    reward raises.
 
-    Raises RuntimeError if the reward raises and unscored is False (the message shows the completion), or if
-    it returns anything but one finite number, None, dict of these or list of pairs for each completion.
-    Raises ValueError if a column is missing.
+    Raises ValueError if a column is missing, if the reward raises and unscored is False (the message shows
+    the completion), or if it returns anything but one finite number, None, dict of these or list of pairs for
+    each completion.
     """
-    completions, end = columns["completions"], time.monotonic() + budget
-    alone, results = reward.each and not reward.at_once, []
-    while (done := len(results)) < len(completions):
-        rest, left = {key: values[done:] for key, values in columns.items()}, end - time.monotonic()
-        # Calls that run at once have limits of their own, and the process one for all of them.
-        limit = timeout if timeout and (alone or not reward.at_once) else math.inf
+    completions, results, failure = columns["completions"], [], None
+
+    def call(some):
+        # Calls the reward once for some of the completions; an async one, once for each.
+        if time.monotonic() >= end:
+            raise TimeUp
+        arguments = reward, some, workers, timeout, end
+        if not process:
+            return judge(*arguments)
+        # The calls of an async reward have limits of their own.
+        return process.call(None if reward.at_once else timeout or None, judge, *arguments)
+
+    # One call for all, unless the reward scores one completion at a time.
+    if len(completions) > 1 and (reward.at_once or reward.form != "verl"):
         try:
-            if left <= 0:
-                raise TimeUp
-            arguments = reward, rest, alone, not unscored, workers, timeout
-            results.extend(process.results(limit, end + timeout, judge, *arguments) if process
-                           else judge(*arguments))              # it keeps what came before an error
-        except (TimeUp, Failed) as error:                       # the process has ended
-            results += [error] if alone else []
-            alone = True
-        blamed = [pair for pair in zip(results, completions) if isinstance(pair[0], Failed)]
-        if blamed and not unscored:
-            (error, completion), *_ = blamed
-            where = "" if isinstance(completion, str) else ", in a list of messages"
-            raise RuntimeError(f"reward {reward.name} {error}; the completion is "
-                               f"{content(completion)[:500]!r}{where}") from error
-    if limit == math.inf and process and any(isinstance(one, TimeUp) for one in results):
-        process.end()                                           # because these calls may still be running
-    names = dict.fromkeys(name for one in results if isinstance(one, tuple) for name in one[0])
-    failed = {} if unscored else dict.fromkeys(names or [reward.name], 0.0)
-    return [(*one, "") if isinstance(one, tuple) else (failed, [], {}, TIMED_OUT if isinstance(one, TimeUp)
-                                                       else f"the reward {one}") for one in results]
-
-
-def total(parts, weights):
-    """Return the weighted part "score" or, if there is none, the weighted sum of the parts, without NaN.
-
-    A part that `weights` does not name has the weight 1. The result is NaN if all parts are.
-    """
-    counted = {"score": parts["score"]} if "score" in parts else parts
-    return known(weights.get(name, 1.0) * value for name, value in counted.items())
+            results = call(columns)
+        except (TimeUp, Failed) as error:
+            failure = error
+            print(f"reward {reward.name} {error} for {len(completions)} completions: each is scored by a "
+                  "call of its own", file=sys.stderr)
+    # If that failed, or there was none: one call after the other, of which some may be late or fail.
+    while len(results) < len(completions):
+        try:
+            results += call(only(columns, len(results)))
+        except (TimeUp, Failed) as error:
+            results.append(error)
+            if isinstance(error, Failed) and not unscored:
+                break
+    # Who is to blame: a completion whose own call raised, or all of them together.
+    late = any(isinstance(one, TimeUp) for one in results)
+    if late and process:
+        process.end()                                           # because calls of an async reward may go on
+    failed = [(one, f"; the completion is {content(completion)[:500]!r}")
+              for one, completion in zip(results, completions) if isinstance(one, Failed)]
+    if isinstance(failure, Failed) and not (failed or late):
+        failed = [(failure, f" for {len(completions)} completions in one call and for none alone")]
+    if failed and not unscored:
+        error, where = failed[0]
+        raise ValueError(f"reward {reward.name} {error}{where}") from error
+    # A completion without a score gets all parts that others have.
+    scored = [one for one in results if isinstance(one, tuple)]
+    names = dict.fromkeys(name for parts, *_ in scored for name in parts) or [reward.name]
+    without = dict.fromkeys(names, math.nan if unscored else 0.0)
+    return [(*one, "") if isinstance(one, tuple) else (without, [], {}, f"the reward {one}")
+            for one in results]
 
 
 def known(values):
@@ -240,45 +239,35 @@ def known(values):
     return sum(some) if some else math.nan
 
 
-def checked(reward, returned, completions):
-    # Returns (parts, steps) for each value that a reward returned, in a list, an array or a tensor.
+def checked(reward, returned, completions, logged):
+    # Returns (parts, steps, logged) for each value that a reward returned, in a list, an array or a tensor.
+    returned = [returned] if reward.form == "verl" else returned
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
-        what = f"{len(returned)} values" if isinstance(returned, (list, tuple)) else type(returned).__name__
-        raise RuntimeError(f"reward {reward.name} returned {what}, not a list of {len(completions)}, one for "
-                           "each completion")
-    return [parts_of(reward.name, *pair) for pair in zip(returned, completions)]
+        raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
+                         "values, one for each completion")
+    return [(*parts_of(reward.name, value, content(completion)), log)
+            for value, completion, log in zip(returned, completions, logged)]
 
 
-def parts_of(name, value, completion):
+def parts_of(name, returned, text):
     # Returns (parts, steps) of the value that the reward of this name returned for a completion.
-    def wrong(value, problem):
-        return RuntimeError(f"reward {name} returned {shown(value)}: {problem}; the completion is "
-                            f"{content(completion)[:500]!r}")
-
-    def real(value):
-        # float raises for 10**400, for example.
-        with contextlib.suppress(Exception):
-            if hasattr(value, "__float__") and abs(float(value)) <= 3.4e38:     # float32's largest
-                return float(value)
-        raise wrong(value, "not a finite number in float32")
-
-    steps = []
-    if isinstance(value, (list, tuple)):
-        length = len(content(completion))
-        if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in range(length)
-                   for pair in value):
-            raise wrong(value, f"not pairs (character, score) with characters from 0 to {length - 1}")
-        steps = [(int(character), real(one)) for character, one in value]
-        value = sum(one for _, one in steps)
-    if not isinstance(value, dict):
-        value = {} if value is None else {name: value}
-    # Besides the score, verl's functions may return entries that are not numbers.
-    elif "score" in value:
-        value = {key: part for key, part in value.items() if key == "score" or hasattr(part, "__float__")}
-    parts = {str(key): math.nan if part is None else real(part) for key, part in value.items()}
-    real(sum(part for part in parts.values() if not math.isnan(part)))
-    return parts, steps
+    value, steps = returned, []
+    try:
+        if isinstance(value, (list, tuple)):
+            steps = [(range(len(text)).index(character), number(one)) for character, one in value]
+            value = sum(one for _, one in steps)
+        if not isinstance(value, dict):
+            value = {} if value is None else {name: value}
+        # Besides the score, verl's functions may return entries that are not numbers.
+        elif "score" in value:
+            value = {key: one for key, one in value.items() if key == "score" or hasattr(one, "__float__")}
+        return {str(key): math.nan if one is None else number(one) for key, one in value.items()}, steps
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward {name} returned {shown(returned)}: not a finite number in float32, nor None, nor a dict of "
+            f"these, nor pairs (character, score) with characters from 0 to {len(text) - 1}; the completion is "
+            f"{text[:500]!r}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -292,10 +281,10 @@ class Scorer:
     scorer(rollouts) sets score, parts, rewards, extra and problem of each rollout. The score is the sum of
     what the environment gave, what the rewards returned, and the reward model's score. Each part is first
     multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
-    used. A reward that returned None counts as 0. If the reward model cannot score a completion, the
-    completion has no score, unless the model's weight is 0. What belongs to no turn or step is given to the
-    last token in `rewards`. weights: {name: weight} of reward_weights. budget: the seconds that the
-    calls of a reward have in all, save for the last one.
+    used. A reward that returned None counts as 0. A completion has no score if the reward model cannot score
+    it, or if a reward failed for it and reward_errors is "unscored", unless the weight is 0. What belongs to
+    no turn or step is given to the last token in `rewards`. weights: {name: weight} of reward_weights.
+    budget: the seconds after which the rewards of a batch begin no more calls.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
     player: the episodes.Player that plays what is scored; at the end of each episode it calls the rewards
@@ -304,20 +293,17 @@ class Scorer:
     """
 
     def __init__(self, settings, device, dtype, player, tokenizer=None):
-        s, self.settings, self.environment, self.tokenizer = settings, settings, player.rewards_as, tokenizer
-        self.player, self.weights = player, part_weights(s.reward_weights)
+        s, self.settings, self.player, self.tokenizer = settings, settings, player, tokenizer
+        self.environment, self.weights, self.model = player.rewards_as, part_weights(s.reward_weights), None
         self.budget = 9 * s.call_timeout or math.inf            # with the last call, ten times call_timeout
-        self.unscored, self.model = s.reward_errors == "unscored", None
+        self.unscored = s.reward_errors == "unscored"
         # {file or module: the UserProcess that calls its functions}
         self.processes = {}
-        own = s.reward != "none" and (s.reward or not self.environment)
-        self.rewards = [self._load(spec) for spec in specs(s.reward)] if own else []
-        names = [reward.name for reward in self.rewards]
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"reward={s.reward}: two of them are called {twice[0]}")
-        self.judging = [reward for reward in self.rewards if reward.environments]
-        if self.judging and not player.make:
-            raise ValueError(f"reward {self.judging[0].name} takes environments, but none is given")
+        own = [] if self.environment else [""]                  # the task's own reward
+        # Pairs (Reward, the UserProcess that calls it or None).
+        rewards = [self._load(spec) for spec in specs(s.reward) or own] if s.reward != "none" else []
+        self.judging = [reward for reward, _ in rewards if reward.environments and player.make]
+        self.rewards = [(reward, process) for reward, process in rewards if reward not in self.judging]
         if self.judging:
             player.judge = self._judge
         if s.reward_model:
@@ -325,25 +311,23 @@ class Scorer:
             from runtime.reward_model import RewardModel
             self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
         # The answers are numbers, and no code of the user's runs that might hang or raise.
-        self.plain = self.rewards == [Reward("accuracy", accuracy)] and not (
+        self.plain = rewards == [(Reward("accuracy", accuracy), None)] and not (
             self.model or self.weights or player.make)
-        if not (names or self.model or self.environment):
+        if not (rewards or self.model or self.environment):
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
     def _load(self, spec):
         # A function of the user's may do anything, so it gets a process of its own. It is called here if it
         # has no time limit, where a debugger finds it, and if it reads environments or stands in their file.
-        s, place = self.settings, source_of(spec)
-        if s.reward and not spec:
-            raise ValueError(f"reward={s.reward}: nothing stands on one side of a comma")
-        if spec and s.call_timeout and not (place and place == source_of(s.environment)):
-            load = map, load_reward, [spec], [s.task]
+        s, place = self.settings, source_of(spec) or spec
+        if spec and s.call_timeout and place != source_of(s.environment):
+            load = load_reward, spec, s.task
             process = self.processes.setdefault(place, UserProcess(STARTED_IN, *load))
-            [reward] = process.results(math.inf, math.inf, *load)
-            if not reward.environments:
-                return reward
+            reward = process.call(None, *load)
+            if not (reward.environments and self.player.make):
+                return reward, process
             process.end()
-        return load_reward(spec, s.task)
+        return load_reward(spec, s.task), None
 
     def _columns(self, rollouts):
         # Returns what a reward may be given for these rollouts, as in TRL: {name: a value for each}.
@@ -361,16 +345,29 @@ class Scorer:
         for reward in self.judging:
             self._add(rollout, *score(reward, columns, unscored=self.unscored)[0])
 
-    def _add(self, rollout, named, steps, logged, problem):
-        # Adds to a rollout what a reward returned for it; `_score` gives the tokens their share.
+    def _add(self, r, named, steps=(), logged={}, problem=""):
+        # Adds to a rollout what a reward, the environment or the reward model gave.
         if steps and self.player.make:
-            raise RuntimeError(f"reward {min(named)} scores characters of a completion, but an episode has "
-                               "several messages")
-        if len(self.rewards) > 1 and (clash := {*rollout.parts, "score"} & named.keys()):
-            raise RuntimeError(f"reward={self.settings.reward}: a part of one of them may not be called "
-                               f"{min(clash)}: this names the whole score or another's part")
-        rollout.parts, rollout.problem = rollout.parts | named, rollout.problem or problem
-        rollout.extra |= logged
+            raise ValueError(f"reward {min(named)} scores characters of a completion, but an episode has "
+                             "several messages")
+        counted = {"score": named["score"]} if "score" in named else named
+        r.score = known([r.score, *(self._weight(name) * value for name, value in counted.items())])
+        r.parts, r.extra = r.parts | named, r.extra | logged
+        if any(map(self._weight, counted)):
+            r.problem = r.problem or problem
+
+    def _weight(self, name):
+        return self.weights.get(name, 1.0)
+
+    def _said(self, rollouts):
+        # Returns a list of (parts, steps, logged, problem) for each reward, and for the reward model.
+        s, columns, end = self.settings, self._columns(rollouts), time.monotonic() + self.budget
+        said = [score(reward, columns, process, s.call_timeout, end, s.call_workers, self.unscored)
+                for reward, process in self.rewards]
+        if self.model:
+            by_model = self.model.score(columns["prompts"], columns["completions"])
+            said.append([({"reward_model": value}, [], {}, "") for value in by_model])
+        return said
 
     def check_with(self, prompts):
         """Try a first turn and two made-up completions, so that what is broken shows before training.
@@ -379,27 +376,27 @@ class Scorer:
         the reward model cannot be used.
         """
         self.player.check_with(prompts)
-
-        def made_up(row, text):
+        trial = []
+        for prompt, text in zip(prompts * 2, ("Answer: 0", "")):
             message = [{"role": "assistant", "content": text}]
-            encoded = self.tokenizer(text).input_ids if self.tokenizer else []
-            return SimpleNamespace(row=row, completion=text if isinstance(row["prompt"], str) else message,
-                                   finish_reason="stop", rewards={}, logprobs=[0.0], sampled_ids=[], extra={},
-                                   parts={}, problem="", ids=np.array(encoded), spans=np.array([[0, 0]]),
-                                   versions=((0, 0),))
-
-        trial = [*map(made_up, [prompt.row for prompt in prompts * 2], ("Answer: 0", ""))]
-        try:
-            self._score(trial)
-        except RuntimeError as error:
-            raise ValueError(error) from error
-        problems = [rollout.problem for rollout in trial]
-        # A judge may fail now and then, so one failure of two is accepted where failures are.
-        if all(problems) if self.unscored else any(problems):
-            raise ValueError(f"{max(problems)} for a made-up completion: reward={self.settings.reward}, "
+            ids = self.tokenizer(text).input_ids if self.tokenizer else []
+            trial.append(SimpleNamespace(
+                row=prompt.row, completion=text if isinstance(prompt.row["prompt"], str) else message,
+                ids=np.array(ids), spans=np.array([[0, 0]]), versions=((0, 0),)))
+        # A judge may fail now and then, so where failures are accepted it is tried again.
+        for _ in range(3 if self.unscored else 1):
+            said = self._said(trial)
+            problems = [problem for (*_, problem), (*_, other) in said if problem and other]
+            if not problems:
+                break
+        else:
+            raise ValueError(f"{problems[0]} for a made-up completion: reward={self.settings.reward}, "
                              f"call_timeout={self.settings.call_timeout:g}")
-        names = {*trial[0].parts, *trial[1].parts, *(reward.name for reward in self.rewards)}
+        names = Counter(name for one in said for name in {name for parts, *_ in one for name in parts})
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"reward={self.settings.reward}: two parts of the score are called {twice[0]}")
         # The parts of a reward that reads environments are not known yet.
+        names = {*names, *(reward.name for reward, _ in self.rewards), self.environment} - {""}
         if (strange := self.weights.keys() - names) and not self.judging:
             raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
                              f"{', '.join(sorted(names))}")
@@ -407,55 +404,43 @@ class Scorer:
     def __call__(self, rollouts):
         if self.plain:
             for r in rollouts:
-                number = number_of(r.completion)
-                r.score, r.answered = float(number == Fraction(r.row["answer"])), number is not None
+                answer = number_of(r.completion)
+                r.score, r.answered = float(answer == Fraction(r.row["answer"])), answer is not None
                 r.parts, r.rewards = {"accuracy": r.score}, {len(r.logprobs) - 1: r.score}
         elif rollouts:
             self._score(rollouts)
 
     def _score(self, rollouts):
         # Scores by any rewards, with or without an environment and a reward model.
-        s, columns = self.settings, self._columns(rollouts)
-        results = [score(reward, columns, self.processes.get(reward.source), s.call_timeout, self.budget,
-                         s.call_workers, self.unscored) for reward in self.rewards if not reward.environments]
-        by_model = self.model and self.model.score(columns["prompts"], columns["completions"])
-        weight = lambda name: self.weights.get(name, 1.0)
-        for i, r in enumerate(rollouts):
-            # What the environment gave at each turn, or a reward at each step. If get_reward returned None,
-            # a NaN says that the environment gave nothing.
-            given = r.rewards if self.environment else {}
-            earned, own = sum(given.values()), defaultdict(float)
-            if not math.isnan(earned):
-                own |= {token: weight(self.environment) * one for token, one in given.items()}
+        for r, *said in zip(rollouts, *self._said(rollouts)):
             # What the rewards said that have read the environment is there already.
-            r.parts, r.problem = (r.parts, r.problem) if self.judging else ({}, "")
-            for named, steps, *more in [result[i] for result in results]:
+            if not self.judging:
+                r.parts, r.problem, r.score = {}, "", math.nan
+            own = defaultdict(float)                            # {sampled token: what it earned for a step}
+            for named, steps, *more in said:
                 self._add(r, named, steps, *more)
-                for token, one in self._at_tokens(r, steps):
-                    own[token] += weight(min(named)) * one
-            score_of_all = total(r.parts, self.weights)
+                for token, one in self._at_tokens(r, steps) if steps else ():
+                    own[token] += self._weight(min(named)) * one
             if self.environment:
-                r.parts = r.parts | {self.environment: earned}
-                score_of_all = known([score_of_all, weight(self.environment) * earned])
-            if self.model:
-                r.parts = r.parts | {"reward_model": by_model[i]}
-                scaled = weight("reward_model") * by_model[i] if weight("reward_model") else 0.0
-                score_of_all = scaled + known([score_of_all, 0.0])
-            unscored = r.finish_reason == "error" or self.unscored and r.problem
-            r.score, last = math.nan if unscored else score_of_all, len(r.logprobs) - 1
+                # NaN if get_reward returned None: the environment gave nothing.
+                self._add(r, {self.environment: sum(r.rewards.values())})
+                if not math.isnan(r.parts[self.environment]):
+                    own |= {token: self._weight(self.environment) * one for token, one in r.rewards.items()}
+            lost = math.isnan(r.parts.get("reward_model", 0.0)) and self._weight("reward_model")
+            if lost or r.finish_reason == "error" or self.unscored and r.problem:
+                r.score = math.nan
             if r.row.get("answer") is not None:
                 r.answered = extract_answer(content(r.completion)) is not None
             rest = r.score - sum(own.values())
             if not own or not abs(rest) < 1e-9:                 # more than rounding leaves
-                own[last] += rest
+                own[len(r.logprobs) - 1] += rest
             r.rewards = dict(own)
 
     def _at_tokens(self, rollout, steps):
         # Yields (sampled token, its reward) for pairs (character of the completion, reward).
         ids, text = rollout.sampled_ids, content(rollout.completion)
         for character, reward in steps:
-            begins = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(
-                text[:character + 1])
+            begins = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(text[:character + 1])
             yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
 
 
@@ -463,23 +448,30 @@ def part_weights(text):
     """Return {name: weight} for the text "name:weight,name:weight". Raises ValueError for any other text."""
     pairs = [pair.rpartition(":") for pair in text.split(",") if pair]
     with contextlib.suppress(ValueError):
-        weights = {name: float(number) for name, _, number in pairs}
-        if "" not in weights and all(abs(weight) <= 1e9 for weight in weights.values()):
-            return weights
+        if all(name and math.isfinite(float(weight)) for name, _, weight in pairs):
+            return {name: float(weight) for name, _, weight in pairs}
     raise ValueError(f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5")
 
 
-def part_means(rollouts, prefix, of="parts"):
-    """Return {prefix/name/mean: mean} of the numbers of each name; the mean of none is 0.
+def mean(values):
+    # Returns the mean, or 0 if there are no values.
+    return sum(values) / max(len(values), 1)
 
-    of: "parts" for the parts of the score, or "extra" for what was logged. NaN, infinity and numbers whose
-    sum might overflow are left out.
-    """
+
+def part_means(parts, prefix):
+    """Return {prefix/name/mean: mean} of the numbers in dicts, without NaN; the mean of none is 0."""
     values = defaultdict(list)
-    for name, value in (pair for rollout in rollouts for pair in getattr(rollout, of).items()):
+    for name, value in (pair for one in parts for pair in one.items()):
         if not isinstance(value, str):
-            values[name] += [value] if abs(value) < 1e300 else []
+            values[name] += [] if math.isnan(value) else [value]
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
+
+
+def reward_means(rollouts, prefix):
+    # Returns the mean of each part of the score, and the share of completions without a final answer.
+    answered = [r.answered for r in rollouts if r.answered is not None]
+    return part_means([r.parts for r in rollouts], prefix) | (
+        {f"{prefix}/no_answer": mean([not one for one in answered])} if answered else {})
 
 
 def evaluation(rollouts, k, name="eval"):
@@ -497,33 +489,29 @@ def evaluation(rollouts, k, name="eval"):
     completions that were cut off, right_ended the share of those with a score above 0 that ended by
     themselves, and unscored counts those whose reward or episode failed.
     """
-    values, lengths = defaultdict(list), [len(rollout.logprobs) for rollout in rollouts]
-    answered = [rollout.answered for rollout in rollouts if rollout.answered is not None]
-    cut_off = [rollout.finish_reason == "length" for rollout in rollouts]
-    ended = [rollout.finish_reason == "stop" for rollout in rollouts if rollout.score > 0]
+    values = defaultdict(list)
     for i in range(0, len(rollouts), k):
-        scored = [rollout for rollout in rollouts[i:i + k] if not math.isnan(rollout.score)]
+        scored = [r for r in rollouts[i:i + k] if not math.isnan(r.score)]
         if not scored:
             continue
-        scores = [rollout.score for rollout in scored]
-        answers = [extract_answer(content(rollout.completion)) for rollout in scored]
+        scores = [r.score for r in scored]
+        answers = [extract_answer(content(r.completion)) for r in scored]
         # An answer votes by its exact value, or by its text if it has none.
         texts = [None if answer is None else plain(answer) for answer in answers]
         answers = [text if text is None or (tree := value(text)) is None else tree for text in texts]
         votes = Counter(answer for answer in answers if answer is not None)
         winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
         source = rollouts[i].row.get("source")
-        for prefix in [name] + ([f"{name}/{source}"] if source else []):
-            values[f"{prefix}/mean@{k}"].append(sum(scores) / len(scores))
+        for prefix in [name] if source in (None, "") else [name, f"{name}/{source}"]:
+            values[f"{prefix}/mean@{k}"].append(mean(scores))
             values[f"{prefix}/pass@{k}"].append(max(scores))
             values[f"{prefix}/maj@{k}"].append(scores[winner])
-    means = {key: sum(each) / len(each) for key, each in values.items()}
-    return means | {f"{name}/unscored": len(failures(rollouts)),
-                    f"{name}/mean_length": sum(lengths) / len(lengths),
-                    f"{name}/clipped_ratio": sum(cut_off) / len(cut_off),
-                    f"{name}/right_ended": sum(ended) / max(len(ended), 1),
-                    **({f"{name}/rewards/no_answer": answered.count(False) / len(answered)}
-                       if answered else {}), **part_means(rollouts, f"{name}/rewards")}
+    return {key: mean(each) for key, each in values.items()} | {
+        f"{name}/unscored": len(failures(rollouts)),
+        f"{name}/mean_length": mean([len(r.logprobs) for r in rollouts]),
+        f"{name}/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
+        f"{name}/right_ended": mean([r.finish_reason == "stop" for r in rollouts if r.score > 0]),
+        **reward_means(rollouts, f"{name}/rewards")}
 
 
 def failures(rollouts):
@@ -539,39 +527,34 @@ def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
     its share of the prompts. A collective.
     """
     import torch.distributed as dist                # a reward's process needs this file, and no PyTorch
-    from runtime.distributed import gathered
     own = range(dist.get_rank(), len(prompts), dist.get_world_size())
     with log.timed("eval"):
         rollouts = sample([prompts[i] for i in own], k, [f"{name} {i}" for i in own], **sampling)
         scorer(rollouts)
-        everyones = gathered(rollouts)
+        everyones = log.gathered(rollouts)
         log.evaluation(evaluation(everyones, k, name), failures(everyones), len(everyones))
     return rollouts
 
 
-def rollout_metrics(rollouts, n, engines):
+def rollout_metrics(rollouts, n, group_std, engines):
     """Return the figures of sampled and scored rollouts for a log; means ignore NaN.
 
-    n: the number of adjacent rollouts per prompt. engines: how many engines sampled them. The time that
-    environments took is given per engine.
+    n: the number of adjacent rollouts per prompt. group_std: losses.group_std. engines: how many engines
+    sampled them. The time that environments took is given per engine.
     """
     import torch                                    # as in evaluate
-    from losses import group_std
-    lengths = [len(r.logprobs) for r in rollouts]
-    scores = np.array([r.score for r in rollouts])
+    lengths, scores = [len(r.logprobs) for r in rollouts], np.array([r.score for r in rollouts])
     stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]
     scored = scores[~np.isnan(scores)].tolist()
-    answered = [r.answered for r in rollouts if r.answered is not None]
     figures = {"reward": float(np.nanmean(scores)) if scored else 0.0,
                "reward_std": stds.mean().item(), "frac_reward_zero_std": (stds == 0).double().mean().item(),
                "rewards/min": min(scored, default=0.0), "rewards/max": max(scored, default=0.0),
-               "rewards/unscored": len(scores) - len(scored), **part_means(rollouts, "rewards"),
-               **part_means(rollouts, "logged", "extra"),
-               **({"rewards/no_answer": answered.count(False) / len(answered)} if answered else {}),
+               "rewards/unscored": len(scores) - len(scored), **reward_means(rollouts, "rewards"),
+               **part_means([r.extra for r in rollouts], "logged"),
                "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),
-               "completions/mean_length": sum(lengths) / len(lengths),
+               "completions/mean_length": mean(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
-               "completions/clipped_ratio": sum(r.finish_reason == "length" for r in rollouts) / len(lengths)}
+               "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts])}
     return figures | episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else figures
 
 
@@ -606,6 +589,6 @@ def conversation(completion):
     texts = []
     for message in completion:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
-        text = " ".join(str(part) for part in [message["content"], *calls] if part)
+        text = " ".join([str(message["content"] or ""), *calls]).strip()
         texts.append(text if message["role"] == "assistant" else f"[{text}]")
     return " ".join(texts)

@@ -283,7 +283,7 @@ for step in range(run.first_step, max_steps):
         bridge.load_weights(policy.full_weights(compute_dtype, bridge.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, bridge.engines),
+    run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, losses.group_std, bridge.engines),
                  rewards.sample_lines(rollouts, G, tokenizer))
 
 # ---------------------------------------------------------------- the last model

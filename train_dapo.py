@@ -248,7 +248,7 @@ for step in range(run.first_step, max_steps):
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(sampled, rewards.rollout_metrics(sampled, G, engines=world_size),
+    run.end_step(sampled, rewards.rollout_metrics(sampled, G, losses.group_std, world_size),
                  rewards.sample_lines(sampled, G, tokenizer))
 
 # ---------------------------------------------------------------- the last model

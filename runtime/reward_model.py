@@ -6,9 +6,9 @@ otherwise a policy could write the judge's next turn itself. Each rank has a who
 waits in host memory while it is not used.
 """
 import math
-import sys
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from runtime.chat_template import broken_up
@@ -29,12 +29,13 @@ class RewardModel:
         config, self.tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path, "reward_model")
         if config.num_labels != 1:
             raise ValueError(f"reward_model={path} has {config.num_labels} labels: a reward model has one")
-        # The model's forward reads this part of the config.
+        # The model reads the score at the last token that is no padding, so the part of the config that its
+        # forward reads has to name the pad token.
         text_config = config.get_text_config()
-        # The model reads the score at the last token that is no padding, so it has to know the pad token.
-        if getattr(text_config, "pad_token_id", None) is None:
-            text_config.pad_token_id = self.tokenizer.pad_token_id
-        if text_config.pad_token_id is None:
+        self.pad_id = getattr(text_config, "pad_token_id", None)
+        if self.pad_id is None:
+            self.pad_id = text_config.pad_token_id = self.tokenizer.pad_token_id
+        if self.pad_id is None:
             raise ValueError(f"reward_model={path}: neither its config nor its tokenizer names a pad token")
         with reading(f"reward_model={path}: its weights"):
             self.model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -42,16 +43,12 @@ class RewardModel:
                 trust_remote_code=False)
         check_loaded(f"reward_model={path} is not a trained reward model", loading)
         self.model.eval()
-        # A space breaks a control token up, unless it is a single character or the tokenizer drops spaces.
-        special = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()
-                   if token.special}
-        self.control = {*special.values()}
-        for token, number in special.items():
-            if number in self.tokenizer(self._harmless(token), add_special_tokens=False).input_ids:
-                print(f"reward_model={path}: its control token {token!r} cannot be broken up, so a policy "
-                      "can write it", file=sys.stderr)
+        # In bfloat16 scores near 16 would be multiples of 1/8.
+        head = getattr(self.model, "score", None) or self.model.classifier
+        head.float().register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+        self.control = {number for number, token in self.tokenizer.added_tokens_decoder.items()
+                        if token.special}
         self.path, self.device, self.token_budget = path, device, token_budget
-        self.pad_id = text_config.pad_token_id
         self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
 
     @torch.no_grad()
@@ -65,18 +62,17 @@ class RewardModel:
         """
         ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions)]
         fitting = [i for i in range(len(ids)) if len(ids[i]) <= self.max_length]
-        longest_first = sorted(fitting, key=lambda i: -len(ids[i]))
-        scores = [math.nan] * len(ids)
+        longest_first, scores = sorted(fitting, key=lambda i: -len(ids[i])), [math.nan] * len(ids)
         self.model.to(self.device)
         while longest_first:
             width = len(ids[longest_first[0]])
             count = max(1, self.token_budget // width)
             batch, longest_first = longest_first[:count], longest_first[count:]
-            padded = [ids[i] + [self.pad_id] * (width - len(ids[i])) for i in batch]    # [count, width]
-            mask = [[1] * len(ids[i]) + [0] * (width - len(ids[i])) for i in batch]
-            logits = self.model(input_ids=torch.tensor(padded, device=self.device),
-                                attention_mask=torch.tensor(mask, device=self.device)).logits
-            for i, value in zip(batch, logits[:, 0].tolist()):                          # [count, 1]
+            rows = [torch.tensor(ids[i], device=self.device) for i in batch]
+            padded = pad_sequence(rows, True, self.pad_id)                              # [count, width]
+            mask = pad_sequence([torch.ones_like(row) for row in rows], True)
+            logits = self.model(input_ids=padded, attention_mask=mask).logits           # [count, 1]
+            for i, value in zip(batch, logits[:, 0].tolist()):
                 scores[i] = value if math.isfinite(value) else math.nan
         self.model.to("cpu")
         if all(map(math.isnan, scores)):
@@ -86,21 +82,15 @@ class RewardModel:
 
     def _encode(self, prompt, completion):
         if isinstance(prompt, str):
-            completion = self._harmless(completion)
-            # A control token may begin in the prompt and end in the completion.
-            found = self.tokenizer(prompt + completion, return_offsets_mapping=True)
-            if any(one in self.control and start < len(prompt) < end
-                   for one, (start, end) in zip(found.input_ids, found.offset_mapping)):
-                completion = " " + completion
-            return self.tokenizer(prompt + completion).input_ids
+            return self.tokenizer(prompt + self._harmless(completion)).input_ids
         if self.tokenizer.chat_template is None:
             raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
                              "chat template")
         turns = [*prompt, *completion]
         # A completion continues the assistant's message at the end of its prompt, so the two are one turn.
         if prompt[-1]["role"] == "assistant":
-            whole = prompt[-1]["content"] + (completion[0].get("content") or "")
-            turns[len(prompt) - 1:len(prompt) + 1] = [completion[0] | {"content": whole}]
+            begun, first = prompt[-1]["content"], completion[0]
+            turns = [*prompt[:-1], first | {"content": begun + (first.get("content") or "")}, *completion[1:]]
         # What a tool returned may be a list or an object.
         messages = [turn | {"content": self._harmless(str(turn.get("content") or ""))} for turn in turns]
         with reading(f"reward_model={self.path}: a conversation, by its chat template,"):

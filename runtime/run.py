@@ -273,6 +273,8 @@ class RunLog:
     averaged over all ranks when the step ends. A disk that is full ends the run.
     """
 
+    gathered = staticmethod(distributed.gathered)
+
     def __init__(self, out_dir, script, settings, state):
         self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
         first_step, self.watch = state["step"], health.Watch(settings)

@@ -3,8 +3,8 @@ Functions and classes of the user's are loaded here from "file.py:name", or "pac
 in limited time.
 
 Threads calls them in threads of this process, and cannot end a call that does not come back. UserProcess
-calls them in a process of its own, and ends that process with the call. What they do to signals, the current
-folder or the interpreter stays there.
+calls them in a process of its own, and ends that process if a call takes too long. What they do to signals,
+the current folder or the interpreter stays there.
 """
 import asyncio
 import atexit
@@ -14,7 +14,6 @@ import functools
 import importlib.util
 import inspect
 import io
-import math
 import os
 import queue
 import signal
@@ -45,8 +44,8 @@ def source_of(spec):
 
 
 def specs(text):
-    """Return the parts of a setting such as "file.py:name,other.py:name"; those of "" are [""]."""
-    return [part.strip() for part in text.split(",")]
+    """Return the specs in a setting such as "file.py:name,other.py:name"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @functools.cache
@@ -77,15 +76,12 @@ def load_from(spec, key, kind, others=""):
     else the spec may be. Raises ValueError if the file has nothing of this name, or if it raises.
     """
     given, _, name = spec.rpartition(":")
-    if not given or "\0" in given or not name.isidentifier():
+    if not given or not name.isidentifier():
         raise ValueError(f"{key} must be file.py:{kind} or package.module:{kind}{others}, not {spec!r}")
-    path = source_of(spec)
-    if given.endswith(".py") and not os.path.isfile(path):
-        raise ValueError(f"{key}: no such file: {given}")
     try:
-        module = module_of(path) if given.endswith(".py") else importlib.import_module(given)
+        module = module_of(source_of(spec)) if given.endswith(".py") else importlib.import_module(given)
     except BaseException as error:
-        raise ValueError(f"{key}: {given} raised {escaped(shown(error))}") from error
+        raise ValueError(f"{key}: {given} raised {shown(error)}") from error
     if not callable(found := getattr(module, name, None)):
         names = ", ".join(other for other, value in vars(module).items() if callable(value))
         raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {names or 'none'}")
@@ -111,16 +107,19 @@ def name_of(function):
 
 
 def shown(value):
-    # Returns a value or an error of any kind, even one that cannot be printed, as a text for a message.
-    try:
-        return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"{value!r:.100}"
-    except Exception:
-        return f"a value of type {type(value).__name__}"
+    """Return a value or an error as one line for a message, without characters that act on the console."""
+    if isinstance(value, BaseException):
+        return repr(f"{type(value).__name__}: {value}")[1:-1]
+    return f"{value!r:.100}"
 
 
-def escaped(text):
-    # Returns the text as one line without control characters, which could act on the console.
-    return repr(text)[1:-1]
+def number(value):
+    """Return a value that is not a text as a float. Raises ValueError if float32 has no such number."""
+    # float raises for an array of several numbers and for 10**400.
+    with contextlib.suppress(TypeError, OverflowError, RuntimeError):
+        if hasattr(value, "__float__") and abs(float(value)) <= 3.4e38:         # float32's largest
+            return float(value)
+    raise ValueError(f"{shown(value)} is not a finite number in float32")
 
 
 def logging_into(stores):
@@ -132,9 +131,9 @@ def logging_into(stores):
     def log_extra(name, values):
         for store, value in [(stores, values)] if isinstance(stores, dict) else zip(stores, values):
             try:
-                store[str(name)] = value if isinstance(value, str) else float(value)
-            except Exception:
-                store[str(name)] = shown(value)
+                store[str(name)] = number(value)
+            except ValueError:
+                store[str(name)] = value if isinstance(value, str) else shown(value)
 
     return {"log_extra": log_extra, "log_metric": lambda name, value: log_extra(
         name, value if isinstance(stores, dict) else [value] * len(stores))}
@@ -142,6 +141,9 @@ def logging_into(stores):
 
 class TimeUp(TimeoutError):
     """Says that a function of the user's ran out of time."""
+
+    def __str__(self):
+        return "took too long"
 
 
 class Failed(Exception):
@@ -158,15 +160,15 @@ def outcome(function, seconds=0):
     try:
         value = function()
         if inspect.isawaitable(value):
-            future = asyncio.run_coroutine_threadsafe(listed(value), event_loop("of user code"))
-            [value] = future.result(seconds or None)
+            future = asyncio.run_coroutine_threadsafe(value, event_loop("of user code"))
+            value = future.result(seconds or None)
     except KeyboardInterrupt:
         raise
     # sys.exit, for example, must not end the run as if it had come to its end.
     except BaseException as error:
         # An async function that ran out of time can be cancelled; one that raised TimeoutError has ended.
         late = isinstance(error, TimeoutError) and inspect.isawaitable(value) and future.cancel()
-        value, problem = None, TimeUp() if late else Failed(f"raised {escaped(shown(error))}")
+        value, problem = None, TimeUp() if late else Failed(f"raised {shown(error)}")
         problem.__cause__ = error
         problem.add_note(traceback.format_exc())                # which another process cannot send otherwise
     return value, problem, time.perf_counter() - start
@@ -179,14 +181,6 @@ def event_loop(name):
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
-
-
-async def listed(awaitable):
-    """Return the value of the awaitable in a list."""
-    try:
-        return [await awaitable]
-    except (SystemExit, KeyboardInterrupt) as error:            # either would end the loop for all others
-        raise RuntimeError(repr(error)) from error
 
 
 class Threads:
@@ -226,13 +220,9 @@ class Threads:
 
 
 def closer(instance, name):
-    """Return the environment's method of this name if it needs no arguments, otherwise None."""
+    """Return the environment's method of this name if it takes no arguments, otherwise None."""
     method = getattr(instance, name, None)
-    try:
-        inspect.signature(method).bind()
-        return method
-    except (TypeError, ValueError):
-        return None
+    return method if inspect.ismethod(method) and not inspect.signature(method).parameters else None
 
 
 def close(instances, seconds):
@@ -276,31 +266,28 @@ class UserProcess:
 
     def __init__(self, folder, *first):
         self.folder, self.first, self.process = folder, first, None
+        closing.callback(self.end)
 
-    def results(self, seconds, end, function, *arguments):
-        """Yield what function(*arguments) yields there. Raises what it raises, or Failed if its process ends.
+    def call(self, seconds, function, *arguments):
+        """Return function(*arguments), computed there. Raises what it raises, or Failed if its process ends.
 
-        If a result takes longer than `seconds`, or is not there at the time `end` of time.monotonic, the
-        process is ended with all that it has started, and TimeUp is raised. The next call starts a new one.
+        If that takes longer than `seconds` (None: no limit), the process is ended with all that it has
+        started, and TimeUp is raised. The next call starts a new process.
         """
         if not self.process:
             self._start()
-            [*self.results(math.inf, math.inf, *self.first)]
+            self.call(None, *self.first)
         try:
             self.pipe.send((function, arguments))
-            while True:
-                left = min(seconds, end - time.monotonic())
-                if not self.pipe.poll(max(0, left) if left < math.inf else None):
-                    self.end()
-                    raise TimeUp
-                result, error = self.pipe.recv()
-                if error:
-                    raise error
-                if result is None:
-                    return
-                yield result
+            if not self.pipe.poll(seconds):
+                self.end()
+                raise TimeUp
+            value, error = self.pipe.recv()
         except (EOFError, ConnectionError) as lost:
             raise Failed(f"ended its process with status {self.end()}") from lost
+        if error:
+            raise error
+        return value
 
     def _start(self):
         self.pipe, theirs = Pipe()
@@ -313,10 +300,11 @@ class UserProcess:
         theirs.close()
 
     def end(self):
-        """End the process and return its exit status. The next call starts a new process."""
-        process, self.process = self.process, None
-        os.killpg(process.pid, signal.SIGKILL)                  # and the processes that it has started
-        return process.wait()
+        """End the process, if there is one, and return its exit status."""
+        if process := self.process:
+            self.process = None
+            os.killpg(process.pid, signal.SIGKILL)              # and the processes that it has started
+            return process.wait()
 
 
 def serve(descriptor):
@@ -325,12 +313,9 @@ def serve(descriptor):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: end with the parent
     make_lenient()
     pipe = Connection(descriptor)
-    with contextlib.suppress(EOFError):                         # the UserProcess has gone
-        while True:
-            (function, arguments), problem = pipe.recv(), None
-            try:
-                for result in function(*arguments):
-                    pipe.send((result, None))
-            except BaseException as error:
-                problem = error
-            pipe.send((None, problem))                          # it has ended
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((function(*arguments), None))
+        except BaseException as error:
+            pipe.send((None, error))

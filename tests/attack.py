@@ -61,7 +61,7 @@ def score(prompts, completions, **_):
 class Expected(NamedTuple):
     """refused: with these words. runs: with exit code 0, saying the words somewhere.
 
-    either: it runs, or is refused. later: it is refused, or stops in the middle by a RuntimeError. still: the
+    either: it runs, or is refused. later: it is refused, or stops in the middle by an error. still: the
     watchdog ends it.
     """
     kind: str
@@ -453,8 +453,6 @@ import numpy, torch
 calls = 0
 class Odd:
     def __float__(self): raise ValueError('odd')
-class Unspeakable(Exception):
-    def __str__(self): raise ValueError('unspeakable')
 def recurse(): recurse()
 def linger():
     while True:
@@ -485,7 +483,7 @@ VALUES = {
 STATEMENTS = {
     "reward score": """
         raise ValueError('x'); raise ValueError; raise ValueError('a\\nb'); raise ValueError('\\ud800'); raise
-        Unspeakable; raise GeneratorExit; raise BaseException('x'); raise StopIteration; raise MemoryError;
+        GeneratorExit; raise BaseException('x'); raise StopIteration; raise MemoryError;
         sys.exit(0); sys.exit(); sys.exit('bye'); 1 / 0; recurse(); raise SystemExit(2); raise
         UnicodeDecodeError('a', b'', 0, 1, ''); raise TimeoutError; raise ExceptionGroup('x', [ValueError()]);
         raise asyncio.CancelledError""",
@@ -505,7 +503,7 @@ SLOW = {"reward score|call_timeout": "time.sleep(1000); while True: pass; linger
 LATE_SLOW = {runs(): "time.sleep(1000); while True: pass; linger(); "
                      "__import__('re').match('(a+)+$', 'a' * 60 + 'b')"}
 LATE_VALUES = {later("reward score"): "None; [1.0]; ['1'] * n; [float('nan')] * n; [10 ** 400] * n"}
-LATE_STATEMENTS = {later("reward score"): "raise ValueError; sys.exit(0); raise Unspeakable; 1 / 0",
+LATE_STATEMENTS = {later("reward score"): "raise ValueError; sys.exit(0); 1 / 0",
                    later("reward score ended its process with status 3"): "os._exit(3)"}
 REWARD_FILES = {  # what is in r.py
     r"r\.py": ["raise SystemExit", "raise BaseException", "x = 1\0", b"x = '\xff'", "(" * 100_000,
@@ -528,7 +526,7 @@ REWARD_FILES = {  # what is in r.py
         "def score(data_source, solution_str, ground_truth): return {'score': 1, 'n': 'x'}",
         "import subprocess\nsubprocess.Popen(['sleep', '5'])" + LETTERS]}
 REWARD_NAMES = {
-    r"no such file.*none\.py": ["none.py:score"], r"reward.*r\.txt": ["r.txt:score"],
+    r"none\.py raised FileNotFoundError": ["none.py:score"], r"reward.*r\.txt": ["r.txt:score"],
     "reward": ["r.py", "r.py:", "r.py:score:", "r.py:a.b", "r.py:5", "r.py::score", "r.py:sc\udcffore",
                "r.py/:score"], "no function __name__": ["r.py:__name__"]}
 
@@ -565,8 +563,6 @@ def reward_source(statement, value="[1.0] * n", after=0):
 GAME = """
 import asyncio, decimal, numpy, sys, time, torch
 calls = 0
-class Unspeakable(Exception):
-    def __str__(self): raise ValueError('unspeakable')
 def linger():
     while True:
         try: time.sleep(0.01)
@@ -595,7 +591,7 @@ class Game:
 ENVIRONMENT_NAMES = {
     "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b"],
     r"environment.*g\.txt": ["g.txt:Game"],
-    r"environment.*no such file.*none\.py": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
+    r"environment.*none\.py raised FileNotFoundError": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
 ENVIRONMENT_FILES = {  # what is in g.py
     r"environment.*g\.py": ["1/0", "import sys; sys.exit(0)", "class Game(:", "", "Game = 5", GARBAGE,
                             FOLDER],
@@ -607,13 +603,13 @@ ENVIRONMENT_FILES = {  # what is in g.py
     "Game: reset needs a column colour": [GAME.replace("**row", "colour")],
     runs(): [TOOL, "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0"]}
 OPENINGS = {
-    "Game: reset": "raise ValueError; sys.exit(0); raise Unspeakable; return 5; return b'x'; await 1; "
+    "Game: reset": "raise ValueError; sys.exit(0); return 5; return b'x'; await 1; "
                    "await asyncio.sleep(1000); row['prompt'][0]['nothing']",
     "reset returned so much .* max_prompt_length=64": "return 'x' * 99",
     runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
 STEPS = {
     "environment Game: (it|step|the reward)": """
-        raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise Unspeakable; raise GeneratorExit;
+        raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise GeneratorExit;
         raise StopIteration; raise asyncio.CancelledError; return None; return ''; return '', 0.5; return '',
         0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5, 0.5, False; return b'', 0.5, False;
         return ['', 0.5, True]; return '', None, True; return '', float('nan'), True;
@@ -628,7 +624,7 @@ STEPS = {
         asyncio.run(asyncio.sleep(0))"""}
 LATE_STEPS = {
     later("environment Game: (it|step|the reward)"): r"""
-        raise ValueError; raise ValueError('a\nb'); sys.exit(0); raise Unspeakable; return None; return '',
+        raise ValueError; raise ValueError('a\nb'); sys.exit(0); return None; return '',
         float('nan'), True""",
     still(): "time.sleep(1000); while True: pass; linger()"}
 # Threads are left to themselves.
@@ -1009,7 +1005,7 @@ class Trial:
         (kind, words), codes = self.case.expected, set(codes)
         stopped, victim = kind in ("later", "still") and codes == {1}, self.folder / "victim"
         end = ("stood still" in errors if kind == "still"
-               else re.search(f"^RuntimeError: .*({words})", self.last))
+               else re.search(f"^(?:Runtime|Value)Error: .*({words})", self.last))
         if None in codes:
             return "hung"
         problems = {

@@ -510,5 +510,5 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
 
 def test_math_verify_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match=r"needs the package math-verify: pip install 'math-verify\["):
+    with pytest.raises(ValueError, match="reward: math_verify raised ModuleNotFoundError"):
         rewards.load_reward("math_verify", "gsm8k")

@@ -67,8 +67,8 @@ def judge(tmp_path_factory):
     return path
 
 
-def load(path, token_budget=500):
-    return RewardModel(str(path), torch.device("cpu"), torch.float32, token_budget)
+def load(path, token_budget=500, dtype=torch.float32):
+    return RewardModel(str(path), torch.device("cpu"), dtype, token_budget)
 
 
 def test_scores_are_the_models_own_whatever_the_batch(judge):
@@ -108,8 +108,6 @@ def test_a_completion_cannot_spell_control_tokens(judge, text):
     assert count(prompt, answer(text)) == count(prompt, answer("12")) > 3
     assert count([{"role": "user", "content": text}], answer("12")) == count(prompt, answer("12"))
     assert count("<|user|>1+1?", text) == 1
-    # One that begins in the prompt.
-    assert count("<|user|>1+1?<|e", "nd|>" + text) == 1
     # What spells none stays as it is.
     assert ours._harmless("a <b> | <|fin|>") == "a <b> | <|fin|>"
 
@@ -126,19 +124,17 @@ def test_text_that_the_judges_tokenizer_normalises_spells_none_either(judge, tmp
     count = lambda prompt, completion: ours._encode(prompt, completion).count(number)
     for text in (full_width, f"a{full_width}b<|end|>", f"<|en{full_width}d|>"):
         assert count(prompt, answer(text)) == count(prompt, answer("12")) > 0
-        assert count("1+1?", text) == count("1+1?" + text[:4], text[4:]) == 0
+        assert count("1+1?", text) == 0
 
 
-def test_a_control_token_that_cannot_be_broken_up_is_named(judge, tmp_path, capsys):
-    path = shutil.copytree(judge, tmp_path / "judge")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.pad_token = "~"
-    tokenizer.save_pretrained(path)
-    config = AutoConfig.from_pretrained(path)
-    config.vocab_size = len(tokenizer)
-    Qwen3ForSequenceClassification(config).save_pretrained(path)
-    load(path)
-    assert "its control token '~' cannot be broken up, so a policy can write it" in capsys.readouterr().err
+def test_the_head_computes_in_float32(judge):
+    """The layers before it compute in bfloat16, of whose values scores near 16 would be multiples of 1/8."""
+    ours, prompts = load(judge, dtype=torch.bfloat16), [row["prompt"] for row in ROWS[:8]]
+    with torch.no_grad():
+        ours.model.score.weight *= 100
+    scores = torch.tensor(ours.score(prompts, [answer(str(i)) for i in range(8)]), dtype=torch.float64)
+    assert ours.model.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert not torch.equal(scores, scores.bfloat16().double()) and torch.equal(scores, scores.float().double())
 
 
 def test_a_string_prompt_is_continued(judge):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packing import shared_tokens
+from losses import group_std
 from rewards import TIMED_OUT, rollout_metrics, sample_lines
 from rollout import Rollout
 from runs import lines, on_ranks
@@ -75,13 +76,13 @@ def test_the_metrics_of_rollouts():
     row = {"prompt": "?"}
     found = rollout_metrics([sampled(row, "a", 1.0, {"right": 1.0, "short": 0.0}, 2),
                              sampled(row, "b", 0.0, {"right": 0.0}, 6, "length", problem=TIMED_OUT),
-                             sampled(row, "c", math.nan, {"right": math.nan}, 4)], 3, 1)
+                             sampled(row, "c", math.nan, {"right": math.nan}, 4)], 3, group_std, 1)
     assert found == {"reward": 0.5, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
                      "rewards/min": 0.0, "rewards/max": 1.0, "rewards/unscored": 1,
                      "rewards/right/mean": 0.5, "rewards/short/mean": 0.0, "rewards/timeouts": 1,
                      "completions/mean_length": 4.0, "completions/min_length": 2,
                      "completions/max_length": 6, "completions/clipped_ratio": pytest.approx(1 / 3)}
-    assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1, 1)["reward"] == 0.0
+    assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1, group_std, 1)["reward"] == 0.0
 
 
 def episode(turns, finish_reason, calls=0, failures=0, seconds=0.0, problem=None):
@@ -97,15 +98,15 @@ def episode(turns, finish_reason, calls=0, failures=0, seconds=0.0, problem=None
 def test_the_metrics_of_episodes():
     rollouts = [episode(1, "stop", seconds=0.5), episode(3, "turns", calls=3, failures=1, seconds=2.0),
                 episode(2, "error", calls=1, problem="lost"), episode(2, "length", seconds=0.5)]
-    found, plain = rollout_metrics(rollouts, 4, 2), [sampled({"prompt": "?"}, "a", 1.0, {})]
-    assert {name: found[name] for name in found.keys() - rollout_metrics(plain, 1, 1).keys()} == {
+    found, plain = rollout_metrics(rollouts, 4, group_std, 2), [sampled({"prompt": "?"}, "a", 1.0, {})]
+    assert {name: found[name] for name in found.keys() - rollout_metrics(plain, 1, group_std, 1).keys()} == {
         "episodes/turns": 2.0, "episodes/inserted_tokens": 4.0, "episodes/ended/done": 0.25,
         "episodes/ended/length": 0.25, "episodes/ended/turns": 0.25, "episodes/ended/timeout": 0.0,
         "episodes/ended/error": 0.25, "episodes/limited": 2, "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25,
         # Per engine.
         "timing_s/environment": 1.5}
     assert found["completions/mean_length"] == 6.0
-    assert rollout_metrics([episode(1, "stop")], 1, 1)["tools/failure_frequency"] == 0.0
+    assert rollout_metrics([episode(1, "stop")], 1, group_std, 1)["tools/failure_frequency"] == 0.0
 
 
 def test_shared_tokens():
@@ -122,7 +123,7 @@ def end_step(log, rollouts, n=2):
     run = SimpleNamespace(log=log, state={"step": log.metrics["step"], "num_tokens": 100}, first_step=-1,
                           engine=SimpleNamespace(allocated=0))
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
-    Run.end_step(run, rollouts, rollout_metrics(rollouts, n, 1), sample_lines(rollouts, n, numbers))
+    Run.end_step(run, rollouts, rollout_metrics(rollouts, n, group_std, 1), sample_lines(rollouts, n, numbers))
     return run.state
 
 

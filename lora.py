@@ -28,9 +28,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from losses import product
-from runtime import checkpoint
 from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
-from weights import read_model, spread
+from weights import read_model, spread, write_model
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -208,7 +207,7 @@ def merge_folder(folder):
     parts = dict(hf.named_modules())
     for name, A, B in read_tensors(folder, rank, parts):
         parts[name].weight.data = merge(parts[name].weight.data, A, B, alpha / rank)
-    checkpoint.write_model(hf, {name: x.detach() for name, x in hf.named_parameters()}, out)
+    write_model(hf, {name: x.detach() for name, x in hf.named_parameters()}, out)
     load_tokenizer(base).save_pretrained(out)
     return out
 

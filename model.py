@@ -33,7 +33,7 @@ from packing import deal, idle, pack, shared_tokens
 from runtime import distributed
 from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
                                  model_class, read_config)
-from weights import put_under_fsdp, read_model, spread_masters
+from weights import put_under_fsdp, read_model, spread_masters, write_model
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -80,6 +80,13 @@ class Network(nn.Module):
         for name, tensor in tensors:
             one = {name: tensor}
             yield from (revert_weight_conversion(self.hf, one) if naming == "checkpoint" else one).items()
+
+    def save(self, folder, whole):
+        """Write the model, or its adapters, to a folder. whole: {name: tensor} of full_weights."""
+        if adapters := getattr(self, "adapters", None):
+            adapters.save(folder, whole)
+        else:
+            write_model(self.hf, whole, folder)
 
 
 class Policy(Network):

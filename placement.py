@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 import rollout
-from configurator import tell_launcher
 from runtime import distributed
 
 BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
@@ -204,9 +203,7 @@ class Bridge:
     def _lost(self, what, problem):
         # Another rank stands still, or has ended, which mostly has an earlier cause.
         message = f"{self.me} waited in vain for {what}: {problem}"
-        tell_launcher(message, later=60)
-        print(f"\n{message}", file=sys.stderr)
-        distributed.end(1)
+        distributed.end(1, message)
 
     def _failed(self, *error):
         distributed.failed(*error)

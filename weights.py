@@ -1,16 +1,20 @@
-"""Weights on their way from a folder to the ranks.
+"""Weights on their way from a folder to the ranks, and back to a folder.
 
     read_model          reads a model from a folder or hub id, whole
     spread_masters      moves weights that bfloat16 rounds, so that small steps are not lost
     put_under_fsdp      shards a network over the ranks, with the weights of rank 0
+    write_model         writes a folder for from_pretrained and vLLM
 """
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import GenerationConfig
 
 from runtime.check_model import check_loaded, reading
+
+FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
 
 
 def read_model(what, kind, path, config, has_head=True, may_lack=()):
@@ -83,3 +87,14 @@ def put_under_fsdp(network, units, mesh, dtype):
             empty.copy_(buffer)
     set_model_state_dict(network, whole, options=StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True))
+
+
+def write_model(hf, tensors, folder):
+    """Write a Hugging Face model to a folder. tensors: {name: whole tensor on the CPU} of its parameters."""
+    parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+    buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
+    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
+    generation, hf.generation_config = hf.generation_config, GenerationConfig()
+    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
+    hf.generation_config = generation
+    generation.to_json_file(f"{folder}/generation_config.json")

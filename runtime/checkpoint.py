@@ -32,11 +32,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
 
 from runtime.distributed import gathered, range_of_rows
 
-FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
 # ---------------------------------------------------------------- to disk
@@ -44,8 +42,8 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
-    networks: {subfolder: (model, optimizer, or None if nothing trains it)}; the policy's is "", so that
-    from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict
+    networks: {subfolder: (model.Network, optimizer, or None if nothing trains it)}; the policy's is "", so
+    that from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict
     that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
     `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. Returns None,
     or what went wrong if the checkpoint could not be written (because the disk is full, say); then no older
@@ -60,8 +58,11 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
         # Gathering is a collective, so every rank goes through all tensors, whatever has gone wrong.
         whole = {name: x.cpu() for name, x in model.full_weights() if master}
         try:
-            if not problem:
-                write_network(os.path.join(part, place), model, optimizer, whole)
+            if optimizer:
+                os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
+                save_optimizer(trainer, model, optimizer)
+            if master:
+                model.save(os.path.join(part, place), whole)
         # On a full disk libraries raise all kinds of errors.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"[:300]
@@ -80,18 +81,6 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     return first_problem(problem)
 
 
-def write_network(folder, model, optimizer, whole):
-    # Writes this rank's part: its rows of the optimizer's state and, on rank 0, the `whole` tensors.
-    if optimizer:
-        os.makedirs(trainer := os.path.join(folder, "trainer"), exist_ok=True)
-        save_optimizer(trainer, model, optimizer)
-    if dist.get_rank() == 0:
-        if adapters := getattr(model, "adapters", None):
-            adapters.save(folder, whole)
-        else:
-            write_model(model.hf, whole, folder)
-
-
 def remove_older(folder, scores, keep):
     # If there are newer ones, the run was resumed from an older checkpoint because they were damaged.
     found = checkpoints(os.path.dirname(folder))
@@ -100,17 +89,6 @@ def remove_older(folder, scores, keep):
     best = max(scored, key=lambda one: scores[str(step_of(one))], default=None)
     for other in {*found} - {*older[-keep:], best}:
         shutil.rmtree(other, ignore_errors=True)
-
-
-def write_model(hf, tensors, folder):
-    # Writes a model folder. tensors: {name: whole tensor on the CPU} of all parameters of the model.
-    parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
-    buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
-    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
-    generation, hf.generation_config = hf.generation_config, GenerationConfig()
-    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
-    hf.generation_config = generation
-    generation.to_json_file(f"{folder}/generation_config.json")
 
 
 def first_problem(problem):

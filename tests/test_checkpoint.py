@@ -212,10 +212,7 @@ def test_an_error_without_words_is_an_error(mesh, whole, monkeypatch):
     """A save that fails with an empty message (MemoryError) must not count as a checkpoint."""
     def fails(*_, **__):
         raise MemoryError
-    hf = type("HF", (), {"named_parameters": lambda self, remove_duplicate=True: [],
-                         "state_dict": lambda self: {}, "save_pretrained": fails,
-                         "generation_config": None})()
-    network = type("Network", (), {"hf": hf, "full_weights": lambda self: iter(())})()
+    network = type("Network", (), {"save": fails, "full_weights": lambda self: iter(())})()
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     folder = str(whole.parent / "checkpoint-2")
     monkeypatch.setattr(checkpoint, "save_optimizer", lambda *_: None)

@@ -85,6 +85,13 @@ def test_the_metrics_of_rollouts():
     assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1, group_std, 1)["reward"] == 0.0
 
 
+def test_what_is_logged_may_be_infinite_or_overflow():
+    """It is left out of the mean, and ends no run."""
+    parts = [{"a": math.inf, "b": 1.5e308}, {"a": -math.inf, "b": 1.5e308}, {"a": 3.0, "b": 1e299}]
+    found = rollout_metrics([sampled({"prompt": "?"}, "a", 1.0, part) for part in parts], 3, 1)
+    assert found["rewards/a/mean"] == 3.0 and found["rewards/b/mean"] == 1e299
+
+
 def episode(turns, finish_reason, calls=0, failures=0, seconds=0.0, problem=None):
     """Each turn has three tokens, and four stand between two of them."""
     spans = np.array([[2 + 7 * turn, 5 + 7 * turn] for turn in range(turns)], np.int32)

@@ -8,11 +8,12 @@ first trainer and all ranks of the engines are on the bridge, which carries
     weights     from the first trainer to every rank of every engine; they wait in its host memory
     rollouts    from the first rank of each engine to the first trainer, which passes them on to the others
 
-The first trainer and the engines wait for each other for at most half of `timeout`. If a rank ends, its
-connections break, and the ranks at their other ends say so and end as well.
+If a rank ends, its connections break, and the ranks at their other ends end as well. A rank that waits for
+longer than `timeout` is ended by its watchdog (runtime/distributed.py).
 """
 import atexit
 import datetime
+import itertools
 import os
 import pickle
 import queue
@@ -28,8 +29,9 @@ import torch.distributed as dist
 
 import rollout
 from runtime import distributed
+from runtime.check_settings import check_run
 
-BUCKET = 64 * 2 ** 20           # bytes: smaller tensors travel together
+TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
 FOREVER = datetime.timedelta(days=10_000)
 # Rollouts that were sampled ahead are of no use to a run that resumes with another value of one of these.
 SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_turns", "reward_weights")
@@ -38,19 +40,20 @@ SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_tu
 class Bridge:
     """The role of this rank, and its end of the bridge.
 
-    settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
-    are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
-    weights that has arrived. For runtime.run the bridge is the trainers' engine: it has the attributes name,
-    naming and allocated, load_weights and close.
+    settings: what configure returned; the script ends if they do not fit each other. trains: whether this
+    rank is a trainer. engines: how many engines there are. engine: the number of this rank's engine, from 0.
+    newest: for an engine, the last version of the weights that has arrived. sampled: {(kind, number):
+    (rollouts, figures)} of all engines, which the trainers have not taken yet. For runtime.run the bridge is
+    the trainers' engine: it has the attributes name, naming and allocated, load_weights and close.
     """
     allocated = 0
 
     def __init__(self, settings):
-        self.timeout, self.waited = settings.timeout, 0.0
-        # Afterwards the watchdog would end a rank, and it knows less.
-        self.patience = datetime.timedelta(seconds=self.timeout / 2) if self.timeout else FOREVER
+        check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - settings.rollout_ranks)
+        self.timeout, self.sampled = settings.timeout, {}
         self.rollout_ranks, self.ranks_per_engine = settings.rollout_ranks, settings.vllm_tensor_parallel_size
         self.engines = self.rollout_ranks // self.ranks_per_engine
+        self.boxes = [{} for _ in range(self.engines)]          # what each has sent and nobody has taken
         kind = rollout.engine_class(settings.engine)
         self.name, self.naming = f"{kind.name}, {self.engines} apart", kind.naming
 
@@ -58,38 +61,32 @@ class Bridge:
         """Take the role of this rank; return the group that set_up joins. A collective of all ranks."""
         distributed.watchdog.limit(self.timeout)                # some ranks may never join
         store, number, world_size = next(dist.rendezvous("env://"))
-        self.trainers = world_size - self.rollout_ranks
-        self.trains, self.speaks = number < self.trainers, number == 0
-        self.engine, rank = divmod(number - self.trainers, self.ranks_per_engine)
-        role, size = f"engine {self.engine}", self.ranks_per_engine
+        trainers = world_size - self.rollout_ranks
+        self.trains, self.speaks = number < trainers, number == 0
+        self.engine, rank = divmod(number - trainers, self.ranks_per_engine)
+        role, size = f"engine{self.engine}", self.ranks_per_engine
         if self.trains:
-            role, rank, size = "trainer", number, self.trainers
-        # What each engine sent and nobody took yet: {("step" or "eval", number): (rollouts, figures)}.
-        self.boxes = [{} for _ in range(self.engines)] if self.speaks else []
-        self.me = f"rank {number} ({role})"
+            role, rank, size = "trainer", number, trainers
         # From here on these describe the role. vLLM reads them.
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role.replace(" ", ""))
-        if gpus := torch.cuda.device_count():
-            os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role)
         # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process
-        # that comes here without an error was refused.
-        sys.excepthook = self._failed
+        # that comes to it was refused.
         atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:
             # The first trainer has place 0, and the ranks of engines have the places from 1 on.
-            place = max(0, number - self.trainers + 1), 1 + self.rollout_ranks
-            # NCCL cannot connect two processes on one GPU.
-            cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+            place = max(0, number - trainers + 1), 1 + self.rollout_ranks
+            self.device = torch.device("cpu")
             self.gloo = self.wire = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), *place, FOREVER)
-            if cuda:                                            # for weights
+            if torch.cuda.is_available():                       # for weights
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 self.wire = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), *place, FOREVER)
         if not self.trains:
+            # An error in a thread ends the process as well.
+            threading.excepthook = lambda error: sys.excepthook(*error[:3])
             # heard: first how the run begins, then (version, tensors) of each weight sync.
             self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
             for work in (self._listen, self._post):
                 threading.Thread(target=work, daemon=True).start()
-        distributed.watchdog.limit(0)
         return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
 
     # ------------------------------------------------------------ the trainers' end
@@ -98,37 +95,45 @@ class Bridge:
         """Send all engines an object: how the run begins, or which weights follow."""
         if self.speaks:
             for tensor in packed(words):
-                self._wait(self.patience, "the engines to listen", self.gloo.broadcast, tensor, 0)
+                self.gloo.broadcast(tensor, 0).wait(FOREVER)
 
     def load_weights(self, named_tensors, version):
         """Send all engines the tensors that Network.full_weights yields. A collective of the trainers."""
-        for bucket in buckets(named_tensors):
-            self.tell((version, [(name, tensor.shape) for name, tensor in bucket], bucket[0][1].dtype))
+        named_tensors = iter(named_tensors)
+        while some := dict(itertools.islice(named_tensors, TOGETHER)):
             if self.speaks:
-                flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
-                self._wait(self.patience, f"the engines to take the weights of step {version}",
-                           self.wire.broadcast, flat.to(self.device), 0)
-        self.tell((version, None, None))                       # these weights are complete
+                flat = torch.cat([tensor.reshape(-1) for tensor in some.values()]).to(self.device)
+                self.tell((version, {name: tensor.shape for name, tensor in some.items()}, flat.dtype))
+                self.wire.broadcast(flat, 0).wait(FOREVER)
+        self.tell((version, {}, None))                          # these weights are complete
 
-    def take(self, kind, number):
-        """Return the rollouts that all engines sent under this kind and number, and means of their figures.
+    def take(self, kind, number, prompts):
+        """Return what all engines sampled for these prompts under this kind and number: rollouts, with their
+        rows, and means of the engines' figures. A collective of the trainers."""
+        rollouts, figures = distributed.from_master(self._complete((kind, number)) if self.speaks else None)
+        self.sampled.pop((kind, number), None)
+        for r in rollouts:
+            place, added = r.row                                # see sample_for_trainers
+            r.row = prompts[place].row | added
+        return rollouts, figures
 
-        A collective of the trainers.
-        """
-        key = kind, number
-        for e, box in enumerate(self.boxes):
-            place = 1 + e * self.ranks_per_engine
-            what = f"rank {self.trainers - 1 + place} (engine {e}) to send {kind} {number}"
-            while key not in box:
-                box |= [unpacked(lambda tensor: self._wait(
-                    self.patience, what, self.gloo.recv, [tensor], place, 0))]
-        parts = distributed.from_master([box.pop(key) for box in self.boxes])
-        return [r for rollouts, _ in parts for r in rollouts], {
-            name: sum(figures[name] for _, figures in parts) / len(parts) for name in parts[0][1]}
+    def ahead(self, steps):
+        """Return what is sampled for these steps, as soon as it is, for run.state and run.arrays."""
+        found = {str(step): self._complete(("step", step)) for step in steps} if self.speaks else {}
+        return ({step: figures for step, (_, figures) in found.items()},
+                rollout.as_arrays([r for rollouts, _ in found.values() for r in rollouts]))
 
-    def signalled(self):
-        """Return whether an engine has got a signal to stop."""
-        return any(("signal", 0) in box for box in self.boxes)
+    def _complete(self, key):
+        # Waits until all engines have sent what they sampled under this key, and joins it.
+        if key not in self.sampled:
+            for e, box in enumerate(self.boxes):
+                first = 1 + e * self.ranks_per_engine           # the place of its first rank
+                while key not in box:
+                    box |= [unpacked(lambda tensor: self.gloo.recv([tensor], first, 0))]
+            parts = [box.pop(key) for box in self.boxes]
+            self.sampled[key] = [r for rollouts, _ in parts for r in rollouts], {
+                name: sum(figures[name] for _, figures in parts) / len(parts) for name in parts[0][1]}
+        return self.sampled[key]
 
     def close(self):
         """End the engines, because the run is over."""
@@ -138,31 +143,21 @@ class Bridge:
 
     def begin(self):
         """Return how the trainers say that the run begins. From now on they decide what a signal does."""
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, lambda *_: self.send("signal", 0, [], {}))
-        return self._next("rank 0 (trainer) to begin")
+        for name in (signal.SIGTERM, signal.SIGINT):            # torchrun passes a signal on to all ranks
+            signal.signal(name, signal.SIG_IGN)
+        return self.heard.get()
 
     def send(self, kind, number, rollouts, figures):
         """Send rollouts and metrics of their sampling to the trainers, who may take them much later."""
-        if kind == "step":
-            figures["timing_s/wait_for_weights"], self.waited = self.waited, 0.0
         self.outgoing.put(packed(((kind, number), (rollouts, figures))))
 
     def weights(self, version):
         """Return the named tensors of a version as soon as they are here. Older versions are dropped."""
+        distributed.watchdog.moved(f"engine {self.engine}, before the weights of step {version}")
         found = -1
         while found < version:
-            found, tensors = self._next(f"rank 0 (trainer) to send the weights of step {version}")
+            found, tensors = self.heard.get()
         return tensors
-
-    def _next(self, what):
-        began = time.monotonic()
-        try:
-            return self.heard.get(timeout=self.patience.total_seconds())
-        except queue.Empty:
-            self._lost(what, f"half of timeout={self.timeout:g} seconds has passed")
-        finally:
-            self.waited += time.monotonic() - began
 
     def _listen(self):
         # Takes weights into host memory while the engine works, and ends this process with the run.
@@ -170,92 +165,77 @@ class Bridge:
             torch.cuda.set_device(self.device)
         self.heard.put(self._hear())
         tensors = []
-        while (words := self._hear()) is not None:
-            version, layout, dtype = words
-            if layout is None:
+        while words := self._hear():
+            version, shapes, dtype = words
+            if not shapes:
                 self.heard.put((version, tensors))
                 self.newest, tensors = version, []
                 continue
-            sizes = [shape.numel() for _, shape in layout]
+            sizes = [shape.numel() for shape in shapes.values()]
             flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-            self._wait(FOREVER, "rank 0 (trainer)", self.wire.broadcast, flat, 0)
-            tensors += [(name, piece.view(shape))
-                        for (name, shape), piece in zip(layout, flat.cpu().split(sizes))]
+            self.wire.broadcast(flat, 0).wait(FOREVER)
+            tensors += [(name, piece.view(shapes[name]))
+                        for name, piece in zip(shapes, flat.cpu().split(sizes))]
         distributed.end(0)
 
     def _hear(self):
-        return unpacked(lambda tensor: self._wait(
-            FOREVER, "rank 0 (trainer)", self.gloo.broadcast, tensor, 0))
+        return unpacked(lambda tensor: self.gloo.broadcast(tensor, 0))
 
     def _post(self):
         while True:
             for tensor in self.outgoing.get():
-                self._wait(FOREVER, "rank 0 (trainer)", self.gloo.send, [tensor], 0, 0)
-
-    # ------------------------------------------------------------ failures
-
-    def _wait(self, patience, what, begin, *arguments):
-        try:
-            begin(*arguments).wait(patience)
-        except RuntimeError as error:
-            self._lost(what, str(error))
-
-    def _lost(self, what, problem):
-        # Another rank stands still, or has ended, which mostly has an earlier cause.
-        message = f"{self.me} waited in vain for {what}: {problem}"
-        distributed.end(1, message)
-
-    def _failed(self, *error):
-        distributed.failed(*error)
-        atexit.register(distributed.end, 1)                     # the last one is called first
+                self.gloo.send([tensor], 0, 0).wait(FOREVER)
 
 
 def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, position, kept):
     """Do an engine's work until the run is over: sample, score, send, and take the next weights.
 
     s: a script's settings. table: an episodes.Table with the engine. version: that of the weights which the
-    engine has, and the step to begin with, whose prompts are drawn from position on. kept: steps that the
-    trainers have rollouts for.
+    engine has, and the step to begin with, whose prompts are drawn from position on. kept: the keys of what
+    the trainers have already.
     """
     B = s.prompts_per_step // bridge.engines                    # prompts per step and engine
     own = range(bridge.engine * B, (bridge.engine + 1) * B)     # the places of this engine's prompts
     own_eval = range(bridge.engine, len(eval_set), bridge.engines)
     eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}  # that begin with one
-    begun, number, engine = {}, version, table.engine
+    sampling = s.max_completion_length, s.temperature, 1.0, 0
+    begun, number, waited = {}, version, 0.0
 
-    def begin(kind, number, prompts, places, n, name):
+    def begin(key, name, prompts, places, n):
         # n adjacent completions per prompt. Their seeds do not depend on the number of engines.
-        sampling = s.max_completion_length, s.temperature, 1.0, 0
-        seeds = {i: zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in places}
-        table.add((kind, number), [(prompts[i], seeds[i] + j, sampling) for i in places for j in range(n)])
-        begun[kind, number] = time.perf_counter(), prompts, [i for i in places for _ in range(n)]
+        jobs = [(i, zlib.crc32(f"{s.seed} {name} {i}".encode()) + j) for i in places for j in range(n)]
+        table.add(key, [(prompts[i], seed, sampling) for i, seed in jobs])
+        begun[key] = time.perf_counter(), prompts, jobs
 
     def advance():
         # Takes one step of the engine, then scores and sends what is complete.
-        for (kind, number), rollouts in table.step().items():
-            ended, (began, prompts, places) = time.perf_counter(), begun.pop((kind, number))
+        distributed.watchdog.moved(f"engine {bridge.engine}, which samples for {[*begun]}")
+        for key, rollouts in table.step().items():
+            ended, (began, prompts, jobs) = time.perf_counter(), begun.pop(key)
             scorer(rollouts)
-            times = {"timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended}
-            for r, i in zip(rollouts, places):
+            for r, (i, _) in zip(rollouts, jobs):
                 # The trainers have the rows. A prompt differs from its row's if `reset` has added to it.
                 r.row = i, {} if r.row is prompts[i].row else {"prompt": r.row["prompt"]}
-            bridge.send(kind, number, rollouts, times)
+            bridge.send(*key, rollouts, {
+                "timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended,
+                "timing_s/wait_for_weights": waited})
 
     if s.lora_rank and version:                                 # the engine was loaded with the base model
-        engine.switch(version)
+        table.engine.switch(version)
     while True:
         if version in eval_steps:
-            begin("eval", version, eval_set, own_eval, s.eval_samples, "eval")
+            begin(("eval", version), "eval", eval_set, own_eval, s.eval_samples)
             while ("eval", version) in begun:
                 advance()
         if version == s.max_steps:
+            distributed.watchdog.limit(0)
             threading.Event().wait()                            # until _listen ends this process
         while not (s.in_flight and bridge.newest > version):
             # The schedule says which steps these weights may sample for. train_async.save relies on it.
             while number <= version + s.max_staleness and number < s.max_steps:
                 picked, position = train_set.draw(position, s.prompts_per_step, s.seed)
-                if number not in kept:
-                    begin("step", number, picked, own, s.num_generations, number)
+                if ("step", number) not in kept:
+                    begin(("step", number), number, picked, own, s.num_generations)
                 number += 1
             if not begun:
                 break
@@ -263,7 +243,9 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
         version += 1
         while s.in_flight and version not in eval_steps and bridge.newest > version:
             version += 1                                        # an engine that is late takes the newest
-        engine.switch(version)                                  # waits for these weights
+        began = time.perf_counter()
+        table.engine.switch(version)                            # waits for these weights
+        waited = time.perf_counter() - began
 
 
 def packed(words):
@@ -272,41 +254,29 @@ def packed(words):
     return torch.tensor([len(data)]), data
 
 
-def unpacked(fill):
-    # Returns the object of two such tensors, which fill(tensor) receives.
+def unpacked(receive):
+    # Returns the object of two such tensors, which receive(tensor) begins to receive.
     size = torch.empty(1, dtype=torch.int64)
-    fill(size)
+    receive(size).wait(FOREVER)
     data = torch.empty(size.item(), dtype=torch.uint8)
-    fill(data)
+    receive(data).wait(FOREVER)
     return pickle.loads(data.numpy())
 
 
 def kept_ahead(run, settings):
-    """Return {step: (rollouts, figures)} of a resumed run for its next steps, if settings are the same."""
+    """Return what a resumed run has for bridge.sampled, if it was sampled with the same settings."""
     kept, before = run.state["ahead"], run.state["settings"]
     if not kept or any(before.get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
         return {}
     rollouts = rollout.from_arrays(run.arrays)
     N = len(rollouts) // len(kept)
-    return {int(step): (rollouts[i * N:(i + 1) * N], kept[step]) for i, step in enumerate(kept)}
+    return {("step", int(step)): (rollouts[i * N:(i + 1) * N], kept[step]) for i, step in enumerate(kept)}
 
 
 def staleness(rollouts, step):
-    """Return by how many steps the policy of `step` is ahead of those that sampled its tokens: mean, max."""
+    """Return by how many steps the policy of `step` is ahead of those that sampled its tokens, for a log."""
     ages = []                                                   # of each sampled token
     for r in rollouts:
         starts, versions = np.array(r.versions).T
         ages += np.repeat(step - versions, np.diff(starts, append=len(r.logprobs))).tolist()
-    return sum(ages) / len(ages), max(ages)
-
-
-def buckets(named_tensors, size=BUCKET):
-    """Yield lists of (name, tensor) with at least `size` bytes each, and a last one with the rest."""
-    bucket = []
-    for pair in named_tensors:
-        bucket.append(pair)
-        if sum(tensor.nbytes for _, tensor in bucket) >= size:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+    return {"async/staleness/mean": sum(ages) / len(ages), "async/staleness/max": max(ages)}

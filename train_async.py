@@ -8,20 +8,20 @@ This is train_grpo.py, with these differences:
 1. The last rollout_ranks ranks are engines, which sample, score and send (placement.sample_for_trainers).
    The others are trainers. What crosses between them, and how, is in placement.py.
 2. Version v of the weights is the policy after v steps. The completions of step t are sampled with version
-   t - max_staleness, the first ones with version 0. With 0 engines and trainers take turns, and the figures
-   are those of train_grpo.py; with 1 the engines sample for the next step while the trainers update. A run
-   repeats bit for bit on a CPU, also after a resume: a checkpoint holds what was sampled ahead.
+   t - max_staleness, the first ones with version 0. With 1 the engines sample for the next step while the
+   trainers update; with 0 they take turns, and with engine_correction=none the figures are those of
+   train_grpo.py. A run repeats bit for bit on a CPU, also after a resume: a checkpoint holds what was sampled
+   ahead.
 3. With in_flight=True the engines begin a step's completions with the same version, but take newer ones as
    soon as they come. Such a run does not repeat, and keeps nothing for a resume.
 4. The loss's ratio is still to the trainer's own logprobs at the start of the step. The policy that sampled
-   is further from these, and engine_correction weights by that distance (auto).
+   is further from these, and engine_correction weights by that distance.
 5. With kl_estimator=k1_reward or k1_advantage the KL is that of the trained policy. k3_is weights by the
    ratio to the one that sampled.
 6. Engine and trainer are compared where both have the same weights: at evaluations, and in steps that are
    sampled with the newest version. vLLM does not sleep, and takes 0.9 of its GPU's memory.
 """
 import math
-import os
 import random
 
 from runtime import distributed         # before torch: it sets environment variables that torch reads
@@ -36,7 +36,7 @@ from episodes import Player, Table
 from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
                    make_optimizer, micro_batches, open_folders, set_learning_rate, token_logprobs)
 from placement import Bridge, kept_ahead, sample_for_trainers, staleness
-from runtime.run import Run, check_run
+from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -80,36 +80,33 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.sequence_weights
-engine_correction = "auto"      # none, or weights by the ratio of trainer to engine: token_truncate (TIS),
-                                # token_mask, sequence_truncate, sequence_mask, geometric_mask; auto: none if
-                                # max_staleness=0 or old_logprobs=engine, otherwise token_truncate
+engine_correction = "token_truncate"    # weights tokens by the ratio of trainer to engine, or leaves tokens
+                                # out: token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
+                                # geometric_mask; or none; see losses.correction_weights
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives a higher ratio weight 0; a truncation lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
-if engine_correction == "auto":
-    settings.engine_correction = engine_correction = (
-        "token_truncate" if max_staleness and old_logprobs == "trainer" else "none")
+
 # ---------------------------------------------------------------- set-up of both roles
-check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - rollout_ranks)
-with input_errors():
+with input_errors():                                            # a ValueError becomes a one-line message
     bridge = Bridge(settings)                                   # this rank's role, and the way to the other
 # Rank and world size are those of the role.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks, bridge.join)
 if bridge.trains:                                               # the trainers know how the run begins
     run = Run(settings, __file__, ahead={})
-    ahead = kept_ahead(run, settings)                           # {step: (rollouts, figures)}
+    bridge.sampled |= kept_ahead(run, settings)
     resumed, clock = run.resumed, run.state["clock"]
-    bridge.tell((resumed, clock, run.first_step, run.state["position"], [*ahead]))
+    bridge.tell((resumed, clock, run.first_step, run.state["position"], [*bridge.sampled]))
 else:
     resumed, clock, version, position, kept = bridge.begin()
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row
 # The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
 compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
-with input_errors():                                            # a ValueError becomes a one-line message
+with input_errors():
     # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
     folders = open_folders(settings, longest, clock)
     tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
@@ -145,27 +142,18 @@ with input_errors():
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
-bridge.take("ready", 0)                                         # engines that are being made take no weights
+bridge.take("ready", 0, [])                                     # engines that are being made take no weights
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
         + (", and in flight: the run does not repeat bit for bit" if in_flight else ""))
 
 
-def with_rows(rollouts, prompts):
-    """Give rollouts of these prompts the rows that sample_for_trainers did not send."""
-    for r in rollouts:
-        place, added = r.row
-        r.row = prompts[place].row | added
-    return rollouts
-
-
 def evaluate(step):
     """Log mean@k, pass@k and maj@k on held-out prompts, sampled as in training, with the same seeds."""
     with log.timed("eval"):
-        rollouts = with_rows(bridge.take("eval", step)[0], eval_set)
-        player.check_errors(rollouts[rank::world_size])
+        rollouts, _ = bridge.take("eval", step, eval_set)
         # A gap stops the run: the engines have not the policy's weights.
-        (few,), _ = deal_to_ranks(rollouts, [range(min(32 * world_size, len(rollouts)))])
+        few = range(rank, min(32 * world_size, len(rollouts)), world_size)
         logps = token_logprobs(policy, rollouts, few, token_budget, temperature)
         compare_logprobs(rollouts, logps, gap_bound, tokenizer)
         log.evaluation(rewards.evaluation(rollouts, eval_samples), rewards.failures(rollouts), len(rollouts))
@@ -173,13 +161,10 @@ def evaluate(step):
 
 def save(step):
     """Save a checkpoint, with what was sampled for this step and later ones, so that a resume has it."""
-    # Where the run begins nothing is new, and in flight nobody knows how far the engines are.
-    if step > run.first_step and not in_flight:
-        with log.timed("wait_for_rollouts"):
-            for later in range(step, min(step + max_staleness, max_steps)):
-                ahead[later] = ahead.get(later) or bridge.take("step", later)
-    run.state["ahead"] = {str(later): figures for later, (_, figures) in ahead.items()}
-    run.arrays = rollout.as_arrays([r for rollouts, _ in ahead.values() for r in rollouts])
+    # In flight nobody knows how far the engines are.
+    later = [] if in_flight else range(step, min(step + max_staleness, max_steps))
+    with log.timed("wait_for_rollouts"):
+        run.state["ahead"], run.arrays = bridge.ahead(later)
     run.save(networks, tokenizer)                               # writes nothing before the first step
 
 
@@ -189,7 +174,7 @@ for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping(bridge.signalled())                 # after Ctrl-C or SIGTERM
+    stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
     if run.due(eval_interval) and not stopping:
         evaluate(step)
     if run.due(save_interval) or stopping:
@@ -199,12 +184,10 @@ for step in range(run.first_step, max_steps):
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
     with log.timed("wait_for_rollouts"):
-        rollouts, figures = ahead.pop(step, None) or bridge.take("step", step)          # from all engines
-    picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-    N = len(with_rows(rollouts, picked))                        # on every rank
-    player.check_errors(rollouts[rank::world_size])
-    log.metrics |= figures
-    log.metrics["async/staleness/mean"], log.metrics["async/staleness/max"] = staleness(rollouts, step)
+        picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
+        rollouts, figures = bridge.take("step", step, picked)   # of all engines, on every rank
+    log.metrics |= figures | staleness(rollouts, step)
+    N = len(rollouts)
     scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64, device=device)  # [N]; NaN: none
     lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
     engine_logps = {s: torch.from_numpy(r.logprobs).to(device) for s, r in enumerate(rollouts)}  # {s: [len]}

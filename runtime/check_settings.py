@@ -60,8 +60,7 @@ RULES = (
      " does not divide the completions per step"),
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"),
     # the loss
-    (lambda engine_correction, old_logprobs:                    # train_async.py replaces auto
-     old_logprobs == "trainer" or engine_correction in ("none", "auto"),
+    (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
      ": with old_logprobs=engine the ratio corrects already"),
     (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),
     (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_estimator:

@@ -105,8 +105,7 @@ def failed(kind, error, trace):
     lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
     tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
     sys.__excepthook__(kind, error, trace)
-    # This comes now, because no thread can be started while the interpreter ends.
-    closing.close()
+    end(1)                                                      # its own end may wait for other ranks
 
 
 def leave():

@@ -97,8 +97,9 @@ def wait_until(condition, seconds):
     {"updates_per_step": 2, "kl_coef": 0.05, "loss_type": "cispo"},
     {"advantage": "rloo", "kl_coef": 0.05, "kl_estimator": "k1_reward"}])
 def test_in_turns_the_figures_are_those_of_train_grpo(train, tmp_path, settings):
-    together, _ = train("together", "train_grpo.py", 1, **{"max_steps": 4} | settings)
-    apart, output = train("apart", max_staleness=0, **{"max_steps": 4} | settings)
+    settings = {"max_steps": 4, "engine_correction": "none"} | settings
+    together, _ = train("together", "train_grpo.py", 1, **settings)
+    apart, output = train("apart", max_staleness=0, **settings)
     assert figures(apart) == figures(together) and not any(ages(apart)) and len(apart) > 1
     assert lines(tmp_path / "apart", "samples.jsonl") == lines(tmp_path / "together", "samples.jsonl")
     assert apart[0].keys() >= {"timing_s/gen", "timing_s/wait_for_rollouts", "timing_s/wait_for_weights"}
@@ -149,7 +150,7 @@ def test_completions_are_of_weights_that_many_steps_before(train, whole, folder,
 
 
 def test_older_completions_make_another_run_and_are_corrected_for(train, whole):
-    in_turns, _ = train(max_staleness=0, max_steps=2)
+    in_turns, _ = train(max_staleness=0, max_steps=2, engine_correction="none")
     older = lines(whole)
     # The weights with which the first step is sampled are the same.
     for key in ("reward", "loss", "sampling/correction_mean"):
@@ -176,9 +177,7 @@ def test_a_killed_role_ends_the_other_and_a_resume_goes_on(whole, folder, reward
     processes[victim].kill()
     processes[1 - victim].join(20)
     assert processes[1 - victim].exitcode == 1, log.read_text()[-3000:]
-    message = ("rank 1 (engine 0) waited in vain for rank 0 (trainer)" if victim == 0 else
-               "rank 0 (trainer) waited in vain for ")
-    assert message in log.read_text() and 3 < count_lines(run) < 7
+    assert "Connection closed by peer" in log.read_text() and 3 < count_lines(run) < 7
     output = forked(log, *arguments, ranks=2)
     assert re.search(r"^resumes .*checkpoint-[24]\n", output, re.M)
     assert same_as(whole, run)
@@ -246,7 +245,7 @@ def test_more_engines_take_over_a_run_and_another_staleness(whole, train, tmp_pa
 def test_a_run_of_train_grpo_goes_on_apart_but_not_back(train, folder, reward_file, tmp_path):
     whole, _ = train("whole", "train_grpo.py", 1)
     cut_back(tmp_path / "whole", tmp_path / "run", 3)
-    metrics, output = train(max_staleness=0, resume="auto")
+    metrics, output = train(max_staleness=0, engine_correction="none", resume="auto")
     assert figures(metrics) == figures(whole) and "resumes " in output
     refused([*command(tmp_path / "run", model=folder, resume="auto"), reward_file],
             "checkpoint-6 holds ahead, which train_grpo.py would lose", tmp_path)
@@ -311,7 +310,8 @@ def test_weights_that_are_the_same_have_to_agree(whole, train, tmp_path):
 # ---------------------------------------------------------------- episodes
 
 def test_episodes_apart(train, talker, games, tmp_path):
-    settings = GAME | {"model": talker, "environment": f"{games}:Letters", "reward": ""}
+    settings = GAME | {"model": talker, "environment": f"{games}:Letters", "reward": "",
+                       "engine_correction": "none"}
     together, _ = train("together", "train_grpo.py", 1, **settings)
     in_turns, _ = train("in turns", max_staleness=0, **settings)
     assert figures(in_turns) == figures(together) and in_turns[0]["episodes/turns"] > 1.2
@@ -331,25 +331,24 @@ def test_episodes_in_flight_in_threads(train, talker, games):
 
 # ---------------------------------------------------------------- a role that is gone
 
-# Half of `timeout` passes before the watchdog ends a rank.
-HALF_A_DOZEN = {"timeout": 12, "call_timeout": 1}
+SOON = {"timeout": 11, "call_timeout": 1}
 
 
 def standing_run(folder, reward_file, tmp_path, number, ranks=2, steps=2):
     """A run whose rank of that number stands still from some step on; returns its processes."""
     processes = begin(tmp_path / "log", "train_async.py", *command(
         tmp_path / "run", model=folder, max_steps=10_000, save_interval=10_000, eval_interval=10_000,
-        keep_checkpoints=1, **HALF_A_DOZEN), reward_file, ranks=ranks)
+        keep_checkpoints=1, **SOON), reward_file, ranks=ranks)
     wait_for(lambda: count_lines(tmp_path / "run") > steps, processes[0])
     os.kill(processes[number].pid, signal.SIGSTOP)
     return processes
 
 
 def all_end(processes, number, log):
-    """The others within half of `timeout`, and this one as soon as it may."""
+    """The others after `timeout`, and this one as soon as it may."""
     try:
         for process in processes[:number] + processes[number + 1:]:
-            process.join(15)
+            process.join(25)
         others = [process.exitcode for n, process in enumerate(processes) if n != number]
         os.kill(processes[number].pid, signal.SIGCONT)
         processes[number].join(10)
@@ -361,17 +360,14 @@ def all_end(processes, number, log):
 
 
 def test_an_engine_that_stands_still(folder, reward_file, tmp_path):
-    started = time.monotonic()
     output = all_end(standing_run(folder, reward_file, tmp_path, 1), 1, tmp_path / "log")
-    assert re.search(r"^rank 0 \(trainer\) waited in vain for rank 1 \(engine 0\) to send step \d+: .*"
-                     "Timed out waiting 6000ms", output, re.M), output[-3000:]
-    assert time.monotonic() - started < 30
+    assert re.search(r"has stood still for timeout=11 seconds, in step \d+, wait_for_rollouts", output)
 
 
 def test_a_trainer_that_stands_still(folder, reward_file, tmp_path):
     output = all_end(standing_run(folder, reward_file, tmp_path, 0), 0, tmp_path / "log")
-    assert re.search(r"^rank 1 \(engine 0\) waited in vain for rank 0 \(trainer\) to send the weights of "
-                     r"step \d+: half of timeout=12 seconds has passed", output, re.M), output[-3000:]
+    assert re.search(r"has stood still for timeout=11 seconds, in engine 0, before the weights of step \d+",
+                     output)
 
 
 def test_a_lost_engine_ends_both_trainers(folder, reward_file, tmp_path):
@@ -384,8 +380,7 @@ def test_a_lost_engine_ends_both_trainers(folder, reward_file, tmp_path):
         process.join(15)
     output = (tmp_path / "log").read_text()
     assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL], output[-3000:]
-    lost = r"^rank 0 \(trainer\) waited in vain for rank 2 \(engine 0\) .*onnection"
-    assert re.search(lost, output, re.M), output
+    assert "Connection closed by peer" in output, output
 
 
 RAISES = """
@@ -400,15 +395,14 @@ def score(prompts, completions, **_):
 
 
 def test_torchrun_says_why_a_reward_failed(folder, tmp_path):
-    """The rank that fails shows the error, the others a line each, and the summary names the first cause."""
+    """The rank that fails shows the error, and the summary names it, and not what came of it."""
     (tmp_path / "raises.py").write_text(RAISES)
     output = launch("train_async.py", *command(tmp_path / "run", model=folder,
                                                reward=f"{tmp_path}/raises.py:score"),
                     launcher=[*TORCHRUN, "--nproc_per_node=2"], code=1)
     assert "RuntimeError: reward score raised KeyError: 'colour'" in output, output
-    assert re.search(r"^rank 0 \(trainer\) waited in vain for .*onnection", output, re.M)
     summary = output.partition("Root Cause")[2]
-    assert "rank      : 1" in summary and "'colour'" in summary and "in vain" not in summary, summary
+    assert "rank      : 1" in summary and "'colour'" in summary and "onnection" not in summary, summary
 
 
 SLOW = """
@@ -428,7 +422,7 @@ def test_after_the_last_weights_no_engine_waits_in_vain(folder, reward_file, tmp
     """The last save may take longer than they wait for each other."""
     (tmp_path / "slow.py").write_text(SLOW)
     forked(tmp_path / "log", tmp_path / "slow.py", *command(
-        tmp_path / "run", model=folder, max_steps=1, **HALF_A_DOZEN), reward_file, ranks=2)
+        tmp_path / "run", model=folder, max_steps=1, **SOON), reward_file, ranks=2)
     assert checkpoint.damage(tmp_path / "run" / "checkpoint-1") is None
 
 
@@ -462,51 +456,6 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, estimator):
     assert metrics[0]["sampling/correction_mean"] == pytest.approx(1, abs=1e-5)
 
 
-# ---------------------------------------------------------------- fewer GPUs than processes
-
-FEW_GPUS = """
-import os, sys, threading, torch
-from types import SimpleNamespace
-sys.path.insert(0, "")
-from runtime import distributed
-from placement import Bridge, unpacked
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-bridge = Bridge(SimpleNamespace(timeout=120, rollout_ranks=1, vllm_tensor_parallel_size=1, engine="hf"))
-if sys.argv[1] == "two trainers" and os.environ["RANK"] != "2":
-    distributed.set_up(role=bridge.join)
-bridge.join()
-if bridge.trains:
-    bridge.tell("begin")
-    bridge.load_weights([("weight", torch.arange(3))], 0)
-    print(unpacked(lambda tensor: bridge.gloo.recv([tensor], 1, 0).wait()))
-else:
-    bridge.begin()
-    print("GPU", os.environ["LOCAL_RANK"], bridge.weights(0))
-    bridge.send("ready", 0, [], {})
-    threading.Event().wait()
-bridge.close()
-distributed.end(0)
-"""
-
-
-def on_one_gpu(case, tmp_path, processes=2):
-    """What they printed, and their exit codes."""
-    (tmp_path / "few_gpus.py").write_text(FEW_GPUS)
-    running = begin(tmp_path / "log", tmp_path / "few_gpus.py", case, ranks=processes)
-    for process in running[:2]:
-        process.join(60)
-    for process in running[2:]:
-        process.kill()
-    return (tmp_path / "log").read_text(), [process.exitcode for process in running[:2]]
-
-
-def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
-    """Not over NCCL, which refuses that."""
-    output, codes = on_one_gpu("apart", tmp_path)
-    assert "GPU 0 [('weight', tensor([0, 1, 2]))]" in output and codes == [0, 0], output
-
-
 # ---------------------------------------------------------------- settings that do not fit
 
 @pytest.mark.parametrize("ranks, settings, message", [
@@ -517,7 +466,8 @@ def test_a_trainer_and_an_engine_share_a_gpu(tmp_path):
      "vllm_tensor_parallel_size=2 needs engine=vllm"),
     (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
-    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0 with in_flight=True")])
+    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0 with in_flight=True"),
+    (2, {"old_logprobs": "engine"}, "engine_correction=token_truncate: with old_logprobs=engine")])
 def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings, message):
     arguments = with_defaults([], {"model": folder, "engine": "hf", "out_dir": tmp_path / "run"} | settings)
     refused(arguments, message, tmp_path, "train_async.py", ranks)
@@ -548,16 +498,6 @@ def test_a_reward_that_cannot_work_is_refused_in_clear_words(folder, tmp_path, t
 
 # ---------------------------------------------------------------- without a run
 
-def test_buckets():
-    sizes = (3, 9, 1, 1, 2, 50, 1)
-    named = [(str(n), torch.zeros(size, dtype=torch.bfloat16)) for n, size in enumerate(sizes)]
-    found = list(placement.buckets(iter(named), 8))
-    assert [[name for name, _ in bucket] for bucket in found] == [["0", "1"], ["2", "3", "4"], ["5"], ["6"]]
-    assert [one for bucket in found for one in bucket] == named
-    assert list(placement.buckets(iter(named[:2]), 8)) == [named[:2]]
-    assert not list(placement.buckets(iter([]), 8))
-
-
 def rollout_with(versions, length, **rest):
     ids = np.arange(3 + length, dtype=np.int32)
     return Rollout(ids, np.array([[3, 3 + length]], np.int32), np.linspace(-1, 0, length, dtype=np.float32),
@@ -570,7 +510,8 @@ def test_staleness_counts_tokens():
     for r in some:
         for t in range(len(r.logprobs)):
             slow.append(4 - [version for start, version in r.versions if start <= t][-1])
-    assert placement.staleness(some, 4) == (pytest.approx(sum(slow) / len(slow)), max(slow))
+    assert placement.staleness(some, 4) == {"async/staleness/mean": pytest.approx(sum(slow) / len(slow)),
+                                            "async/staleness/max": max(slow)}
 
 
 def test_rollouts_come_back_from_arrays(tmp_path):
@@ -597,7 +538,7 @@ def test_what_was_sampled_with_other_settings_is_not_taken(key):
     settings = dict.fromkeys(placement.SAMPLED_WITH, 1)
     run = SimpleNamespace(state={"ahead": {"3": {}, "4": {}}, "settings": settings},
                           arrays=as_arrays([rollout_with(((0, 2),), length) for length in (1, 2, 3, 4)]))
-    for value, kept in ((1, {3: [1, 2], 4: [3, 4]}), (2, {})):
+    for value, kept in ((1, {("step", 3): [1, 2], ("step", 4): [3, 4]}), (2, {})):
         now = SimpleNamespace(**settings | {key: value})
         assert {step: [len(r.logprobs) for r in rollouts]
                 for step, (rollouts, _) in placement.kept_ahead(run, now).items()} == kept

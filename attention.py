@@ -39,14 +39,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     sliding_window: how many tokens a token sees, itself included. softcap, s_aux ([heads], sinks): see
     explicit_attention. There is no T x T mask: the work grows with the pairs of tokens in which one sees the
     other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
-    Raises ValueError if P does not divide the heads, and for any tensor that it does not know.
+    Raises ValueError for any tensor that it does not know.
     """
     for name, given in {"attention_mask": attention_mask, **others}.items():
         if isinstance(given, torch.Tensor):             # the model's own; transformers makes no mask (below)
             raise ValueError(f"its attention depends on {name}, which is not supported")
     segments = segments or Segments([query.shape[2]], [np.arange(query.shape[2])]).to(query.device)
     if cut is not None:
-        query, key, value = exchanged(query, key, value, cut.group)                     # [1, heads / P, T, d]
+        query, key, value = (Exchange.apply(x, cut.group) for x in (query, key, value)) # [1, heads / P, T, d]
         s_aux = None if s_aux is None else s_aux.chunk(cut.group.size())[cut.group.rank()]
     if segments.places is not None:
         key, value = (pick(x, segments.places) for x in (key, value))                       # [1, heads, K, d]
@@ -74,32 +74,23 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
     sizes, key_sizes = segments.sizes, segments.key_sizes
     shared = [key_size - size for size, key_size in zip(sizes, key_sizes)]
     explicit = softcap is not None or sinks is not None
-    # A plain segment needs no mask, but then PyTorch wants a query for each key. For a long segment the
-    # queries of its shared tokens are computed again, which costs less than a mask.
-    plain = [not explicit and before + size <= window and (before == 0 or size >= max(256, before))
-             for before, size in zip(shared, sizes)]
+    # A plain segment needs no mask. PyTorch wants a query for each key of it.
+    plain = [not explicit and before == 0 and size <= window for before, size in zip(shared, sizes)]
     if not all(plain):
         most, longest = (max(x for x, is_plain in zip(counts, plain) if not is_plain)
                          for counts in (shared, sizes))
         mask = segments.mask(longest, most, window, query.dtype)
+    outputs = []
     # split, not slices: the gradient of a slice is as large as the row, so S slices cost S * T, which is a
     # tenth of the time of an update of 64 short sequences.
-    queries, keys, values = query.split(sizes, 2), key.split(key_sizes, 2), value.split(key_sizes, 2)
-    again = any(before and is_plain for before, is_plain in zip(shared, plain))
-    all_queries = pick(query, segments.places).split(key_sizes, 2) if again else queries
-    outputs = []
-    for q, all_q, k, v, is_plain in zip(queries, all_queries, keys, values, plain):
-        size, before = q.shape[2], k.shape[2] - q.shape[2]
-        if is_plain:
-            output = F.scaled_dot_product_attention(all_q, k, v, is_causal=True, scale=scaling,
-                                                    enable_gqa=True)[:, :, before:]
-        else:
-            seen = mask[:size, most - before:most + size]
-            # CUDA's kernels need aligned rows.
-            seen = seen.contiguous() if seen.is_cuda else seen
-            output = (explicit_attention(q, k, v, seen, scaling, softcap, sinks) if explicit else
-                      F.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True))
-        outputs.append(output)
+    for q, k, v, size, before, is_plain in zip(query.split(sizes, 2), key.split(key_sizes, 2),
+                                               value.split(key_sizes, 2), sizes, shared, plain):
+        seen = None if is_plain else mask[:size, most - before:most + size]
+        if seen is not None and seen.is_cuda:           # CUDA's kernels need aligned rows
+            seen = seen.contiguous()
+        outputs.append(explicit_attention(q, k, v, seen, scaling, softcap, sinks) if explicit else
+                       F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_plain, scale=scaling,
+                                                      enable_gqa=True))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -237,15 +228,6 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return Exchange.forward(ctx, gradient, ctx.group, split=2, join=1), None
-
-
-def exchanged(query, key, value, group):
-    # Gives this rank's part of the row, with all heads, for all tokens of the row with 1 / P of the heads.
-    P = group.size()
-    if query.shape[1] % P or key.shape[1] % P:
-        raise ValueError(f"sequence_parallel_size={P} does not divide its {query.shape[1]} heads of queries "
-                         f"and {key.shape[1]} of keys")
-    return [Exchange.apply(x, group) for x in (query, key, value)]
 
 
 # No mask function is registered by this name, so transformers makes no mask.

@@ -153,12 +153,8 @@ def overlong_penalty(lengths, max_length, buffer):
 #   engine_logp [C]: the logprobs of the engine that sampled, whatever old_logp is.
 #   mean: a function [C] -> [C] that returns for each token the mean over the token's sequence.
 # In the formulas ratio = exp(logp - old_logp). On-policy, where ratio = 1, the gradient of every loss is
-# -adv * grad(logp).
-
-def bounded_log_ratio(logp, old_logp):
-    """Return logp - old_logp clamped to [-20, 20]: beyond that exp may overflow, and infinity * 0 is NaN."""
-    return (logp - old_logp).clamp(-20, 20)
-
+# -adv * grad(logp). All clamp logp - old_logp to [-20, 20]: beyond that exp may overflow, and infinity * 0 is
+# NaN.
 
 def of_sequence(values, mean):
     """Return for each token the mean over its sequence, with the gradient of the token's own value; [C]."""
@@ -181,32 +177,28 @@ def unclipped(loss):
     return loss, nowhere, nowhere
 
 
-def clipped(ratio, adv, epsilon, epsilon_high):
-    """Return what clip returns, for a given ratio."""
-    loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
-    return loss, *out_of_bounds(ratio, adv, epsilon, epsilon_high)
-
-
 def clip(logp, old_logp, adv, *, epsilon=0.2, epsilon_high=0.2, **_):
     """loss = -min(ratio * adv, clip(ratio, 1 - epsilon, 1 + epsilon_high) * adv). The gradient is 0 where adv
     pushes the ratio further past a bound. PPO, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7;
     two different bounds come from DAPO."""
-    return clipped(bounded_log_ratio(logp, old_logp).exp(), adv, epsilon, epsilon_high)
+    ratio = (logp - old_logp).clamp(-20, 20).exp()
+    loss = -torch.min(ratio * adv, ratio.clamp(1 - epsilon, 1 + epsilon_high) * adv)
+    return loss, *out_of_bounds(ratio, adv, epsilon, epsilon_high)
 
 
 def gspo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     """loss = that of clip, with one ratio per sequence: exp(mean of log ratios). Use it with sequence_mean.
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071; their bounds are 3e-4 and 4e-4. This is GSPO-token
     (section 4.3 there): each token has a gradient of its own, so that token weights have an effect."""
-    ratio = of_sequence(bounded_log_ratio(logp, old_logp), mean).exp()
-    return clipped(ratio, adv, epsilon, epsilon_high)
+    log_ratio = of_sequence((logp - old_logp).clamp(-20, 20), mean)
+    return clip(log_ratio, torch.zeros_like(log_ratio), adv, epsilon=epsilon, epsilon_high=epsilon_high)
 
 
 def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
     """loss = -adv * geometric mean of the sequence's ratios, clipped as in clip. Use it with sequence_mean.
     Zhao et al. 2025, https://arxiv.org/abs/2507.20673; their bounds e^-0.4 and e^0.4 are epsilon = 0.33 and
     epsilon_high = 0.49."""
-    log_ratio = bounded_log_ratio(logp, old_logp)
+    log_ratio = (logp - old_logp).clamp(-20, 20)
     low, high = out_of_bounds(log_ratio.exp(), adv, epsilon, epsilon_high)
     bounded = log_ratio.clamp(math.log1p(-epsilon), math.log1p(epsilon_high))
     return -of_sequence(torch.where(low | high, bounded, log_ratio), mean).exp() * adv, low, high
@@ -215,7 +207,7 @@ def gmpo(logp, old_logp, adv, *, mean, epsilon=0.2, epsilon_high=0.2, **_):
 def cispo(logp, old_logp, adv, *, epsilon_high=0.2, **_):
     """loss = -stop_gradient(min(ratio, 1 + epsilon_high)) * adv * logp: clipped tokens keep a gradient.
     MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eq. 4-5."""
-    ratio = bounded_log_ratio(logp, old_logp).exp()
+    ratio = (logp - old_logp).clamp(-20, 20).exp()
     high = ratio > 1 + epsilon_high
     return -ratio.clamp(max=1 + epsilon_high).detach() * adv * logp, torch.zeros_like(high), high
 
@@ -223,7 +215,7 @@ def cispo(logp, old_logp, adv, *, epsilon_high=0.2, **_):
 def sapo(logp, old_logp, adv, **_):
     """loss = -4 / t * sigmoid(t * (ratio - 1)) * adv, with t = 1 where adv > 0, else 1.05. The sigmoid is
     a soft bound on both sides. Gao et al. 2025, https://arxiv.org/abs/2511.20347."""
-    ratio = bounded_log_ratio(logp, old_logp).exp()
+    ratio = (logp - old_logp).clamp(-20, 20).exp()
     t = torch.where(adv > 0, torch.ones_like(adv), 1.05)
     return unclipped(-4 / t * torch.sigmoid(t * (ratio - 1)) * adv)
 

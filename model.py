@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from attention import Pick, cut_over, join, packed_attention
 from losses import LogprobsFromHidden
-from packing import deal, idle, pack, shared_tokens
+from packing import deal, idle, pack
 from runtime import distributed
 from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
                                  model_class, read_config)
@@ -162,12 +162,11 @@ def micro_batches(network, rollouts, chosen, token_budget):
 
 
 def deal_to_ranks(rollouts, updates):
-    """Return this rank's part of each update, as lists of s, and the share of tokens that prefixes save.
-
-    updates: lists of s, the same on every rank. packing.deal gives each rank about the same number of tokens.
-    """
-    dealt = [deal(rollouts, chosen, dist.get_world_size()) for chosen in updates]
-    return [by_rank[dist.get_rank()] for by_rank in dealt], shared_tokens(rollouts, dealt)
+    """Return this rank's part of each update, as lists of s. updates: lists of s, the same on every rank.
+    packing.deal gives each rank about the same number of tokens."""
+    world_size = dist.get_world_size()
+    return updates if world_size == 1 else [deal(rollouts, chosen, world_size)[dist.get_rank()]
+                                            for chosen in updates]
 
 
 def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
@@ -179,7 +178,7 @@ def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
 def gathered_logprobs(policy, rollouts, token_budget, temperature):
     """Return a policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank.
     A collective."""
-    share = deal(rollouts, range(len(rollouts)), dist.get_world_size())[dist.get_rank()]
+    (share,) = deal_to_ranks(rollouts, [range(len(rollouts))])
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
     device, found = next(policy.parameters()).device, {}
     # A copy for each rollout would take as long as the computation of a small model.

@@ -50,13 +50,9 @@ class MicroBatch:
     # [1, T / P], and index and targets hold only what is predicted in this part, about C / P entries.
     cut: object = None
 
-    def flat(self, tensors, dtype=torch.float32):
-        """Tensors [len], a dict or list with one per rollout -> the values of this micro-batch's tokens, [C].
-
-        dtype: that of the empty tensor which an idle micro-batch gets.
-        """
-        none = torch.empty(0, dtype=dtype, device=self.index.device)
-        return torch.cat([tensors[s] for s in self.sequences] or [none])
+    def flat(self, tensors):
+        """Tensors [len], a dict or list with one per rollout -> the values of this micro-batch's tokens, [C]."""
+        return torch.cat([tensors[s] for s in self.sequences] or [torch.empty(0, device=self.index.device)])
 
     def spread(self, values):
         """A value per rollout, [N], or per token, {s: [len]} -> the value of each sampled token here, [C]."""
@@ -92,17 +88,14 @@ def prefix_order(rollouts, chosen):
     all that is computed. shared: how many of its first tokens the rollout before it in the list has as well.
     """
     ids = {s: rollouts[s].ids[:rollouts[s].spans[-1, 1] - 1] for s in chosen}
+    order, before = [], np.empty(0)
     # Sorting by bytes is another order than by token ids, but it puts equal beginnings together as well.
-    order = sorted(chosen, key=lambda s: ids[s].tobytes())
-    shared = [common_prefix(ids[before], ids[s]) for before, s in zip(order, order[1:])]
-    return [(s, len(ids[s]), common) for s, common in zip(order, [0, *shared])]
-
-
-def common_prefix(a, b):
-    """Return the length of the longest common prefix of two arrays of tokens."""
-    length = min(len(a), len(b))
-    different = a[:length] != b[:length]
-    return int(different.argmax()) if different.any() else length
+    for s in sorted(chosen, key=lambda s: ids[s].tobytes()):
+        length = min(len(before), len(ids[s]))
+        same = np.append(before[:length] == ids[s][:length], False)
+        order.append((s, len(ids[s]), int(same.argmin())))              # the place of the first False
+        before = ids[s]
+    return order
 
 
 def row_size(neighbours):
@@ -119,8 +112,6 @@ def deal(rollouts, chosen, num_ranks):
     piece computes the prompt again. The result is the deal whose heaviest rank has the fewest tokens.
     Example: groups of 9, 5, 4, 3 tokens for 2 ranks -> 9 + 3 and 5 + 4.
     """
-    if num_ranks == 1:
-        return [list(chosen)]
     groups = []
     for s, size, shared in prefix_order(rollouts, chosen):
         if shared < rollouts[s].spans[0, 0]:                    # it has another prompt than the one before
@@ -132,13 +123,6 @@ def deal(rollouts, chosen, num_ranks):
     tries = [largest_first([group[i:i + n] for group in groups for i in range(0, len(group), n)], num_ranks)
              for n in most]
     return min(tries, key=lambda one: one[0])[1]
-
-
-def shared_tokens(rollouts, dealt):
-    """Return the share of tokens saved by computing common prefixes once. dealt: deal's result per update."""
-    orders = [prefix_order(rollouts, share) for shares in dealt for share in shares]
-    separate = sum(size for order in orders for _, size, _ in order)
-    return 1 - sum(map(row_size, orders)) / max(1, separate) if separate else 0.0
 
 
 def largest_first(pieces, num_ranks):
@@ -262,7 +246,6 @@ class Segments:
     def to(self, device):
         """Return a copy with its tensors on the device."""
         other = copy.copy(self)
-        other.masks = {}
         vars(other).update({name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)})
         return other
 

@@ -156,7 +156,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 3 shares; old logprobs, values, reference
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step // num_epochs] for u in range(updates_per_step // num_epochs)]
-    shares, log.metrics["perf/shared_tokens"] = deal_to_ranks(rollouts, updates)
+    shares = deal_to_ranks(rollouts, updates)
     all_shares = sum(shares, [])
     with log.timed("old_log_prob"):
         old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}

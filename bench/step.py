@@ -144,7 +144,8 @@ if rank == 0:
 if not kernel:
     attention.kernel_takes = lambda query, value: False
 if not shared:
-    packing.common_prefix = lambda a, b: 0      # as if no two sequences began with the same token
+    order = packing.prefix_order                # as if no two sequences began with the same token
+    packing.prefix_order = lambda *arguments: [(s, size, 0) for s, size, _ in order(*arguments)]
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, sequence_group,
                      float32_head=float32_head)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)

@@ -130,32 +130,6 @@ def test_attention_on_cuda_asks_for_causal_sequences(monkeypatch, window, name):
     torch.testing.assert_close(on_cuda.as_subclass(torch.Tensor).float(), expected, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("sizes", [(300, 40), (300, 300), (260, 700)])
-def test_long_segments_need_no_mask(sizes, monkeypatch):
-    """Behind a shared prompt of 50: the same values and gradients as with a mask."""
-    shared, T, paths = 50, 0, []
-    for size in sizes:
-        new = np.arange(T, T + size)
-        paths.append(np.concatenate([np.arange(shared), new]) if T else new)
-        T += size
-    inputs = [torch.randn(1, heads, T, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    upstream, results = torch.randn(1, T, 4, 8, dtype=torch.float64), []
-    for threshold in (True, False):
-        segments = Segments(list(sizes), paths)
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        # A window as long as all keys changes nothing but the way.
-        window = None if threshold else max(segments.key_sizes) - 1
-        if not threshold:
-            monkeypatch.setattr(segments, "mask", lambda size, before, window, dtype: Segments.mask(
-                segments, size, before, 10 ** 6, dtype))
-        output, _ = packed_attention(None, *leaves, None, 0.3, segments, sliding_window=window)
-        output.backward(upstream)
-        results.append([output.detach(), *(x.grad for x in leaves)])
-        assert threshold == (not segments.masks) or min(sizes) < 256
-    for with_none, with_mask in zip(*results):
-        torch.testing.assert_close(with_none, with_mask)
-
-
 def test_gradients_of_shared_tokens_are_summed_in_float32(monkeypatch):
     """A thousand times 1: in bfloat16 the sum stops at 256. A CPU's own index_add_ would sum in float32."""
     def one_by_one(total, dim, places, values):
@@ -192,9 +166,3 @@ def test_rows_without_segments_are_a_sequence_each():
     found, expected = (packed_attention(None, *inputs, None, 0.3, segments)[0]
                        for segments in (None, ROWS["one"]))
     assert torch.equal(found, expected)
-
-
-def test_heads_of_keys_have_to_divide_as_well():
-    cut = SimpleNamespace(group=SimpleNamespace(size=lambda: 4))
-    with pytest.raises(ValueError, match="does not divide its 4 heads of queries and 2 of keys"):
-        packed_attention(None, *random_attention(), None, 0.3, ROWS["one"], cut=cut)

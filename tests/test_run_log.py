@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from packing import shared_tokens
 from losses import group_std
 from rewards import TIMED_OUT, rollout_metrics, sample_lines
 from rollout import Rollout
@@ -114,15 +113,6 @@ def test_the_metrics_of_episodes():
         "timing_s/environment": 1.5}
     assert found["completions/mean_length"] == 6.0
     assert rollout_metrics([episode(1, "stop")], 1, group_std, 1)["tools/failure_frequency"] == 0.0
-
-
-def test_shared_tokens():
-    # The prompt 5 6 7 of three rollouts, one of them in another update, and a rollout that is not chosen.
-    group = [Rollout.single([5, 6, 7], [token, 9, 9], [-1.0] * 3, "stop") for token in (1, 2, 3, 4)]
-    for shares, shared in (([[[0], [2]], [[1], []]], 0), ([[[0, 2], []], [[1], []]], 3),
-                           ([[[0, 2, 1], []], [[], []]], 6)):
-        assert shared_tokens(group, shares) == pytest.approx(shared / 15)
-    assert shared_tokens(group, [[[]]]) == 0.0
 
 
 def end_step(log, rollouts, n=2):

@@ -20,7 +20,7 @@ NAMES = """reward reward_std frac_reward_zero_std rewards/score/mean completions
     sampling/sampling_logp_difference/max sampling/importance_sampling_ratio/min
     sampling/importance_sampling_ratio/mean sampling/importance_sampling_ratio/max loss grad_norm
     learning_rate num_tokens timing_s/gen timing_s/reward timing_s/update_actor timing_s/sync timing_s/step
-    perf/throughput perf/max_memory_allocated_gb perf/shared_tokens""".split()
+    perf/throughput perf/max_memory_allocated_gb""".split()
 
 
 # The shipped model on algebra with short completions: right and wrong ones, some of them cut off.

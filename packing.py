@@ -51,7 +51,7 @@ class MicroBatch:
     cut: object = None
 
     def flat(self, tensors):
-        """Tensors [len], a dict or list with one per rollout -> the values of this micro-batch's tokens, [C]."""
+        """Tensors [len], a dict or list with one per rollout -> the values of the tokens here, [C]."""
         return torch.cat([tensors[s] for s in self.sequences] or [torch.empty(0, device=self.index.device)])
 
     def spread(self, values):

@@ -1,6 +1,5 @@
 """The attention of packed rows against loops over segments, tokens and heads."""
 import inspect
-from types import SimpleNamespace
 
 import numpy as np
 import pytest

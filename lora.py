@@ -33,11 +33,6 @@ from weights import read_model, spread, write_model
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# The values that some keys of an adapter's config may have, and the keys that change nothing here. All other
-# keys have to be empty, because they stand for methods that are not implemented.
-KNOWN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
-HARMLESS = """base_model_name_or_path r lora_alpha target_modules layers_to_transform task_type auto_mapping
-    inference_mode lora_dropout qalora_group_size megatron_core peft_version""".split()
 
 
 def merge(weight, A, B, scale):
@@ -141,14 +136,14 @@ def adapt(policy, layers, rank, seed, folder=None):
 
     The policy is loaded but not under FSDP2 yet. folder: an adapter's, to go on training it. Without one B
     starts at 0. A is then drawn as in PEFT, uniformly up to 1 / sqrt(in), by seed and the layer's name, so
-    that all ranks draw the same. Raises ValueError if there is no such layer or the folder does not fit.
+    that all ranks draw the same. Raises ValueError if there is no such layer.
     """
     policy.requires_grad_(False)
     inside = {part for layer in layers for part in layer.modules() if type(part) is nn.Linear}
     linear = {name: part for name, part in policy.hf.named_modules() if part in inside}
     if not linear:
         raise ValueError(f"lora_rank={rank}: the layers of this model have no plain linear layers to adapt")
-    saved = {name: pair for name, *pair in (read_tensors(folder, rank, linear) if folder else ())}
+    saved = read_tensors(folder) if folder else {}
     for name, part in linear.items():
         draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         bound = part.in_features ** -0.5
@@ -164,49 +159,36 @@ def adapt(policy, layers, rank, seed, folder=None):
 
 # ---------------------------------------------------------------- folders
 
-def read_config(folder):
-    """(base model, rank, alpha) of an adapter's folder. ValueError if it is damaged or not plain LoRA."""
-    with reading(f"{folder}/{CONFIG}"):
-        config = json.loads(Path(folder, CONFIG).read_text())
-        base, rank, alpha = (config[key] for key in ("base_model_name_or_path", "r", "lora_alpha"))
-        for key, value in config.items():
-            if value and key not in HARMLESS and value not in KNOWN.get(key, []):
-                raise ValueError(f"{key}={value!r:.100} is not supported")
-    return base, rank, alpha
-
-
-def read_tensors(folder, rank, parts):
-    """Yield (name, A, B) of the layers in an adapter's folder; ValueError if they do not fit {name: part}."""
+def read_tensors(folder):
+    """Return {name of a layer: [A, B]} of an adapter's folder. Raises ValueError if it cannot be read."""
     with reading(f"{folder}/{WEIGHTS}"):
-        left = load_file(os.path.join(folder, WEIGHTS))
-    for name in sorted({key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in left}):
-        pair = [left.pop(f"{PREFIX}{name}.lora_{one}.weight", torch.empty(0)).float() for one in "AB"]
-        part = parts.get(name)
-        shapes = [(rank, part.in_features), (part.out_features, rank)] if isinstance(part, nn.Linear) else []
-        if [tensor.shape for tensor in pair] != shapes:
-            raise ValueError(f"{folder}: lora_A and lora_B of {name!r} fit no linear layer of the model")
-        yield name, *pair
-    if left:
-        raise ValueError(f"{folder}/{WEIGHTS}: {min(left)} is not supported")
+        found = load_file(os.path.join(folder, WEIGHTS))
+        return {key.removeprefix(PREFIX).removesuffix(".lora_A.weight"): [
+            found[key.replace("lora_A", f"lora_{one}")].float() for one in "AB"]
+            for key in found if key.endswith(".lora_A.weight")}
 
 
 def merge_folder(folder):
-    """Merge an adapter's folder with its base model into a model folder next to it, and return its path.
+    """Merge the adapter of a checkpoint with its base model into a model folder next to it; return its path.
 
     The result is in the dtype that the layers computed in while the adapter was trained, and its weights have
-    the same bits as the engine's. An adapter from elsewhere, which names no dtype, is merged in float32.
+    the same bits as the engine's. Raises ValueError for an adapter that no run here has written.
     """
-    base, rank, alpha = read_config(folder)
-    base, out = check_trainable(base, f"{folder}: base_model_name_or_path"), f"{folder.rstrip('/')}-merged"
+    out = f"{folder.rstrip('/')}-merged"
+    with reading(f"{folder}/{CONFIG}"):
+        config = json.loads(Path(folder, CONFIG).read_text())
+        base, scale = config["base_model_name_or_path"], ALPHA / config["r"]
     with reading(f"{folder}/{WEIGHTS}"), safe_open(os.path.join(folder, WEIGHTS), "pt") as file:
-        dtype = getattr(torch, (file.metadata() or {}).get("base_dtype", "float32"))
+        # Adapters from elsewhere do not have this, and may need more than a merge.
+        dtype = getattr(torch, file.metadata()["base_dtype"])
+    base = check_trainable(base, f"{folder}: base_model_name_or_path")
     config = AutoConfig.from_pretrained(base)
     hf = read_model(base, model_class(config), base, config)
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype)
-    parts = dict(hf.named_modules())
-    for name, A, B in read_tensors(folder, rank, parts):
-        parts[name].weight.data = merge(parts[name].weight.data, A, B, alpha / rank)
+    for name, (A, B) in read_tensors(folder).items():
+        weight = hf.get_submodule(name).weight
+        weight.data = merge(weight.data, A, B, scale)
     write_model(hf, {name: x.detach() for name, x in hf.named_parameters()}, out)
     load_tokenizer(base).save_pretrained(out)
     return out

@@ -1,7 +1,6 @@
 """Adapters: formula, rounding, what the engine gets, folders, resume; and small steps in bfloat16."""
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -353,10 +352,12 @@ def test_a_merged_folder_is_the_policy(folder, mesh, tmp_path, stored, dtype):
     assert (mine - theirs).abs().max() < (1e-4 if dtype == torch.float32 else 0.2)
 
 
-def test_an_adapter_that_names_no_dtype_is_merged_in_float32(checkpoint, tmp_path):
+def test_an_adapter_from_elsewhere_is_refused(checkpoint, tmp_path):
+    """It names no dtype, and may be of a kind that is not merged by a sum."""
     adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
     save_file(load_file(adapter / lora.WEIGHTS), adapter / lora.WEIGHTS)
-    assert AutoModelForCausalLM.from_pretrained(lora.merge_folder(str(adapter))).dtype == torch.float32
+    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read: "):
+        lora.merge_folder(str(adapter))
 
 
 def test_each_seed_draws_its_own_adapters(folder, mesh):
@@ -392,52 +393,6 @@ def test_a_model_without_plain_linear_layers_is_refused(mesh, tmp_path):
     make("gpt2", str(tmp_path))
     with pytest.raises(ValueError, match="lora_rank=3: the layers of this model have no plain linear layers"):
         adapted(str(tmp_path), mesh)
-
-
-@pytest.mark.parametrize("key, value", [
-    ("use_dora", True), ("use_rslora", True), ("rank_pattern", {"q": 2}), ("alpha_pattern", {"q": 2}),
-    ("modules_to_save", ["lm_head"]), ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True),
-    ("lora_bias", True), ("init_lora_weights", "pissa"), ("layer_replication", [[0, 1]])])
-def test_adapters_of_another_kind_are_refused(checkpoint, tmp_path, key, value):
-    adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
-    config = json.loads((adapter / lora.CONFIG).read_text())
-    (adapter / lora.CONFIG).write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ValueError, match=re.escape(f"{key}={value!r} is not supported")):
-        lora.merge_folder(str(adapter))
-
-
-def test_what_peft_writes_by_default_is_accepted(checkpoint, tmp_path):
-    adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
-    config = json.loads((adapter / lora.CONFIG).read_text())
-    (adapter / lora.CONFIG).write_text(json.dumps(config | {
-        "alpha_pattern": {}, "auto_mapping": None, "corda_config": None, "eva_config": None,
-        "loftq_config": {}, "exclude_modules": None, "fan_in_fan_out": False, "init_lora_weights": True,
-        "layer_replication": None,
-        "layers_pattern": None, "layers_to_transform": None, "lora_bias": False, "lora_dropout": 0.05,
-        "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
-        "rank_pattern": {},
-        "qalora_group_size": 16, "revision": None, "target_parameters": None, "trainable_token_indices": None,
-        "use_dora": False, "use_qalora": False, "use_rslora": False, "peft_version": "0.18.0"}))
-    assert lora.read_config(str(adapter))[1:] == (3, 32)
-
-
-@pytest.mark.parametrize("change, message", [
-    (lambda t: t.pop(min(t)), "fit no linear layer of the model"),
-    (lambda t: t.update({min(t): t[min(t)][:, :-1].contiguous()}), "fit no linear layer of the model"),
-    (lambda t: t.update({key: t[key][:1].contiguous() for key in t if "lora_A" in key}), "fit no linear"),
-    (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(3, 5)}), "'lm_head' fit no"),
-    (lambda t: t.update({f"{min(t).partition('.lora_')[0]}.lora_magnitude_vector": torch.ones(3)}),
-     "lora_magnitude_vector is not supported"),
-    (lambda t: t.update({"weight": torch.ones(3)}), "lora_A and lora_B of '' fit no linear layer")])
-def test_tensors_that_do_not_fit_are_refused(checkpoint, folder, mesh, tmp_path, change, message):
-    adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
-    tensors = load_file(adapter / lora.WEIGHTS)
-    change(tensors)
-    save_file(tensors, adapter / lora.WEIGHTS)
-    for read in (lambda: lora.merge_folder(str(adapter)),
-                 lambda: load_policy(folder, mesh, torch.float32, adapter=(3, 0, str(adapter)))):
-        with pytest.raises(ValueError, match=message):
-            read()
 
 
 @pytest.mark.parametrize("files", [{lora.CONFIG: b""}, {lora.CONFIG: b"[]"}, {lora.CONFIG: b"{}"},

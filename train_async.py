@@ -213,8 +213,8 @@ for step in range(run.first_step, max_steps):
     order = random.Random(f"{seed} {step}").sample(range(N), N)
     updates = [order[u::updates_per_step] for u in range(updates_per_step)]
     # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
-    computed = [[s for s in update if not skip_zero_advantage or adv[s].any()] for update in updates]
-    shares = deal_to_ranks(rollouts, computed)
+    skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
+    shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
     # pi_old is the policy before the first update. On-policy, section 5 takes logp and reads no old_logps.
     on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):

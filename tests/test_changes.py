@@ -358,8 +358,7 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
 
 # A third network, which learns the score from the prompt and what has been said.
 THIRD = [
-    ("from model import (deal_to_ranks, gathered_logprobs, load_policy,", "from model import (load_critic, "
-     "deal_to_ranks, gathered_logprobs, load_policy,"),
+    ("from model import (", "from model import (load_critic, "),
     ('networks = {"": (policy, optimizer)} ', '''
 baseline = load_critic(f"{run.resumed}/baseline" if run.resumed else folders.policy, mesh, compute_dtype)
 baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)

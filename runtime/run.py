@@ -163,12 +163,9 @@ class Run:
         """Return whether what happens every `interval` steps is due; 0 stands for the first step alone."""
         return self.state["step"] % (interval or self.settings.max_steps) == 0
 
-    def stopping(self, signalled=False):
-        """Return whether a signal has come, or torchrun has died, on any rank. A collective.
-
-        signalled: whether this rank knows of a signal elsewhere.
-        """
-        self.stopped = any(distributed.gathered([bool(self.signalled) or signalled]))
+    def stopping(self):
+        """Return whether a signal has come, or torchrun has died, on any rank. A collective."""
+        self.stopped = any(distributed.gathered([bool(self.signalled)]))
         return self.stopped
 
     def may_step(self, name, norm):

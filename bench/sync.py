@@ -96,13 +96,13 @@ def apart(folder):
     if bridge.trains:
         policy = load_policy(folder, mesh, torch.float32)
         bridge.tell("begin")
-        bridge.take("ready", 0)
+        bridge.take("ready", 0, [])
 
         def publish(version):
             bridge.load_weights(policy.full_weights(torch.float32, bridge.naming), version)
 
         measured("apart, trainer: gather and send", publish)
-        bridge.take("loaded", 0)
+        bridge.take("loaded", 0, [])
         bridge.close()
     else:
         bridge.begin()

@@ -163,9 +163,10 @@ class Bridge:
         # Takes weights into host memory while the engine works, and ends this process with the run.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.heard.put(self._hear())
+        hear = lambda: unpacked(lambda tensor: self.gloo.broadcast(tensor, 0))
+        self.heard.put(hear())
         tensors = []
-        while words := self._hear():
+        while words := hear():
             version, shapes, dtype = words
             if not shapes:
                 self.heard.put((version, tensors))
@@ -177,9 +178,6 @@ class Bridge:
             tensors += [(name, piece.view(shapes[name]))
                         for name, piece in zip(shapes, flat.cpu().split(sizes))]
         distributed.end(0)
-
-    def _hear(self):
-        return unpacked(lambda tensor: self.gloo.broadcast(tensor, 0))
 
     def _post(self):
         while True:

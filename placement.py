@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 import rollout
 from runtime import distributed
-from runtime.check_settings import check_run
 
 TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
 FOREVER = datetime.timedelta(days=10_000)
@@ -40,8 +39,7 @@ SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_tu
 class Bridge:
     """The role of this rank, and its end of the bridge.
 
-    settings: what configure returned; the script ends if they do not fit each other. trains: whether this
-    rank is a trainer. engines: how many engines there are. engine: the number of this rank's engine, from 0.
+    settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there are. engine: the number of this rank's engine, from 0.
     newest: for an engine, the last version of the weights that has arrived. sampled: {(kind, number):
     (rollouts, figures)} of all engines, which the trainers have not taken yet. For runtime.run the bridge is
     the trainers' engine: it has the attributes name, naming and allocated, load_weights and close.
@@ -49,7 +47,6 @@ class Bridge:
     allocated = 0
 
     def __init__(self, settings):
-        check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - settings.rollout_ranks)
         self.timeout, self.sampled = settings.timeout, {}
         self.rollout_ranks, self.ranks_per_engine = settings.rollout_ranks, settings.vllm_tensor_parallel_size
         self.engines = self.rollout_ranks // self.ranks_per_engine

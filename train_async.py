@@ -22,6 +22,7 @@ This is train_grpo.py, with these differences:
    sampled with the newest version. vLLM does not sleep, and takes 0.9 of its GPU's memory.
 """
 import math
+import os
 import random
 
 from runtime import distributed         # before torch: it sets environment variables that torch reads
@@ -36,7 +37,7 @@ from episodes import Player, Table
 from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
                    make_optimizer, micro_batches, open_folders, set_learning_rate, token_logprobs)
 from placement import Bridge, kept_ahead, sample_for_trainers, staleness
-from runtime.run import Run
+from runtime.run import Run, check_run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -90,6 +91,7 @@ entropy_coef = 0.0              # weight of the entropy bonus
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
 
 # ---------------------------------------------------------------- set-up of both roles
+check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - rollout_ranks)
 with input_errors():                                            # a ValueError becomes a one-line message
     bridge = Bridge(settings)                                   # this rank's role, and the way to the other
 # Rank and world size are those of the role.

@@ -39,10 +39,11 @@ SAMPLED_WITH = ("max_staleness", "temperature", "max_completion_length", "max_tu
 class Bridge:
     """The role of this rank, and its end of the bridge.
 
-    settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there are. engine: the number of this rank's engine, from 0.
-    newest: for an engine, the last version of the weights that has arrived. sampled: {(kind, number):
-    (rollouts, figures)} of all engines, which the trainers have not taken yet. For runtime.run the bridge is
-    the trainers' engine: it has the attributes name, naming and allocated, load_weights and close.
+    settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
+    are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
+    weights that has arrived. sampled: {(kind, number): (rollouts, figures)} of all engines, which the
+    trainers have not taken yet. For runtime.run the bridge is the trainers' engine: it has the attributes
+    name, naming and allocated, load_weights and close.
     """
     allocated = 0
 

@@ -79,12 +79,10 @@ class Bridge:
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 self.wire = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), *place, FOREVER)
         if not self.trains:
-            # An error in a thread ends the process as well.
-            threading.excepthook = lambda error: sys.excepthook(*error[:3])
             # heard: first how the run begins, then (version, tensors) of each weight sync.
             self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
             for work in (self._listen, self._post):
-                threading.Thread(target=work, daemon=True).start()
+                threading.Thread(target=self._until_lost, args=[work], daemon=True).start()
         return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
 
     # ------------------------------------------------------------ the trainers' end
@@ -156,6 +154,13 @@ class Bridge:
         while found < version:
             found, tensors = self.heard.get()
         return tensors
+
+    def _until_lost(self, work):
+        try:
+            work()
+        except RuntimeError:                                    # the first trainer has ended
+            sys.excepthook(*sys.exc_info())
+            distributed.end(1)
 
     def _listen(self):
         # Takes weights into host memory while the engine works, and ends this process with the run.

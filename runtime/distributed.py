@@ -4,6 +4,7 @@ set_up, largest, mean, gathered and from_master are collectives: every rank has 
 same order. The watchdog ends a rank that would wait in one for ever. Import this module before PyTorch, which
 reads GOMP_SPINCOUNT early.
 """
+import atexit
 import contextlib
 import ctypes
 import datetime
@@ -105,7 +106,10 @@ def failed(kind, error, trace):
     lost = kind.__module__ == "torch.distributed" or "gloo/" in str(error)
     tell_launcher(f"{kind.__name__}: {error}", later=60 if lost else 0)
     sys.__excepthook__(kind, error, trace)
-    end(1)                                                      # its own end may wait for other ranks
+    # This comes now, because no thread can be started while the interpreter ends.
+    closing.close()
+    # The interpreter's own end may wait for other ranks. PyTorch prints what this hook has said after it.
+    atexit.register(end, 1)
 
 
 def leave():

@@ -362,7 +362,7 @@ def test_torchrun_gets_what_was_said_first_and_not_what_came_of_it(tmp_path, mon
     tell_launcher("RuntimeError: another")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "second"))
     monkeypatch.setattr(sys, "__excepthook__", lambda *_: None)
-    monkeypatch.setattr(distributed, "end", lambda code: None)
+    monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
     distributed.failed(RuntimeError, RuntimeError("[gloo/pair.cc:547] Connection closed by peer"), None)
     first, second = (json.loads((tmp_path / name).read_text())["message"] for name in ("first", "second"))
     assert first["message"] == "ValueError: the cause"

@@ -479,13 +479,8 @@ def test_functions_are_tools_without_a_class(write):
 
 @pytest.mark.parametrize("settings, told", [
     ({"tools": "tools.py"}, "tools must be file.py:function or package.module:function, not 'tools.py'"),
-<<<<<<< HEAD
-    ({"tools": "none.py:add"}, "tools: no such file: none.py"),
-    ({"tools": "GAME:bare"}, "tools=.*: a tool needs type hints and a docstring"),
-=======
     ({"tools": "none.py:add"}, "tools: none.py raised FileNotFoundError: "),
-    ({"tools": "GAME:bare"}, "tools=.*: the tool bare needs type hints and a docstring"),
->>>>>>> fb6c718 (Rewards: a call of the user's process is a request and its answer; score, Scorer and the reward model are shorter)
+    ({"tools": "GAME:bare"}, "tools=.*: a tool needs type hints and a docstring"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
     ({"tools": "GAME:add", "chat": False}, "tools=.* needs chat=True and a tokenizer with"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])

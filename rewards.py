@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tasks.check_answer import check_answer, extract_answer, plain, value
+from tasks.check_answer import check_answer, extract_answer, read
 from runtime.user_code import (STARTED_IN, Failed, Threads, TimeUp, UserProcess, accepted, load_from,
                                logging_into, name_of, number, outcome, shown, source_of, specs)
 
@@ -497,8 +497,7 @@ def evaluation(rollouts, k, name="eval"):
         scores = [r.score for r in scored]
         answers = [extract_answer(content(r.completion)) for r in scored]
         # An answer votes by its exact value, or by its text if it has none.
-        texts = [None if answer is None else plain(answer) for answer in answers]
-        answers = [text if text is None or (tree := value(text)) is None else tree for text in texts]
+        answers = [None if answer is None else read(answer)[0] for answer in answers]
         votes = Counter(answer for answer in answers if answer is not None)
         winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
         source = rollouts[i].row.get("source")

@@ -16,12 +16,10 @@ from unicodedata import normalize
 
 # A line per language, or for related ones: words for `answer`, and words for `is`. Add a line for yours.
 LANGUAGES = [
-    ("answer|ans|solution|correct option|correct choice|right option|right choice|best option|best choice",
-     "is|are|equals|would be|should be|comes out to be"),
+    ("answer|ans|solution|correct option|correct choice|best option|best choice", r"is|are|equals|\w+ be"),
     ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于"),
     ("答え|解答|正解|정답|답", "は|은|는"),
-    ("respuesta|resposta|risposta|răspunsul|răspuns|opción correcta|réponse",
-     "es|és|é|è|son|são|sono|este|est|sont|vaut"),
+    ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont|vaut"),
     ("antwort|antwoord|lösung|svaret|svar|vastaus|richtige option", "ist|lautet|är|er"),
     ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď|odpoveď", "равен|это|є|е|je|jest|wynosi"),
     ("đáp án|đáp số|jawabannya|jawaban", "là|adalah|ialah"),
@@ -132,9 +130,10 @@ def last_answer(text):
     if CHAIN.search(rest):
         # `So x = 2*9 = 18` is x = 18, and `Total = 2*9 = 18` is = 18.
         return CHAIN.sub("=", BEFORE.sub("", rest))
-    value = read(rest)[0]
-    formula = isinstance(value, Fraction) or not isinstance(value, str) and not WORDY.search(rest)
-    return rest if formula or framed and len(rest) <= 100 else None
+    # A text that is no formula has its tokens apart.
+    tree = read(rest)[0]
+    formula = isinstance(tree, Fraction) or " " not in tree and not WORDY.search(rest)
+    return rest if rest and (formula or framed and len(rest) <= 100) else None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -185,11 +184,10 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))", ", "),
     # 9 (apples), and a last period
     (r"(?<=\d)\s*\(([a-zA-Z ]{3,})\)\s*$", r" \1"), (r"^[\s\"“”*`]+|(?<![.\s])\s*\.?[\s,;。\"“”*`]*$", "")]]
-# One or more choices or statements: B, (B), BC, B and C, or (1)(3); a choice with its text: B) 12, but not A, B;
+# One or more choices or statements: B, (B), BC, B and C, (1)(3); a choice with its text: B) 12, but not (A) or (B);
 # and what may surround them, as in \text{BC}
-CHOICES = re.compile(r"\s*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:]|and)*)+|"
-                     r"(?:\(\d\)(?:[\s,;]|and)*){2,})")
-CHOICE = re.compile(r"\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2})).*|\(?([a-j])\)?\.?", re.S)
+CHOICES = re.compile(r"\s*(?:(?i:option|choice)|选项?)?\s*(?:((?:\(?[A-J]\)?(?:[\s.,;:]|and)*)+|"
+                     r"(?:\(\d\)(?:[\s,;]|and)*){2,})|\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2})).*)", re.S)
 FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\*`\"]")
 
 
@@ -199,11 +197,11 @@ FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\*`\"]")
 
 # The names of each unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in (
-    "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|dm|m meter metre 米|km kilometer kilometre 千米|nm|"
-    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|"
-    "ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|"
-    "month 月|yr year 年|ms|am|pm|hz|khz|mhz|ghz|kw|mw|pa|kpa|j|kj|mj|ev|kev|mev|kb|mb|gb|/ per|2 square sq|"
-    "3 cubic").split("|") for word in names.split() for name in (word, word + "s")}
+    "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|dm|nm|"
+    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|hz|kw|j|"
+    "ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|ev|"
+    "month 月|yr year 年|am|pm|/ per|2 square sq|3 cubic").split("|")
+    for word in names.split() for name in (word, word + "s")}
 # Other words after a number are units as well, up to three of them, but not these, which are part of the
 # value. A word of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米
 # the unit is written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
@@ -224,15 +222,15 @@ LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?)(\([a-zA-Z]\))?\s*
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 # A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, or a character
 TOKEN = re.compile(r"(?<=\\frac)\s*\d|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d|\s*_))?|\\[a-zA-Z]+|\\.|\S")
-# Operators by how tightly they bind: `*` stands also between a and b in `ab`, and `(` is the one of f(x).
-LEVELS = ["", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap \setminus", r"+ - \pm \mp", "* /", "^", "_ ("]
-PRECEDENCE = {op: level for level, ops in enumerate(LEVELS) for op in ops.split()}
+# Operators by how tightly they bind, after what ends an operand: `*` stands also between a and b in `ab`, and
+# `(` is the one of f(x).
+LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap \setminus", r"+ - \pm \mp", "* /", "^", "_ ("]
+PRECEDENCE = {"": 0, **{op: level for level, ops in enumerate(LEVELS) for op in ops.split()}}
 SUM, ATOM = PRECEDENCE["+"], PRECEDENCE["_"]
 # Pairs of brackets, and how the tree names them; those without a name count only around a list: (1, 2)
 BRACKETS = {"()": "", "{}": "", r"\{\}": "", "[]": "[]", "[)": "[)", "(]": "(]"}
 FOLDS = {"+": sum, "*": math.prod}
 FUNCTIONS = {r"\sqrt", r"\sin", r"\cos", r"\tan", r"\log", r"\ln"}
-ENDS = ["", ")", "]", "}", r"\}"]
 
 
 def value(text):
@@ -256,7 +254,7 @@ def value(text):
             name = BRACKETS[token + end]
             if name or isinstance(tree, tuple) and tree[0] in (",", ";"):
                 tree = name or token.strip("\\"), unordered(tree) if end[-1] == "}" else tree
-        elif token in ENDS or token in PRECEDENCE or token in "!'":
+        elif token in PRECEDENCE or token in "!'":
             raise ValueError("no operand")
         elif token == r"\frac":
             tree = applied("/", parse(ATOM), parse(ATOM))
@@ -264,18 +262,17 @@ def value(text):
             tree = token, parse(ATOM) if tokens[-1] == "[" else None, parse(ATOM)
         else:
             tree = Fraction(token) if re.match(r"\s*\.?\d", token) else token
-        while level < ATOM and tokens[-1] not in ENDS:
+        while True:
             before, op = op, tokens[-1]
             if op not in PRECEDENCE or op == "(" and isinstance(tree, Fraction):
                 op = "*"
             if PRECEDENCE[op] <= level:
-                break
+                return tree
             if op == tokens[-1] != "(":
                 tokens.pop()
             elif op == "*" and (before == "/" or isinstance(tree, Fraction) and re.match(r"\.?\d", tokens[-1])):
                 raise ValueError("1/2x may be x/2, and 2 3 may be 23")
             tree = applied(op, tree, parse(PRECEDENCE[op] - (op == "^")))
-        return tree
 
     with contextlib.suppress(ValueError, KeyError, ZeroDivisionError, RecursionError):
         tree = unordered(parse(0))
@@ -322,7 +319,9 @@ def read(text):
     text = normalize("NFKC", text)
     letters = CHOICES.fullmatch(FONT.sub("", text[:500]))
     if letters or len(text) > 500:
-        return letters and (",", *sorted({*re.findall(r"[A-J\d]", letters[1])})) or text, "", []
+        found = "".join(letters.groups("")).replace("and", "").lower() if letters else ""
+        found = sorted({*re.findall(r"[a-j\d]", found)}) or [text]
+        return found[0] if len(found) == 1 else (",", *found), "", []
     rest, currency = text, CURRENCY.search(text)
     for pattern, replacement in CLEANING:
         rest = pattern.sub(replacement, rest)
@@ -355,11 +354,6 @@ def comparison(given, truth):
     (one, rest, said), (other, known_rest, known) = read(given), read(truth)
     if any(mine and theirs and mine != theirs for mine, theirs in zip(said, known)):
         return False
-    # B) 12 is B, and the other way round.
-    for text, tree in (rest, other), (known_rest, one):
-        choice = CHOICE.fullmatch(text.strip())
-        if choice and tree == (",", (choice[1] or choice[2]).upper()):
-            return True
     percent = len({bool(re.search("[%％]|percent", each)) for each in (given, truth)}) > 1
     numbers = isinstance(one, Fraction) and isinstance(other, Fraction)
     if one == other != "" and not (percent and numbers and 0 < abs(one) < 1):
@@ -369,10 +363,10 @@ def comparison(given, truth):
         return True
     # Algebra cannot make two numbers equal, except 50% and 0.5, nor numbers in a base, different brackets, or
     # a number and a list.
-    base = [tree[0] == "_" and isinstance(tree[1], Fraction) for tree in (one, other) if isinstance(tree, tuple)]
-    kinds = {isinstance(tree, Fraction) or isinstance(tree, tuple) and tree[0] for tree in (one, other)}
-    kinds &= {True, ",", "(", "{", *BRACKETS.values()}
-    return False if any(base) or len(kinds) > 1 and kinds != {",", "{"} or numbers and not percent else None
+    kinds = {isinstance(tree, Fraction) or tree[0] for tree in (one, other) if not isinstance(tree, str)}
+    kinds &= {True, ",", "(", "{", "_", *BRACKETS.values()}
+    differ = len(kinds) > 1 and kinds != {",", "{"} or "_" in kinds
+    return False if differ or numbers and not percent else None
 
 
 def check_answer(text, truth, algebra=False):

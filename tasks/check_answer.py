@@ -16,7 +16,7 @@ from unicodedata import normalize
 
 # A line per language, or for related ones: words for `answer`, and words for `is`. Add a line for yours.
 LANGUAGES = [
-    ("answer|ans|solution|correct option|correct choice|best option|best choice", r"is|are|equals|\w+ be"),
+    ("answer|ans|correct option|correct choice|best option|best choice", r"is|are|equals|\w+ be"),
     ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于"),
     ("答え|解答|正解|정답|답", "は|은|는"),
     ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont|vaut"),
@@ -41,7 +41,7 @@ SIGNS = [re.compile(pattern, re.M) for pattern in [
 MARK = re.compile(rf"{NOUN}|<solution>|<final_?answer>|####|\[\[|<answer>")
 # What leads to an answer in the last line, as in `So the total is 18`
 LEADING = re.compile(
-    rf"^.*{EDGE}(?:(?:result\w{{0,4}}|risultato|résultat|ergebnis|total|value|so|thus|hence|therefore|number)\b"
+    rf"^.*{EDGE}(?:(?:result\w{{0,4}}|risultato|résultat|ergebnis|solution|total|value|so|thus|hence|therefore|number)\b"
     r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist|é|è)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|donc|"
     r"option(?: is)?|choice|choose|pick|also|итак|результат|结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|"
     rf"故|kết quả là|よって|따라서|∴|⇒|=>){EDGE}[\s,:：*}}]*", re.I)
@@ -95,10 +95,10 @@ def marked_answer(text):
     # Returns the answer behind the last sign. A longer text is no answer but the beginning of a solution.
     # The last 500 words are enough, and keep this quick. İ is the letter that grows when it becomes small.
     small = text.replace("İ", "I").lower()
-    words = [word.start() for word in MARK.finditer(small)][-500:]
+    words = [word.start() for word in MARK.finditer(small)][:-500:-1]
     for signs in SIGNS:
         end = len(text)
-        for sign in filter(None, (signs.match(small, start) for start in reversed(words))):
+        for sign in filter(None, (signs.match(small, start) for start in words)):
             # The answer that a sign announces ends before the next sign.
             answer, end = announced(sign[0], text[sign.end():end]), sign.start()
             if 0 < len(answer) <= 100:
@@ -184,10 +184,11 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))", ", "),
     # 9 (apples), and a last period
     (r"(?<=\d)\s*\(([a-zA-Z ]{3,})\)\s*$", r" \1"), (r"^[\s\"“”*`]+|(?<![.\s])\s*\.?[\s,;。\"“”*`]*$", "")]]
-# One or more choices or statements: B, (B), BC, B and C, (1)(3); a choice with its text: B) 12, but not (A) or (B);
-# and what may surround them, as in \text{BC}
-CHOICES = re.compile(r"\s*(?:(?i:option|choice)|选项?)?\s*(?:((?:\(?[A-J]\)?(?:[\s.,;:]|and)*)+|"
-                     r"(?:\(\d\)(?:[\s,;]|and)*){2,})|\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2})).*)", re.S)
+# One or more choices or statements: B, (B), BC, B and C, (1)(3); a choice with its text: B) 12, but not (A) or
+# (B); and what may surround them, as in \text{BC}
+CHOICES = re.compile(r"\s*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:]|and)*)+|"
+                     r"(?:\(\d\)(?:[\s,;]|and)*){2,})")
+CHOICE = re.compile(r"\s*\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))")
 FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\*`\"]")
 
 
@@ -216,8 +217,8 @@ UNIT = re.compile(rf"^(?:([^a-z]*\d)\s+{WORD}|((?:[^a-z\\]|\\[a-z]+)*(?:(?<=[\d)
                   rf"(?![a-z]){EXPONENT}(?:[ /]+{WORD}(?![a-z]){EXPONENT}){{0,2}}$", re.I)
 # $5 or 5 dollars, 5 euros, £5, 5 cents
 CURRENCY = re.compile(r"(\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元)|(€|\beuros?\b|欧元)|(£)|(¢|\bcents?\b)", re.I)
-# A left side such as x =, f(x) =, or x \in; but x=1, y=2 stays as it is
-LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?)(\([a-zA-Z]\))?\s*(?:=(?!.*[,;].*=)|\\in\b)|=)")
+# A left side such as x =, f(x) =, 2*9 =, or x \in; but x=1, y=2 stays as it is
+LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?)(\([a-zA-Z]\))?\s*(?:=(?!.*[,;].*=)|\\in\b)|[\d\s.+*/^()-]*=(?!\s*[a-z]))")
 # 1,234.5 or 1 234.5
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 # A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, or a character
@@ -248,13 +249,14 @@ def value(text):
         # Reads an operand, and goes on as long as the operators bind more tightly than the level.
         token, op = tokens.pop(), None
         if PRECEDENCE.get(token) == SUM:
-            tree = applied(token, Fraction(0), parse(max(level, SUM)))
+            tree = parse(max(level, SUM))
+            tree = applied("*", Fraction(-1), tree) if token == "-" else tree if token == "+" else (token, tree)
         elif token in ("(", "[", "{", r"\{"):
             tree, end = parse(0), tokens.pop()
             name = BRACKETS[token + end]
             if name or isinstance(tree, tuple) and tree[0] in (",", ";"):
                 tree = name or token.strip("\\"), unordered(tree) if end[-1] == "}" else tree
-        elif token in PRECEDENCE or token in "!'":
+        elif token in PRECEDENCE or token in "!':":
             raise ValueError("no operand")
         elif token == r"\frac":
             tree = applied("/", parse(ATOM), parse(ATOM))
@@ -270,8 +272,9 @@ def value(text):
                 return tree
             if op == tokens[-1] != "(":
                 tokens.pop()
-            elif op == "*" and (before == "/" or isinstance(tree, Fraction) and re.match(r"\.?\d", tokens[-1])):
-                raise ValueError("1/2x may be x/2, and 2 3 may be 23")
+            elif op == "*" and (before == "/" or re.match(r"\.?\d", tokens[-1]) and (
+                    not isinstance(tree, tuple) or tree[0] == "*")):
+                raise ValueError("1/2x may be x/2, 2 3 may be 23, and words have no value: the 2 of 3")
             tree = applied(op, tree, parse(PRECEDENCE[op] - (op == "^")))
 
     with contextlib.suppress(ValueError, KeyError, ZeroDivisionError, RecursionError):
@@ -291,14 +294,13 @@ def applied(op, a, b):
         return applied("*", a, applied("^", b, Fraction(-1)))
     if op in FOLDS:
         found = items(op, a) + items(op, b)
-        number = Fraction(FOLDS[op](each for each in found if isinstance(each, Fraction)))
+        numbers = [each for each in found if isinstance(each, Fraction)]
         rest = [each for each in found if not isinstance(each, Fraction)]
-        found = [number] * (number != FOLDS[op]([]) or not rest) + (sorted(rest, key=repr) if op == "+" else rest)
+        found = [FOLDS[op](numbers)] * bool(numbers) + (sorted(rest, key=repr) if op == "+" else rest)
         return (op, *found) if len(found) > 1 else found[0]
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        size = max(a.numerator.bit_length(), a.denominator.bit_length())
-        if op == "=" or op == "^" and b.denominator == 1 and abs(b) * size <= 4096:
-            return b if op == "=" else a ** b
+    if op == "^" and {type(a), type(b)} == {Fraction} and b.denominator == 1:
+        if abs(b) * max(map(int.bit_length, a.as_integer_ratio())) <= 4096:
+            return a ** b
     # a, b, c is one tuple.
     return (op, *(items(op, a) if op == "," else [a]), b)
 
@@ -319,8 +321,7 @@ def read(text):
     text = normalize("NFKC", text)
     letters = CHOICES.fullmatch(FONT.sub("", text[:500]))
     if letters or len(text) > 500:
-        found = "".join(letters.groups("")).replace("and", "").lower() if letters else ""
-        found = sorted({*re.findall(r"[a-j\d]", found)}) or [text]
+        found = sorted({*re.findall(r"[a-j\d]", letters[1].replace("and", "").lower())} if letters else [text])
         return found[0] if len(found) == 1 else (",", *found), "", []
     rest, currency = text, CURRENCY.search(text)
     for pattern, replacement in CLEANING:
@@ -330,8 +331,8 @@ def read(text):
     name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", "".join(left.groups(""))) if left else ""
     rest = rest[left.end():] if left else rest
     bare = UNIT.sub(r"\1\2", rest)
-    # In `cm in total`, cm is the unit. \text{J}, which is uprightJ here, is one as well.
-    words = re.findall(r"[a-z]+|[/23]|[^\x00-\x7f]+", rest[len(bare):].lower().partition(" in ")[0])
+    # \text{J}, which is uprightJ here, is a unit as well.
+    words = re.findall(r"[a-z]+|[/23]|[^\x00-\x7f]+", rest[len(bare):].lower())
     unit = sorted(filter(None, (UNITS.get(word.removeprefix("upright"), word * ("upright" in word))
                                 for word in words)))
     tree = value(re.sub("[, ]", "", bare) if THOUSANDS.fullmatch(bare) else bare)
@@ -354,6 +355,11 @@ def comparison(given, truth):
     (one, rest, said), (other, known_rest, known) = read(given), read(truth)
     if any(mine and theirs and mine != theirs for mine, theirs in zip(said, known)):
         return False
+    # B) 12 is B, and the other way round.
+    for tree, text in (one, known_rest), (other, rest):
+        choice = CHOICE.match(text)
+        if choice and choice[1].lower() == tree:
+            return True
     percent = len({bool(re.search("[%％]|percent", each)) for each in (given, truth)}) > 1
     numbers = isinstance(one, Fraction) and isinstance(other, Fraction)
     if one == other != "" and not (percent and numbers and 0 < abs(one) < 1):

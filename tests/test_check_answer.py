@@ -35,9 +35,9 @@ from test_rewards import found, in_process
     ("<answer>5</answer>", "5"), ("<answer>\nx = 5,\ny = 6\n</answer> Bye", "x = 5,\ny = 6"),
     ("<answer> 5\nok", "5"),
     ("<answer>5</answer>\n<answer> </answer>", "5"), ("<answer>It is \\boxed{5}</answer>", "5"),
-    ("5</answer>", None),
+    ("5</answer>", "5"),
     ("Answer:\n\n5\nok", "5"), ("Answer: $$\n\\frac12\n$$\nok", r"\frac12"),
-    ("**Answer:**\n\\[5\\] ok", "5"),
+    ("**Answer:**\n\\[5\\]\nok", r"\[5\]"),
     ("Answer: 5 (since 2+3)", "5"), ("Answer: 5, because it is", "5,"), ("Answer: The answer is 5", "5"),
     ("The final answer is 5", "5"), ("Final Answer: The final answer is $5$. I hope it is correct.", "$5$"),
     ("Answer: 5\nI hope that the final answer is clear", "5"), ("Answer：5", "5"), ("answers: 5", None),
@@ -111,6 +111,9 @@ EQUAL = [
     (r"\{3,1,2\}", r"\{1,2,3\}"), ("5, 3", "3, 5"), (r"3\text{ and }2", "2, 3"), ("3,-3", r"\pm 3"),
     ("{3, 4}", r"\{3,4\}"), (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
     (r"\{5\}", "5"), ("2(3)", "6"), ("2+3=5", "5"), (r"3\cos x", r"3\cos(x)"), ("5 kph", "5 km/h"),
+    ("1+x", "x+1"), ("4i+3", "3+4i"), ("y^2+x^2=25", "x^2+y^2=25"), (r"\frac{mv^2}{2}", r"\frac12 m v^2"),
+    (r"\frac{2\pi}{3}", r"\frac23\pi"), (r"\frac{-1+\sqrt5}{2}", r"\frac{\sqrt{5}-1}{2}"), ("9*2=18", "18"),
+    ("(n-2) 2^{n}+1", "(n-2)2^n+1"),
     (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
 ]
 UNEQUAL = [
@@ -144,7 +147,7 @@ UNEQUAL = [
     (r"\sqrt[3]{2}", r"3\sqrt2"), (r"\sqrt[3]{2}", r"\sqrt{2}"), ("x_1", "x1"), ("x^2", "x_2"),
     ("x<5", r"x\le5"), ("x<5", "x>5"), ("A", "B"), ("-x", "x"), ("6 xy", "6"), (r"3 \theta", "3"),
     ("a-(b-c)", "a-b-c"), ("a/(b/c)", "a/b/c"), ("(a-b)^2", "a-b^2"), ("-2^2", "4"), ("(x+1)/2", "x+1/2"),
-    ("2^{x+1}", "2^x+1"), (r"x \in [1,2]", r"x \notin [1,2]"), (r"1\frac{3}{2}", r"\frac{5}{2}"),
+    ("2^{x+1}", "2^x+1"), (r"x \in [1,2]", r"x \notin [1,2]"),
     ("|x|", "x"), ("n!", "n"), (r"\bar{x}", "x"), ("x'", "x"), (r"\emptyset", "0"), (r"2\sin x", r"2\sin"),
     (r"f\circ g", "fg"), ("0.5%", "0.5"), ("1/20", r"0.05\%"), ("0.5 percent", "0.5"),
     (r"\frac{m}{M+m}", r"\frac{M}{M+m}"), ("GMm", "GMM"), (r"\Delta", r"\delta"),
@@ -158,10 +161,11 @@ UNEQUAL = [
     (r"12\pi\text{ cm}", r"12\pi\text{ m}"), ("5 halves", "5"), ("5 tenths", "5"), ("3 factorial", "3"),
     ("2 out of 3", "2"), ("5 below zero", "5"), ("3 to 5", "3"), ("5 hundredths", "5"),
     (r"\Sigma", r"\sigma"),
-    ("0.333...", "0.333"), (r"0.333\ldots", "0.333"), ("0,500", "500"), ("1 10/2", "6"),
+    ("0.333...", "0.333"), (r"0.333\ldots", "0.333"), ("0,500", "500"),
     ("1e3_{16}", "1000_{16}"),
     ("(A) and (B)", "A"), ("B) or C)", "B"), ("(A)+B", "A"), (r"(A) \cup B", "A"), ("B) 12", "C"),
-    ("{3, 4}", "(3,4)"),
+    ("{3, 4}", "(3,4)"), ("2:3:4", "4:3:2"), ("6:01:00", "1:06:00"), ("C. 5", "C. 6"), ("x+1", "1-x"),
+    ("40/3=a", "a"), ("it equals 2", "it equals 3"), ("the 2 of 3", "the 3 of 2"),
 ]
 
 
@@ -331,7 +335,8 @@ PHRASES = {"18": [
     "Therefore, the correct answer is **B) 12**.", "Thus the answer is $\\boxed{B}$.",
     "La opción correcta es B.", "La respuesta es la B.", "Die richtige Option ist B.",
     "Правильный вариант: B", "A resposta correta é a letra B.", "Option (B) is correct.", "Option B.",
-    "Answer is B", "The best option is B.",
+    "Answer is B", "The best option is B.", "The answer should be B.", "Lösung: B",
+    "The answer comes out to be B.",
 ]}
 NO_PHRASES = {"18": [
     "She has 18 eggs and then", "First, 18 eggs are", "The number 18 is", "Let x = 18", "Suppose x = 18",
@@ -440,13 +445,12 @@ def test_not_a_spelling(truth, given):
 
 
 @pytest.mark.parametrize("given, truth", [
-    ("1+x", "x+1"), ("(x+1)^2", "x^2+2x+1"), (r"\sqrt8", r"2\sqrt{2}"),
+    ("(x+1)^2", "x^2+2x+1"), (r"\sqrt8", r"2\sqrt{2}"),
     (r"\frac{3}{2\sqrt3}", r"\frac{\sqrt{3}}{2}"),
-    ("4i+3", "3+4i"),
     (r"(1,\infty)\cup(-\infty,-1)", r"(-\infty,-1)\cup(1,\infty)"),
-    ("3 < x", "x > 3"), (r"(3,\infty)", "x > 3"), ("y^2+x^2=25", "x^2+y^2=25"), ("50\\%", "0.5"),
+    ("3 < x", "x > 3"), (r"(3,\infty)", "x > 3"), ("50\\%", "0.5"),
     ("$x=3$ or $x=-3$", "-3,3"),
-    (r"\frac{mv^2}{2}", r"\frac12 m v^2"), (r"\sqrt{12}\text{ cm}", r"2\sqrt3\text{ cm}"), ("120", "5!"),
+    (r"\sqrt{12}\text{ cm}", r"2\sqrt3\text{ cm}"), ("120", "5!"),
 ])
 def test_algebra_makes_equal(given, truth):
     assert check_answer.comparison(given, truth) is None
@@ -478,13 +482,6 @@ def test_algebra_finds_an_answer_that_is_not_marked():
     assert not check_answer.check_answer(text, "5")
 
 
-def test_numbers_that_no_limit_could_cut_off_are_left_alone():
-    start = time.process_time()
-    for given in (r"\frac{300000!}{299999!+1}", "9^{9^9}", r"3^{20000000}+\sqrt{2}", "(1000000)!"):
-        assert check_answer.check_answer(rf"\boxed{{{given}}}", "x", algebra=True) is False
-    assert time.process_time() - start < 1
-
-
 def test_algebra_leaves_other_alarms_alone():
     def rings(*_):
         raise AssertionError("rung")
@@ -492,7 +489,7 @@ def test_algebra_leaves_other_alarms_alone():
     before = signal.signal(signal.SIGALRM, rings)
     try:
         signal.setitimer(signal.ITIMER_REAL, 1000)
-        assert check_answer.check_answer(r"\boxed{1+x}", "x+1", algebra=True)
+        assert check_answer.check_answer(r"\boxed{(x+1)^2}", "x^2+2x+1", algebra=True)
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 900 and signal.getsignal(signal.SIGALRM) is rings
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -500,8 +497,8 @@ def test_algebra_leaves_other_alarms_alone():
 
 
 def test_a_comparison_that_hangs_costs_only_its_completion():
-    rows = [{"prompt": "p", "answer": "x+1"}] * 3
-    completions = [r"\boxed{1+x}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{1+x}"]
+    rows = [{"prompt": "p", "answer": "x^2+2x+1"}] * 3
+    completions = [r"\boxed{(x+1)^2}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{(x+1)^2}"]
     start = time.monotonic()
     scores = found(in_process("math_verify"), rows, completions, 2.0)
     assert time.monotonic() - start < 10

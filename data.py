@@ -54,6 +54,10 @@ def named_rows(s, split):
         return gsm8k_rows(split)[:count or None]
     if s.task == "file":
         return split_rows(s, split)[:count or None]
+    if s.task.startswith("reasoning_gym:"):
+        # Only those who use the package wait for its import.
+        from tasks.reasoning_gym import gym_rows
+        return gym_rows(s.task.partition(":")[2], split, count, seed)
     task, _, level = s.task.partition(":")
     if not (level or "1").isdecimal() or int(level or 1) not in range(1, 101):
         raise ValueError(f"task={s.task}: a difficulty is a whole number from 1 to 100, as in algebra:2")
@@ -62,7 +66,8 @@ def named_rows(s, split):
 
 def generated_rows(task, split, count, seed, difficulty):
     if task not in GENERATORS:
-        raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k or file, not {task!r}")
+        raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k, reasoning_gym:... or file, not "
+                         f"{task!r}")
     wanted = count or {"train": 4096, "eval": 128}[split]
     rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
     while len(rows) < wanted and misses < 20_000:

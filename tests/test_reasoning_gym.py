@@ -2,20 +2,24 @@
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 
-import data
 from runs import ROOT, train
 from tasks import reasoning_gym as gym
 
 pytest.importorskip("pyfiglet")     # one of the packages that reasoning_gym needs: requirements-cpu.txt
-SUM = "reasoning_gym:chain_sum,max_terms=2,max_digits=2"
+SUM = "chain_sum,max_terms=2,max_digits=2"
+
+
+def load(spec, split, count, seed=0):
+    return [row for _, row in gym.gym_rows(spec, split, count, seed)]
 
 
 def test_rows_are_distinct_and_no_seed_trains_on_what_is_held_out():
-    held_out = {row["question"] for row in data.load_rows(SUM, "eval", 200)}
-    rows = [data.load_rows(SUM, "train", 500, seed) for seed in (0, 1, 0)]
+    held_out = {row["question"] for row in load(SUM, "eval", 200)}
+    rows = [load(SUM, "train", 500, seed) for seed in (0, 1, 0)]
     assert rows[0] == rows[2] != rows[1] and len(held_out) == 200
     for some in rows:
         asked = {row["question"] for row in some}
@@ -27,15 +31,15 @@ def test_rows_are_distinct_and_no_seed_trains_on_what_is_held_out():
 
 
 def test_a_generator_with_few_questions_gives_all_or_says_so():
-    few = "reasoning_gym:chain_sum,max_terms=2,max_digits=1"
-    train_rows, eval_rows = data.load_rows(few, "train", 0), data.load_rows(few, "eval", 0)
+    few = "chain_sum,max_terms=2,max_digits=1"
+    train_rows, eval_rows = load(few, "train", 0), load(few, "eval", 0)
     assert len(train_rows) + len(eval_rows) == 200 and len(eval_rows) > 10      # 10 * 10 numbers, + and -
     with pytest.raises(ValueError, match="max_digits=1 has .* distinct train questions too few"):
-        data.load_rows(few, "train", 190)
+        load(few, "train", 190)
 
 
 def test_several_generators_share_the_count():
-    rows = data.load_rows("reasoning_gym:chain_sum,max_terms=2+basic_arithmetic,operators=[\"+\", \"-\"],"
+    rows = load("chain_sum,max_terms=2+basic_arithmetic,operators=[\"+\", \"-\"],"
                           "allow_parentheses=False+gcd", "train", 100)
     sources = [row["source"] for row in rows]
     assert sources == ["chain_sum"] * 34 + ["basic_arithmetic"] * 33 + ["gcd"] * 33
@@ -43,7 +47,7 @@ def test_several_generators_share_the_count():
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("chainsum", "no such generator; near to it: chain_sum"),
+    ("chainsum", "no such generator; it has ab, .* chain_sum, "),
     ("chain_sum,max_trems=3", "has no setting max_trems; it has allow_negation, max_digits"),
     ("chain_sum,seed=3", "has no setting seed"),
     ("chain_sum,max_terms=1", "max_terms must be >= min_terms"),
@@ -58,23 +62,23 @@ def test_several_generators_share_the_count():
 def test_what_cannot_be_used_is_refused(spec, message, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match=message):
-        data.load_rows(f"reasoning_gym:{spec}", "train", 200)
+        load(f"{spec}", "train", 200)
 
 
 def test_a_generator_whose_package_is_left_out_says_so(monkeypatch):
-    monkeypatch.setattr("reasoning_gym.algorithmic.game_of_life.cpl", gym.Missing("cellpylib"))
-    with pytest.raises(ValueError, match="game_of_life cannot be used.* needs the package cellpylib"):
-        data.load_rows("reasoning_gym:game_of_life", "eval", 2)
+    monkeypatch.setattr("reasoning_gym.algorithmic.game_of_life.cpl", types.ModuleType("cellpylib"))
+    with pytest.raises(ValueError, match="game_of_life cannot be used: .*'cellpylib' has no attribute"):
+        load("game_of_life", "eval", 2)
 
 
 def test_an_entry_whose_own_answer_is_not_accepted_is_left_out():
     # The number 0 has no digits.
-    rows = data.load_rows("reasoning_gym:base_conversion,max_base=10,max_value=50", "train", 300)
+    rows = load("base_conversion,max_base=10,max_value=50", "train", 300)
     assert all(gym.score(row["answer"], row) == 1.0 for row in rows)
 
 
 def scores(function, task, texts):
-    [row] = data.load_rows(f"reasoning_gym:{task}", "eval", 1)
+    [row] = load(task, "eval", 1)
     columns = {key: [row[key]] * len(texts) for key in row}
     chats = [[{"role": "assistant", "content": text.replace("RIGHT", row["answer"])}] for text in texts]
     return function(prompts=[row["prompt"]] * len(texts), completions=chats, **columns)
@@ -85,23 +89,25 @@ def scores(function, task, texts):
 def test_a_right_answer_scores_1_in_every_form(task):
     right = ["RIGHT", "Answer: RIGHT", "The answer is RIGHT.", r"So it is \boxed{RIGHT}", "**Answer:** RIGHT",
              "I think so.\n<answer>RIGHT</answer>"]
-    wrong = ["I do not know", "Answer: 987", "<answer>RIGHTRIGHTRIGHT</answer>", ""]
+    wrong = ["I do not know", "Answer: 987", "<answer>xyz</answer>", ""]
     assert scores(gym.gym_score, task, right) == [1.0] * len(right)
     assert scores(gym.full_marks, task, right + wrong) == [1.0] * len(right) + [0.0] * len(wrong)
 
 
 def test_numbers_are_compared_by_value_and_partial_credit_is_the_package_s():
-    [row] = data.load_rows("reasoning_gym:chain_sum,max_terms=2,max_digits=1", "eval", 1)
+    [row] = load("chain_sum,max_terms=2,max_digits=1", "eval", 1)
     row |= {"answer": "2"}
-    texts = ["1 + 1 = 2", "Answer: 2.0", "The answer is $2$", "Answer: 12", "Answer: 3", "1 + 1 = 3"]
+    texts = ["1 + 1 = 2", "Answer: 2.0", "The answer is $2$", "Answer: 12", "Answer: 3", "1 + 1 = 3",
+             "1 + 1", "3 - 1", "Answer: 4/2", r"\boxed{1+1}", "1 + 1 = 1 + 1", "Answer: 2(1)"]
     columns = {key: [row[key]] * len(texts) for key in row}
-    assert gym.gym_score(prompts=[], completions=texts, **columns) == [1, 1, 1, 0.5, 0, 0]
-    assert gym.full_marks(prompts=[], completions=texts, **columns) == [1, 1, 1, 0, 0, 0]
+    assert gym.gym_score(prompts=[], completions=texts, **columns)[:6] == [1, 1, 1, 0.5, 0, 0]
+    # The last six are not computed.
+    assert gym.full_marks(prompts=[], completions=texts, **columns) == [1, 1, 1, 0, 0, 0] + 6 * [0]
 
 
 def test_a_run_trains_on_two_generators(folder, tmp_path):
     metrics, output = train("train_grpo.py", tmp_path / "run", [
-        f"--task={SUM}+spell_backward,max_word_len=4", "--max_steps=2", "--eval_prompts=6",
+        f"--task=reasoning_gym:{SUM}+spell_backward,max_word_len=4", "--max_steps=2", "--eval_prompts=6",
         "--max_prompt_length=128", "--max_completion_length=8"], {
         "model": folder, "prompts_per_step": 4, "num_generations": 2, "engine": "hf"})
     assert [line["step"] for line in metrics] == [0, 1, 2] and metrics[0]["reward"] >= 0
@@ -110,7 +116,7 @@ def test_a_run_trains_on_two_generators(folder, tmp_path):
 
 
 def test_without_the_package_one_line_says_so(tmp_path):
-    code = ("import sys; sys.modules['reasoning_gym'] = None; sys.argv = ['train_grpo.py', '--task=" + SUM +
-            "']; import runpy; runpy.run_path('train_grpo.py', run_name='__main__')")
+    code = ("import sys; sys.modules['reasoning_gym'] = None; "
+            f"sys.argv = ['train_grpo.py', '--task=reasoning_gym:{SUM}']; import runpy; runpy.run_path('train_grpo.py', run_name='__main__')")
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 1 and "needs the package reasoning-gym" in result.stderr.splitlines()[-1]
+    assert result.returncode == 2 and "needs the package reasoning-gym" in result.stderr.splitlines()[-1]

@@ -1,7 +1,7 @@
 """A model that people know learns a task that people know: SmolLM2-135M-Instruct adds two numbers.
 
-    torchrun train_grpo.py config/smollm2.py
-    torchrun train_grpo.py config/smollm2.py --model=out/smollm2    # from the package: bench/smollm2.py
+    torchrun train_grpo.py config/tasks/smollm2.py
+    torchrun train_grpo.py config/tasks/smollm2.py --model=out/smollm2    # from the package: bench/smollm2.py
 
 A completion is right if the verifier of reasoning-gym gives it the full score. docs/real_model.md has the results.
 """

@@ -29,7 +29,9 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import checkpoint, distributed, forecast, health
+from runtime.check_model import located
 from runtime.check_settings import check_suits, check_values
+from runtime.user_code import source_of, specs
 
 ROOT = Path(__file__).resolve().parents[1]
 # A resumed run must have the same values for these settings; all other settings may change.
@@ -102,7 +104,7 @@ class Run:
         for key in SAME:
             now, then = getattr(self.settings, key, ""), loaded["settings"].get(key, "")
             # A path may be spelled in another way.
-            one, other = (os.path.realpath(os.path.expanduser(str(value))) for value in (now, then))
+            one, other = (os.path.realpath(located(str(value))) for value in (now, then))
             check(one == other, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
         check(self.state["step"] <= self.settings.max_steps, f"max_steps={self.settings.max_steps}, but "
               f"{self.resumed} has made {self.state['step']} steps already")
@@ -123,6 +125,12 @@ class Run:
                   "would not be the same run")
             self.state["checksums"][key] = found
         self.notes = [forecast.says(s, self.world_size, *forecast.device_memory()), folders.note]
+        for key in ("reward", "environment", "tools"):          # the user's own files, which may change
+            files = [path for path in map(source_of, specs(getattr(s, key))) if os.path.isfile(path)]
+            found = [checkpoint.checksum(path) for path in files]
+            if self.state["checksums"].get(key, found) != found:
+                self.notes.append(f"{key}: its file has changed since {self.resumed} was written")
+            self.state["checksums"][key] = found
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, networks, engine, data_note, updates):

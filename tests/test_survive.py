@@ -175,16 +175,16 @@ def test_signals_in_quick_succession_count_as_one(waiting_run, tmp_path):
     for number, pause in ((signal.SIGINT, 0.1), (signal.SIGINT, 1.2), (signal.SIGTERM, 0.1)):
         os.kill(waiting_run.pid, number)
         time.sleep(pause)
-    assert (tmp_path / "errors").read_text().count(NOTICE) == 1 and waiting_run.is_alive()
+    assert (tmp_path / "out").read_text().count(NOTICE) == 1 and waiting_run.is_alive()
     (tmp_path / "go on").touch()
     assert "stopped by a signal after 1 steps" in finish([waiting_run], tmp_path / "out")
-    assert (tmp_path / "errors").read_text().count(NOTICE) == 1
+    assert (tmp_path / "out").read_text().count(NOTICE) == 1
     assert [os.path.basename(path) for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-1"]
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(waiting_run, tmp_path):
     os.kill(waiting_run.pid, signal.SIGINT)
-    wait_for(lambda: NOTICE in (tmp_path / "errors").read_text(), waiting_run, 5)
+    wait_for(lambda: NOTICE in (tmp_path / "out").read_text(), waiting_run, 5)
     time.sleep(1.1)
     assert waiting_run.is_alive()
     os.kill(waiting_run.pid, signal.SIGINT)

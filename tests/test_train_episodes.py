@@ -231,7 +231,7 @@ def test_another_environment_is_another_run_and_a_changed_one_is_said(train, tal
     _, output = train(game, resume="auto")
     assert f"environment: its file has changed since {tmp_path}/run/checkpoint-1 was written" in output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["environment"] == game and set(config["checksums"]) == {
+    assert config["environment"] == game and config["checksums"].keys() >= {
         "train_prompts", "eval_prompts", "environment"}
 
 
@@ -253,7 +253,7 @@ def test_episodes_that_break_have_no_score_and_the_others_train(train, games, tm
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert samples[4]["finish_reason"] == "error" and samples[4]["reward"] is None
     assert samples[4]["prompt"][-1]["content"].endswith("? Speak.")
-    assert ("step 1: 4 of 8 completions failed or took too long; the first: "
+    assert ("step 1: 4 of 16 completions failed or took too long; the first: "
             "environment Broken: it raised KeyError: "
             f"'deaf' in turn 1; the row is {{'prompt': {samples[4]['prompt']!r}, ") in output
     if script != "train_ppo.py":
@@ -271,7 +271,7 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
             raise KeyError("deaf")""")
     metrics, output = train(game, ranks=2, max_steps=1)
     assert metrics[0]["rewards/unscored"] == 8 == 16 * metrics[0]["episodes/ended/error"]
-    assert "step 0: 8 of 8 completions failed or took too long; the first: " in output
+    assert "step 0: 8 of 16 completions failed or took too long; the first: " in output
     assert metrics[0]["grad_norm"] > 0
 
 
@@ -289,7 +289,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
             {body}""")
     metrics, output = train(game, code=1)
     last = output.strip().splitlines()[-1]
-    assert last.startswith(f"{message}; the row is {{'prompt': [{{'role': 'user', ")
+    assert last.removeprefix("[rank0]: ").startswith(f"{message}; the row is {{'prompt': [{{'role': 'user', ")
     assert [line["step"] for line in metrics] == [0]
 
 

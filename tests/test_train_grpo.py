@@ -52,7 +52,7 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
         assert {"eval/mean@2", "eval/pass@2", "eval/maj@2", "eval/nested_linear/mean@2"} <= set(line)
         assert line["eval/pass@2"] >= line["eval/mean@2"] > 0
     assert sorted(os.listdir(out_dir)) == sorted(
-        [".lock", "checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "report.html",
+        [".lock", "changes.diff", "checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "report.html",
          "samples.jsonl", "train_grpo.py"]
         + [name for name in os.listdir(out_dir) if "tfevents" in name])
     samples = lines(out_dir, "samples.jsonl")
@@ -75,7 +75,7 @@ def test_intervals_of_0_leave_the_first_and_the_last(folder, reward_file, tmp_pa
                             *more, script=script, ranks=1 + ("async" in script))
     assert [line["step"] for line in metrics if "eval/mean@2" in line] == [0, 2]
     assert [name for name in os.listdir(tmp_path / "run") if "checkpoint" in name] == ["checkpoint-2"]
-    assert "evaluates its first and last model, with" in output
+    assert "evaluates its first and last model, eval_samples" in output
 
 
 def test_a_checkpoint_is_a_model_folder(plain_run, folder):

@@ -32,7 +32,7 @@ def plain_run(folder, reward_file, tmp_path_factory):
 def test_a_run_leaves_what_it_promises(plain_run):
     out_dir, metrics = plain_run
     names = set(NAMES) - {"reward_std", "frac_reward_zero_std"} | {
-        "kl", "critic/vf_loss", "critic/vf_explained_var", "critic/vf_clipfrac", "critic/values/mean",
+        "critic/vf_loss", "critic/vf_explained_var", "critic/vf_clipfrac", "critic/values/mean",
         "critic/returns/mean", "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min",
         "critic/rewards/mean", "critic/lr", "critic/grad_norm", "actor/ppo_kl",
         "timing_s/values", "timing_s/update_critic"}
@@ -68,12 +68,12 @@ def test_saving_before_the_first_update_changes_nothing(plain_run, folder, rewar
 def test_another_algorithms_checkpoint_is_refused(plain_run, folder, reward_file, tmp_path):
     checkpoint = shutil.copytree(f"{plain_run[0]}/checkpoint-3", tmp_path / "run" / "checkpoint-3")
     arguments = [f"--model={folder}", reward_file, f"--resume={checkpoint}"]
-    refused(arguments, "checkpoint-3 has a critic, unlike runs of grpo", tmp_path)
+    refused(arguments, "checkpoint-3 has a critic, unlike runs of train_grpo.py", tmp_path)
     shutil.rmtree(checkpoint / "critic")
     listed = json.loads((checkpoint / "trainer" / "checksums.json").read_text())
     listed = {name: value for name, value in listed.items() if "critic" not in name}
     (checkpoint / "trainer" / "checksums.json").write_text(json.dumps(listed))
-    refused(arguments, "checkpoint-3 has no critic, unlike runs of ppo", tmp_path, script="train_ppo.py")
+    refused(arguments, "checkpoint-3 has no critic, unlike runs of train_ppo.py", tmp_path, script="train_ppo.py")
 
 
 def test_micro_batches_change_nothing(plain_run, folder, reward_file, tmp_path):
@@ -150,7 +150,7 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
     """Step 2 of two ranks: after the critic's warm-up, in the decay, with a KL, two passes of two updates."""
     metrics = runs.train("train_ppo.py", tmp_path / "run", [reward_file], SMALL | {
         "model": folder, "temperature": 0.7, "num_epochs": 2, "updates_per_step": 4, "kl_coef": 0.2,
-        "gamma": 0.9, "lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "value_clip": 0.02,
+        "lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "value_clip": 0.02,
         "entropy_coef": 0.01, "save_interval": 1, "eval_prompts": 4, "eval_samples": 1}, ranks=2)[0][2]
     rows, checkpoint = kept_rollouts(tmp_path / "run", 2), tmp_path / "run" / "checkpoint-2"
     network = lambda path, kind: kind.from_pretrained(path).double()
@@ -177,7 +177,7 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
             row["reward"][-1] += row["score"]
             later, value_later, row["raw"] = 0.0, 0.0, []
             for reward, value in zip(row["reward"][::-1], row["value"].tolist()[::-1]):
-                later = reward + 0.9 * value_later - value + 0.9 * 0.8 * later
+                later = reward + value_later - value + 0.8 * later
                 value_later, row["raw"] = value, [later, *row["raw"]]
     raw = torch.tensor([a for row in rows for a in row["raw"]], dtype=torch.float64)
     for row in rows:

@@ -373,6 +373,8 @@ def test_help_shows_imported_settings_last(import_run, capsys):
 Trains.
   --epochs=1          above any heading
 
+the rest
+
 model
   --model='base'      folder or hub id
 

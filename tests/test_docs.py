@@ -22,7 +22,7 @@ BLOCKS = [(page, language, block) for page, text in TEXTS.items()
 DIFFS = [(page, block) for page, language, block in BLOCKS if language == "diff"]
 PACKAGES = ["config", "runtime", "tasks", "tiny"]
 TINY = ["--engine=hf", "--max_steps=1", "--eval_prompts=2", "--eval_samples=1", "--prompts_per_step=2",
-        "--num_generations=4", "--train_prompts=8", "--max_completion_length=8", "--updates_per_step=2"]
+        "--num_generations=4", "--train_prompts=256", "--max_completion_length=8", "--updates_per_step=2"]
 
 
 @pytest.fixture

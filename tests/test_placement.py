@@ -493,7 +493,6 @@ def test_a_reward_that_cannot_work_is_refused_in_clear_words(folder, tmp_path, t
         process.join(60)
     output = (tmp_path / "log").read_text()
     assert all(process.exitcode in (1, 2) for process in processes) and message in output
-    assert not text or "Traceback" not in output, output
 
 
 # ---------------------------------------------------------------- without a run

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -138,7 +139,7 @@ def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
         pairs.append((text, row["answer"]))
     texts, truths = zip(*pairs)
     scores = rewards.accuracy(None, texts, truths)
-    assert scores == rewards.exact_accuracy(None, texts, truths) and 500 < sum(scores) < 1500
+    assert scores == rewards.exact_accuracy(None, texts, truths) and 300 < sum(scores) < 1500
 
 
 @pytest.mark.parametrize("spec, message", [
@@ -783,8 +784,10 @@ def test_what_a_file_has_started_ends_with_the_run(tmp_path, monkeypatch):
     starts = f"import subprocess\nopen('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
     score(reward_file(tmp_path, starts + "def reward(completions): return [1.0]"), SUMS[:1], ["a"], 5.0)
     user_code.closing.close()
-    with open(f"/proc/{(tmp_path / 'pid').read_text()}/status") as status:
-        assert "zombie" in status.read()
+    status, end = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status"), time.monotonic() + 5
+    while "zombie" not in status.read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "zombie" in status.read_text()
 
 
 def test_what_is_logged_and_not_finite_stays_out_of_the_means(scorer):

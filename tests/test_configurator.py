@@ -386,6 +386,8 @@ common.py: optimizer,
 in two lines
   --weight_decay=0.0  AdamW's
 
+common.py: output, of which nothing is left
+
 common.py: logging
   --log_interval=5    steps;
                       0: never

@@ -81,6 +81,7 @@ class Bridge:
         if not self.trains:
             # heard: first how the run begins, then (version, tensors) of each weight sync.
             self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
+            self.ending = threading.Lock()                      # only one thread shows that a rank is lost
             for work in (self._listen, self._post):
                 threading.Thread(target=self._until_lost, args=[work], daemon=True).start()
         return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
@@ -159,8 +160,9 @@ class Bridge:
         try:
             work()
         except RuntimeError:                                    # the first trainer has ended
-            sys.excepthook(*sys.exc_info())
-            distributed.end(1)
+            with self.ending:
+                sys.excepthook(*sys.exc_info())
+                distributed.end(1)
 
     def _listen(self):
         # Takes weights into host memory while the engine works, and ends this process with the run.

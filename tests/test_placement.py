@@ -30,6 +30,7 @@ from tiny import pretrain
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 6, "save_interval": 1, "warmup_steps": 0,
          "learning_rate": 1e-3, "eval_interval": 3, "engine": "hf", "keep_checkpoints": 9}
+LOST = "Connection (closed|reset) by peer"
 GAME = {"task": "arithmetic", "max_turns": 3, "max_completion_length": 48, "max_steps": 4}
 
 
@@ -177,7 +178,7 @@ def test_a_killed_role_ends_the_other_and_a_resume_goes_on(whole, folder, reward
     processes[victim].kill()
     processes[1 - victim].join(20)
     assert processes[1 - victim].exitcode == 1, log.read_text()[-3000:]
-    assert "onnection" in log.read_text() and 3 < count_lines(run) < 7
+    assert re.search(LOST, log.read_text()) and 3 < count_lines(run) < 7
     output = forked(log, *arguments, ranks=2)
     assert re.search(r"^resumes .*checkpoint-[24]\n", output, re.M)
     assert same_as(whole, run)
@@ -380,7 +381,7 @@ def test_a_lost_engine_ends_both_trainers(folder, reward_file, tmp_path):
         process.join(15)
     output = (tmp_path / "log").read_text()
     assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL], output[-3000:]
-    assert "Connection closed by peer" in output, output
+    assert re.search(LOST, output), output
 
 
 RAISES = """

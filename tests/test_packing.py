@@ -314,18 +314,19 @@ def test_a_loss_of_packed_rows_is_that_of_each_row_by_itself(name):
     """Values, gradients and what is clipped, where a sequence has up to three spans."""
     rollouts = random_rollouts(16, 300, longest=6, parts=(2, 4, 6))
     make = per_token_tensors(rollouts)
-    logps, old_logps, upstream = make(), make(), make()
+    logps, old_logps, engine_logps, upstream = (make() for _ in range(4))
     adv = torch.randn(16)
     by_itself = lambda x: x.mean().expand_as(x)
     for batch in pack(rollouts, range(16), 80):
         logp = batch.flat(logps).requires_grad_()
-        loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean)
+        loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean,
+                                              engine_logp=batch.flat(engine_logps))
         (loss * batch.flat(upstream)).sum().backward()
         found = [batch.split(x) for x in (loss.detach(), logp.grad, low, high)]
         for s in batch.sequences:
             alone = logps[s].clone().requires_grad_()
             loss, low, high = losses.LOSSES[name](alone, old_logps[s], adv[s].expand(len(alone)),
-                                                  mean=by_itself)
+                                                  mean=by_itself, engine_logp=engine_logps[s])
             (loss * upstream[s]).sum().backward()
             for ours, expected in zip(found, (loss.detach(), alone.grad, low, high)):
                 torch.testing.assert_close(ours[s], expected)

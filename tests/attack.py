@@ -241,7 +241,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "max_position_embeddings": "max_prompt_length=200 max_completion_length=100",
         "none.jsonl: no such file": "task=file train_file=none.jsonl"}),
     ([GRPO, DAPO], {
-        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4"
+        ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
         ITSELF: "max_num_gen_batches=17", "max_num": "advantage=reinforce++",

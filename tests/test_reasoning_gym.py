@@ -98,11 +98,12 @@ def test_numbers_are_compared_by_value_and_partial_credit_is_the_package_s():
     [row] = load("chain_sum,max_terms=2,max_digits=1", "eval", 1)
     row |= {"answer": "2"}
     texts = ["1 + 1 = 2", "Answer: 2.0", "The answer is $2$", "Answer: 12", "Answer: 3", "1 + 1 = 3",
-             "1 + 1", "3 - 1", "Answer: 4/2", r"\boxed{1+1}", "1 + 1 = 1 + 1", "Answer: 2(1)"]
+             "1 + 1", "3 - 1", "Answer: 4/2", r"\boxed{1+1}", "1 + 1 = 1 + 1", "Answer: 2(1)",
+             r"\frac{6}{3}", "Answer: 6:3"]
     columns = {key: [row[key]] * len(texts) for key in row}
     assert gym.gym_score(prompts=[], completions=texts, **columns)[:6] == [1, 1, 1, 0.5, 0, 0]
-    # The last six are not computed.
-    assert gym.full_marks(prompts=[], completions=texts, **columns) == [1, 1, 1, 0, 0, 0] + 6 * [0]
+    # The last eight are not computed.
+    assert gym.full_marks(prompts=[], completions=texts, **columns) == [1, 1, 1, 0, 0, 0] + 8 * [0]
 
 
 def test_a_run_trains_on_two_generators(folder, tmp_path):

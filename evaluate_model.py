@@ -56,7 +56,8 @@ with input_errors():
     named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
              data.named_rows(settings, "eval"))
     base = check_model(model)
-    check_suits(settings, getattr(read_config(base), "suits", {}))
+    if not prompt:                                              # a look at a model needs no length of its own
+        check_suits(settings, getattr(read_config(base), "suits", {}))
     tokenizer = load_tokenizer(base, settings=settings)
     eos_ids = end_tokens(base, tokenizer)
     player = Player(settings, tokenizer, eos_ids)

@@ -1,6 +1,8 @@
 """evaluate_model.py gives again what a run has evaluated, with either engine, and shows equal samples once."""
 import importlib.util
+import json
 import re
+import shutil
 
 import pytest
 
@@ -78,3 +80,13 @@ def test_a_broken_reward_is_refused_before_anything_is_sampled(folder, tmp_path)
             script="evaluate_model.py")
     # A prompt of one's own is not scored.
     forked(tmp_path / "log", "evaluate_model.py", *arguments, "--prompt=2+2=", "--samples=1")
+
+
+def test_a_prompt_of_one_s_own_runs_with_the_default_length(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    del config["suits"]
+    (other / "config.json").write_text(json.dumps(config))
+    arguments = ["evaluate_model.py", f"--model={other}", "--engine=hf"]
+    assert "--- sample 1 of 1" in forked(tmp_path / "log", *arguments, "--prompt=2+2=", "--samples=1")
+    assert "max_completion_length=64: the default" in forked(tmp_path / "log2", *arguments, code=2)

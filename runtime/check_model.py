@@ -168,7 +168,11 @@ def end_tokens(model, tokenizer):
             named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     for ids in named:
         if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
+            ids = ids if isinstance(ids, list) else [ids]
+            vocabulary = range(read_config(model).get_text_config().vocab_size)
+            if not ids or not all(number in vocabulary for number in ids):
+                raise ValueError(f"model={model}: eos_token_id={ids} is no token of the model")
+            return ids
     raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
                      "names an end-of-sequence token")
 

@@ -145,7 +145,10 @@ class Run:
         dist.barrier()
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
-        self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state)
+        try:
+            self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state)
+        except OSError as error:
+            fail(f"out_dir={self.out_dir} cannot be written: {error}")
         self.engine = engine
         engine.version = self.first_step
         policy, _ = networks[""]

@@ -329,7 +329,8 @@ CONFIGS = {  # what is in x.py
     # What is found only when the value is used.
     "max_steps=-1": ["max_steps = -1"], "model": [r"model = '/a\0b'", r"model = '/a\ud800'"],
     "train_file|jsonl": [r"task = 'file'; train_file = 'a\0b.jsonl'"],
-    runs(): ["", "seed = 1\nseed = 2", "\ufeffseed = 1", "seed = 1\r\nchat = True\r\n",
+    "seed is set twice": ["seed = 1\nseed = 2"],
+    runs(): ["", "\ufeffseed = 1", "seed = 1\r\nchat = True\r\n",
              b"# coding: latin-1\n# \xe9\nseed = 1",
              "seed = 1; chat = True", "lr_decay = 'lin' 'ear'", "seed = (\n1)"]}
 
@@ -772,7 +773,7 @@ def model_cases(add):
 # ---- folders -----------------------------------------------------------------------------------------------
 OUT_DIRS = {
     "out_dir": ["{dir}/file", "{dir}/file/run", "{dir}/loop", "{dir}/dangling", "{dir}/" + "x" * 300, "/",
-                "{dir}" + "/x" * 3000, "{dir}/a\0b", "/proc/x", "/sys/x", "/proc/self/fd", "/dev/null"],
+                "{dir}" + "/x" * 3000, "/proc/x", "/sys/x", "/proc/self/fd", "/dev/null"],
     runs(): ["{dir}/a b\n\u00e9\U0001f600"]}
 FOREIGN = {
     "out_dir=.*run": [{"run/thesis.tex": "x"}, broken(MODEL, {}, "run"), {"run/.git/config": "x"},
@@ -1005,7 +1006,7 @@ class Trial:
         (kind, words), codes = self.case.expected, set(codes)
         stopped, victim = kind in ("later", "still") and codes == {1}, self.folder / "victim"
         end = ("stood still" in errors if kind == "still"
-               else re.search(f"^(?:Runtime|Value)Error: .*({words})", self.last))
+               else re.search(rf"^(?:\[rank\d+\]: )?(?:Runtime|Value)Error: .*({words})", self.last))
         if None in codes:
             return "hung"
         problems = {

@@ -243,10 +243,10 @@ FUNCTIONS = {r"\sqrt", r"\sin", r"\cos", r"\tan", r"\log", r"\ln"}
 
 
 def value(text):
-    """Return the exact value of text like -3, 0.5, 1\frac12 or 2*(3+4)^2 as a Fraction, of others as a tree.
+    """Return the exact value of text like -3, 0.5, 1/2 or 2*(3+4)^2 as a Fraction.
 
-    For other formulas this is a tree of nested tuples, which keeps the order of the terms, but not the order
-    of a list 2, 1 or a set; for a text that is no formula it is None.
+    For other formulas this is a tree of nested tuples, in which the order of a sum's terms, a list 2, 1 or a
+    set does not count, but the order of a product's factors does; for a text that is no formula it is None.
     """
     # 1 \pm x is the list 1+x, 1-x.
     if text.count(r"\pm") == 1 and not re.search("[,;(]", text):
@@ -359,7 +359,7 @@ def comparison(given, truth):
 
     They are the same if they are equal as exact values or formulas, or as text if one of them is no formula.
     Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does the
-    order of a list or a set, except between semicolons. A unit or a letter before = counts only if both
+    order of a sum, list or set, except between semicolons. A unit or a letter before = counts only if both
     answers have one. It never raises, and no input makes it slow.
     """
     (one, rest, said), (other, known_rest, known) = read(given), read(truth)

@@ -52,7 +52,7 @@ def rows_of(split, count=0, train_file="", eval_file=""):
     (("algebra", "eval", 10 ** 6), r"task algebra at difficulty 1 has only 9\d\d distinct eval problems, "
                                    "not 1000000: lower eval_prompts"),
     (("algebr", "train", 10),
-     "task must be algebra, compose, guess, arithmetic, gsm8k or file, not 'algebr'"),
+     "gsm8k, reasoning_gym:... or file, not 'algebr'"),
 ])
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):

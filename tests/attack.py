@@ -894,7 +894,7 @@ def resume_cases(add):
 
 # ---- sample ------------------------------------------------------------------------------------------------
 SAMPLES = {
-    "samples": ["samples=1.5", f"samples={10 ** 30}"], "top_k": ["top_k=x", f"top_k={10 ** 30}"],
+    "samples": ["samples=1.5", f"samples={10 ** 30}"], "top_k": ["top_k=x"],
     "show": ["show=many"], "temperature": ["temperature=inf"], "top_p": ["top_p=0"], "chat": ["chat=maybe"],
     "max_position_embeddings|max_completion_length": ["max_completion_length=300"], "reward": ["reward=x"],
     "eval_file": ["task=file", "eval_file=x.jsonl"], "train_file": ["train_file=x.jsonl"],
@@ -903,7 +903,8 @@ SAMPLES = {
     "prompt": ["prompt=a\udcff"],
     "system_prompt": ["system_prompt=\udcff"], "eval_prompts": ["eval_prompts=5000"],
     either("prompt|max_position"): ["prompt=" + "x" * 5000],
-    runs(): ["temperature=0", "top_p=1", "top_k=0", "prompt=a\nb\t\x1b[31m\x07", "prompt=-", "show=0",
+    runs(): ["temperature=0", "top_p=1", "top_k=0", f"top_k={10 ** 30}",
+             "prompt=a\nb\t\x1b[31m\x07", "prompt=-", "show=0",
              "prompt=\u202e\U0001f600", "eval_prompts=1", "output={dir}/x.jsonl", "output=/dev/null",
              "system_prompt=Think."]}
 

@@ -281,12 +281,14 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
     a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
-    prompts = []
+    prompts, not_embedded = [], getattr(tokenizer, "not_embedded", {})
     for (name, row), ids in zip(named, encoded):
         plain = not chat or isinstance(row["prompt"], str)
         prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
-        if not ids:
-            raise ValueError(f"{name}: its prompt has no tokens")
+        strange = [token for token, number in not_embedded.items() if number in ids]
+        if strange or not ids:
+            what = f"{strange[0]}, a token that the model does not have" if strange else "no tokens"
+            raise ValueError(f"{name}: its prompt has {what}")
     return prompts
 
 
@@ -366,6 +368,9 @@ def as_read(tokenizer, prompt):
     if len(text) > 1000:
         text = f"{text[:500]}\n... {len(text) - 1000} characters ...\n{text[-500:]}"
     lines = ["The model reads the first prompt as", *text.split("\n")]
+    if "strftime_now" in str(tokenizer.chat_template):
+        day = tokenizer.apply_chat_template.keywords["strftime_now"]("%Y-%m-%d %H:%M")
+        lines.append(f"(The chat template prints the date or the time: {day} for the whole run.)")
     if isinstance(prompt.row["prompt"], str) and tokenizer.chat_template:
         lines.append("(A string is read as it is. The model's chat template is for lists of messages.)")
     return "\n    ".join([*lines, f"and its answer is {prompt.row.get('answer')!r:.200}"])
@@ -382,26 +387,36 @@ def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **change
     s = SimpleNamespace(**vars(settings) | changed)
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
     total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    check_kinds(tokenizer, prompts)
+    left_out = check_kinds(tokenizer, prompts)
     order = epoch_order(total, 0, s.seed) if split == "train" else range(total)
     encoded, fitting = [], []
     while len(encoded) < total and len(fitting) < wanted:
         encoded += prompts.encoded(order[len(encoded):len(encoded) + 512])
         fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
+    first = encoded[:32]
+    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
+        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
+                         f"{tokenizer.decode(first[0].ids)!r:.200}")
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
     kind, long = {"train": "", "eval": "held-out "}[split], len(encoded) - len(fitting)
-    return prompts, fitting, (f"{total:,} {kind}prompts of {source} ({long:,} of {len(encoded):,} have more "
-                              f"than max_prompt_length={s.max_prompt_length} tokens and are left out)")
+    note = (f"{total:,} {kind}prompts of {source} ({long:,} of {len(encoded):,} have more than "
+            f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
+    if left_out:
+        note += f"; the chat template does not write what these roles say: {', '.join(left_out[:3])}"
+    return prompts, fitting, note
 
 
 def check_kinds(tokenizer, prompts):
     # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
-    # it now, not after hours.
-    s, kinds = prompts.s, {}
+    # it now, not after hours. Returns the roles that are left out, with the names of their rows.
+    s, kinds, left_out = prompts.s, {}, []
+    not_embedded = getattr(tokenizer, "not_embedded", {})
     for name, row in prompts.named:
+        if strange := [token for token in not_embedded if token in whole_text(row["prompt"])]:
+            raise ValueError(f"{name}: its prompt has {strange[0]}, a token that the model does not have")
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
         kinds.setdefault(tuple((m["role"], "tool_calls" in m) for m in messages), (name, row["prompt"]))
     for kind, (name, prompt) in kinds.items():
@@ -409,10 +424,12 @@ def check_kinds(tokenizer, prompts):
             raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
                              "last one not the assistant's")
         text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, prompts.tools)
+        if s.system_prompt.strip() not in text:
+            raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")
         # Only the end of an answer, because many templates leave out what stands in <think>.
-        said = [m["content"].rpartition("</think>")[2] for m in prompt] if kind else [prompt]
-        if lacking := [part for part in (s.system_prompt, *said) if part.strip() not in text]:
-            raise ValueError(f"{name}: the chat template leaves out {lacking[0]!r:.100}")
+        left_out += [f"{m['role']} ({name})" for m in (prompt if kind else ())
+                     if m["content"].rpartition("</think>")[2].strip() not in text]
+    return left_out
 
 
 def whole_text(prompt):

@@ -242,6 +242,9 @@ class Environment:
         except Exception as error:                              # it names the tool
             raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
                              f"arguments: {error}") from error
+        names = [tool["function"]["name"] for tool in self.tools]
+        if len({*names}) < len(names):
+            raise ValueError(f"{self.key}: two of the tools {', '.join(names)} have the same name")
 
     def give_back(self, instance, spent=False):
         """Take an instance back from its episode. If it is spent, it is closed and plays no other."""

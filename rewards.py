@@ -99,7 +99,10 @@ def load_reward(spec, task):
         spec = "rewards:math_verify"
     spec += ":compute_score" if spec.endswith(".py") else ""
     function = load_from(spec, "reward", "function", " or math_verify")
-    parameters = inspect.signature(function).parameters.keys()
+    try:
+        parameters = inspect.signature(function).parameters.keys()
+    except ValueError as error:                                 # some of Python's own have none
+        raise ValueError(f"reward={spec}: {error}") from error
     form = ("TRL" if {"prompts", "completions", "completion_ids"} & parameters else
             "verl" if "solution_str" in parameters else
             "verl batch" if "solution_strs" in parameters else "TRL")
@@ -127,7 +130,9 @@ def arguments(reward, function, columns):
 def verl_arguments(row):
     # Returns verl's arguments for a row with its completion. Where a model scores verl's row, reward_model
     # holds no truth.
-    truths = [(row.get("reward_model") or {}).get("ground_truth"), row.get("ground_truth"), row.get("answer")]
+    model = row.get("reward_model")
+    truths = [model.get("ground_truth") if isinstance(model, dict) else None, row.get("ground_truth"),
+              row.get("answer")]
     truths = [truth for truth in truths if truth is not None]
     return {"data_source": row.get("data_source", row.get("source")),
             "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {},

@@ -65,6 +65,9 @@ def check_model(path, key="model", tokenizer=True, length=0):
     in_folder, what = os.path.isdir(path), f"{key}={path}"
     if not in_folder and path.startswith((".", "/", "~", "out/")):
         raise ValueError(f"{what}: no such folder")
+    if not os.path.exists(f"{path}/config.json") and [*Path(path).glob("*.gguf")]:
+        raise ValueError(f"{what}: it holds GGUF files, which are for inference; training needs the folder "
+                         "with config.json and safetensors that they were made of")
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{what}: no tokenizer in this folder")
@@ -195,8 +198,7 @@ def end_note(model, tokenizer):
 
 
 def load_tokenizer(path, key="model", settings=None, clock=None):
-    """Return the tokenizer of a folder or hub id, with the chat template that `settings`
-    name, if they are given.
+    """Return the tokenizer of a folder or hub id, with the chat template of `settings`, if these are given.
 
     clock: the date and time, in ISO format, that the chat template prints where it asks for the present ones;
     if None, those of this call. The clock stands still, because the beginning of an episode that goes on at
@@ -208,9 +210,11 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     embedded = read_config(path).get_text_config().vocab_size
     # Gemma 3's text models share their tokenizer with larger ones and do not embed its image token.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if {token for token, number in tokenizer.get_vocab().items() if number >= embedded} - special:
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
+    if beyond.keys() - special:
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
+    tokenizer.not_embedded = beyond                             # no prompt may hold them: data.py
     if settings:
         if path := settings.chat_template:
             with reading(f"chat_template={path}"):

@@ -62,6 +62,8 @@ RULES = (
     # the loss
     (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
      ": with old_logprobs=engine the ratio corrects already"),
+    (lambda correction_low, correction_high: correction_low < correction_high,
+     " is not below correction_high={correction_high}"),
     (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),
     (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_estimator:
      not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_estimator.startswith("k1")),
@@ -79,6 +81,8 @@ RULES = (
     (lambda max_num_gen_batches, advantage:
      max_num_gen_batches == 0 or advantage not in ("reinforce++", "gdpo", "grpo_process", "none"),
      " leaves out prompts that teach something with advantage={advantage}"),
+    (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
+     ": more than max_completion_length={max_completion_length}"),
     (lambda overlong_buffer, advantage: not overlong_buffer or advantage not in ("grpo_process", "gdpo"),
      ": advantage={advantage} cannot take such a penalty"))
 

@@ -60,17 +60,17 @@ def findings(lines, settings):
         if lowest < ceiling and rewards.get(line["step"], -math.inf) >= ceiling - 0.1 * abs(ceiling):
             solved.add(line["step"])
     for metric, (sign, threshold, meaning, to_try) in RULES.items():
-        best, broken, smooth = -math.inf, [], means(lines, metric)
+        best, stretches, smooth = -math.inf, [[]], means(lines, metric)
         for place, (step, mean) in enumerate(smooth):
             best = max(best, mean)
             limit = threshold(smooth[0][1], best, settings)
             if sign * (mean - limit) > 0 and not (metric in UNLESS_SOLVED and step in solved):
-                if broken and place - broken[-1][0] > WINDOW:
-                    broken = []
-                broken.append((place, step, mean, limit))
-        if len(broken) >= LEAST:
-            first, last = broken[0][1], broken[-1][1]
-            *_, worst, limit = max(broken, key=lambda one: sign * (one[2] - one[3]))
+                if stretches[-1] and place - stretches[-1][-1][0] > WINDOW:
+                    stretches.append([])
+                stretches[-1].append((place, step, mean, limit))
+        for stretch in [one for one in stretches if len(one) >= LEAST][-1:]:
+            first, last = stretch[0][1], stretch[-1][1]
+            *_, worst, limit = max(stretch, key=lambda one: sign * (one[2] - one[3]))
             when = f"since step {first}" if last == smooth[-1][0] else f"between steps {first} and {last}"
             found.append({"metric": metric, "first": first, "last": last, "text": (
                 f"{meaning} {metric}, averaged over {WINDOW} steps, is {'over' if sign > 0 else 'under'} "

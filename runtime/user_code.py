@@ -78,8 +78,11 @@ def load_from(spec, key, kind, others=""):
     given, _, name = spec.rpartition(":")
     if not given or not name.isidentifier():
         raise ValueError(f"{key} must be file.py:{kind} or package.module:{kind}{others}, not {spec!r}")
+    path = source_of(spec)
+    if given.endswith(".py") and not os.path.isfile(path):
+        raise ValueError(f"{key}: no such file: {given}")
     try:
-        module = module_of(source_of(spec)) if given.endswith(".py") else importlib.import_module(given)
+        module = module_of(path) if given.endswith(".py") else importlib.import_module(given)
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {shown(error)}") from error
     if not callable(found := getattr(module, name, None)):

@@ -527,7 +527,7 @@ REWARD_FILES = {  # what is in r.py
         "def score(data_source, solution_str, ground_truth): return {'score': 1, 'n': 'x'}",
         "import subprocess\nsubprocess.Popen(['sleep', '5'])" + LETTERS]}
 REWARD_NAMES = {
-    r"none\.py raised FileNotFoundError": ["none.py:score"], r"reward.*r\.txt": ["r.txt:score"],
+    r"no such file.*none\.py": ["none.py:score"], r"reward.*r\.txt": ["r.txt:score"],
     "reward": ["r.py", "r.py:", "r.py:score:", "r.py:a.b", "r.py:5", "r.py::score", "r.py:sc\udcffore",
                "r.py/:score"], "no function __name__": ["r.py:__name__"]}
 
@@ -592,7 +592,7 @@ class Game:
 ENVIRONMENT_NAMES = {
     "environment must be": ["g.py", "g.py:", "Game", ":", "g.py:Game:", "g.py:a.b"],
     r"environment.*g\.txt": ["g.txt:Game"],
-    r"environment.*none\.py raised FileNotFoundError": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
+    r"environment.*no such file.*none\.py": ["none.py:Game"], r"g\.py has no .*\bgame\b.*Game": ["g.py:game"]}
 ENVIRONMENT_FILES = {  # what is in g.py
     r"environment.*g\.py": ["1/0", "import sys; sys.exit(0)", "class Game(:", "", "Game = 5", GARBAGE,
                             FOLDER],

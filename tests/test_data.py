@@ -511,7 +511,27 @@ def test_a_prompt_without_tokens_is_named(tokenizer):
         data.encode_rows(empty, named("1?", "\u2003"))
 
 
-def test_what_a_template_leaves_out_is_refused(tokenizer, tmp_path):
+def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer, tmp_path):
+    image = copy.deepcopy(tokenizer)
+    image.add_special_tokens({"additional_special_tokens": ["<img>"]})
+    image.not_embedded = {"<img>": 261}
+    settings = SETTINGS | {"task": "file", "eval_file": write(tmp_path / "eval.jsonl", {"prompt": "1?"})}
+    for last in ("see <img>", [{"role": "user", "content": "<img>"}]):
+        path = write(tmp_path / "rows.jsonl", *[{"prompt": f"{i}?"} for i in range(600)], {"prompt": last})
+        with pytest.raises(ValueError, match=f"^{re.escape(path)}:601: its prompt has <img>, a token that the"):
+            data.load_prompts(image, SimpleNamespace(**settings | {"train_file": path, "train_prompts": 0}))
+        with pytest.raises(ValueError, match="^rows:1: its prompt has <img>, a token that the model does not"):
+            data.encode_rows(image, named(last))
+
+
+def test_a_prompt_without_tokens_is_named(tokenizer):
+    empty = copy.deepcopy(tokenizer)
+    empty.backend_tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(ValueError, match="^rows:2: its prompt has no tokens"):
+        data.encode_rows(empty, named("1?", "\u2003"))
+
+
+def test_what_a_template_leaves_out_is_said(tokenizer, tmp_path):
     """Of each kind of roles one prompt is compared with what the model reads."""
     deaf = copy.deepcopy(tokenizer)
     deaf.chat_template = ("{% for m in messages if m.role != 'system' and m.role != 'developer' %}"
@@ -521,16 +541,24 @@ def test_what_a_template_leaves_out_is_refused(tokenizer, tmp_path):
         {"prompt": [{"role": "developer", "content": "Be brief."}, *messages[0]]}]
     path = write(tmp_path / "rows.jsonl", *rows)
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "max_prompt_length": 99}
-    data.load_prompts(tokenizer, SimpleNamespace(**settings))
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}:9: the chat template leaves out 'Be brief.'"):
-        data.load_prompts(deaf, SimpleNamespace(**settings))
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: the chat template leaves out 'Add.'"):
+    note = data.load_prompts(deaf, SimpleNamespace(**settings))[2]
+    assert f"the chat template does not write what these roles say: developer ({path}:9)" in note
+    assert "does not write" not in data.load_prompts(tokenizer, SimpleNamespace(**settings))[2]
+    with pytest.raises(ValueError, match="^system_prompt=Add.: the chat template leaves it out"):
         data.load_prompts(deaf, SimpleNamespace(**settings | {"system_prompt": "Add."}))
     # A thought that a template cuts from an earlier answer is not missed.
     deaf.chat_template = deaf.chat_template.replace("m.content", "m.content.split('</think>')[-1]")
     path = write(tmp_path / "rows.jsonl", {"prompt": [
         *messages[0], {"role": "assistant", "content": "<think>hm</think>1"}, *messages[1]]})
-    data.load_prompts(deaf, SimpleNamespace(**settings | {"train_file": path, "eval_file": path}))
+    settings |= {"train_file": path, "eval_file": path}
+    assert "does not write" not in data.load_prompts(deaf, SimpleNamespace(**settings))[2]
+
+
+def test_a_template_that_leaves_out_the_prompt_is_refused():
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
+    with pytest.raises(ValueError, match="its chat template gives the same tokens for different prompts"):
+        data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS, model="m"))
 
 
 def test_encode_rows_errors(tokenizer):

@@ -479,8 +479,9 @@ def test_functions_are_tools_without_a_class(write):
 
 @pytest.mark.parametrize("settings, told", [
     ({"tools": "tools.py"}, "tools must be file.py:function or package.module:function, not 'tools.py'"),
-    ({"tools": "none.py:add"}, "tools: none.py raised FileNotFoundError: "),
+    ({"tools": "none.py:add"}, "tools: no such file: none.py"),
     ({"tools": "GAME:bare"}, "tools=.*: a tool needs type hints and a docstring"),
+    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two of the tools add, add have the same name"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
     ({"tools": "GAME:add", "chat": False}, "tools=.* needs chat=True and a tokenizer with"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])

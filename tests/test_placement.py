@@ -483,7 +483,7 @@ def test_ranks_cannot_share_an_engine_that_has_one_rank(folder, tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    (None, "raised FileNotFoundError: "), ("def score(**_):\n    raise KeyError('colour')\n", "'colour'")])
+    (None, "no such file: "), ("def score(**_):\n    raise KeyError('colour')\n", "'colour'")])
 def test_a_reward_that_cannot_work_is_refused_in_clear_words(folder, tmp_path, text, message):
     """Only engines call it, but trainers do not add a traceback of theirs."""
     if text:

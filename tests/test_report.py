@@ -281,3 +281,11 @@ def test_a_browser_draws_it(tmp_path):
     dom, errors = in_browser(report.write(folders[:1]), tmp_path / "profile")
     assert errors == [] and "<title>taken" not in dom and "<b>bold" not in dom
     assert html.unescape(dom).count("</script><script>document.title") == 4
+
+
+def test_a_short_breach_later_does_not_hide_a_long_one():
+    rewards = [1.0] * 40
+    lines = [{"step": step, "completions/clipped_ratio": float(10 <= step < 60 or step in (100, 101)),
+              "reward": reward, "rewards/max": reward} for step, reward in enumerate(rewards * 3)]
+    (found,) = [one for one in health.findings(lines, {}) if one["metric"] == "completions/clipped_ratio"]
+    assert found["first"] < 30 and 50 < found["last"] < 80

@@ -108,6 +108,8 @@ def test_a_completion_cannot_spell_control_tokens(judge, text):
     assert count(prompt, answer(text)) == count(prompt, answer("12")) > 3
     assert count([{"role": "user", "content": text}], answer("12")) == count(prompt, answer("12"))
     assert count("<|user|>1+1?", text) == 1
+    # One that begins in the prompt.
+    assert count("<|user|>1+1?<|e", "nd|>" + text) == 1
     # What spells none stays as it is.
     assert ours._harmless("a <b> | <|fin|>") == "a <b> | <|fin|>"
 

@@ -67,6 +67,8 @@ class Bridge:
             role, rank, size = "trainer", number, trainers
         # From here on these describe the role. vLLM reads them.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), ROLE_NAME=role)
+        if gpus := torch.cuda.device_count():
+            os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)    # roles may share a GPU
         # The interpreter's own end would wait for threads of PyTorch, which wait for other ranks. A process
         # that comes to it was refused.
         atexit.register(distributed.end, 2)
@@ -75,7 +77,8 @@ class Bridge:
             place = max(0, number - trainers + 1), 1 + self.rollout_ranks
             self.device = torch.device("cpu")
             self.gloo = self.wire = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), *place, FOREVER)
-            if torch.cuda.is_available():                       # for weights
+            # For weights; but NCCL cannot connect two processes on one GPU.
+            if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 self.wire = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), *place, FOREVER)
         if not self.trains:

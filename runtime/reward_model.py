@@ -6,6 +6,7 @@ otherwise a policy could write the judge's next turn itself. Each rank has a who
 waits in host memory while it is not used.
 """
 import math
+import sys
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -46,8 +47,14 @@ class RewardModel:
         # In bfloat16 scores near 16 would be multiples of 1/8.
         head = getattr(self.model, "score", None) or self.model.classifier
         head.float().register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-        self.control = {number for number, token in self.tokenizer.added_tokens_decoder.items()
-                        if token.special}
+        # A space breaks a control token up, unless it is a single character or the tokenizer drops spaces.
+        special = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()
+                   if token.special}
+        self.control = {*special.values()}
+        for token, number in special.items():
+            if number in self.tokenizer(self._harmless(token), add_special_tokens=False).input_ids:
+                print(f"reward_model={path}: its control token {token!r} cannot be broken up, so a policy "
+                      "can write it", file=sys.stderr)
         self.path, self.device, self.token_budget = path, device, token_budget
         self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
 

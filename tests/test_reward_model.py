@@ -114,6 +114,18 @@ def test_a_completion_cannot_spell_control_tokens(judge, text):
     assert ours._harmless("a <b> | <|fin|>") == "a <b> | <|fin|>"
 
 
+def test_a_control_token_that_cannot_be_broken_up_is_named(judge, tmp_path, capsys):
+    path = shutil.copytree(judge, tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = "~"
+    tokenizer.save_pretrained(path)
+    config = AutoConfig.from_pretrained(path)
+    config.vocab_size = len(tokenizer)
+    Qwen3ForSequenceClassification(config).save_pretrained(path)
+    load(path)
+    assert "its control token '~' cannot be broken up, so a policy can write it" in capsys.readouterr().err
+
+
 def test_text_that_the_judges_tokenizer_normalises_spells_none_either(judge, tmp_path):
     path = shutil.copytree(judge, tmp_path / "judge")
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -44,7 +44,7 @@ def fail(message):
     """End the process with a message on one line that its user can act on, and with exit code 2."""
     message = f"{os.path.basename(sys.argv[0])}: " + printable(message).replace("\n", r"\n")
     tell_launcher(message)
-    print(message, file=sys.stderr)
+    print(f"{message}\n", end="", file=sys.stderr)             # as one, because all ranks say it
     sys.exit(2)
 
 

@@ -125,12 +125,16 @@ class Run:
                   "would not be the same run")
             self.state["checksums"][key] = found
         self.notes = [forecast.says(s, self.world_size, *forecast.device_memory()), folders.note]
-        for key in ("reward", "environment", "tools"):          # the user's own files, which may change
-            files = [path for path in map(source_of, specs(getattr(s, key))) if os.path.isfile(path)]
-            found = [checkpoint.checksum(path) for path in files]
-            if self.state["checksums"].get(key, found) != found:
+        found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(s, key)))
+                       if os.path.isfile(path)] for key in ("reward", "environment", "tools")}
+        for key in ("model", "reference_model", "reward_model"):        # all of their weights take too long
+            folder = Path(located(getattr(s, key, "") or os.devnull))
+            found[key] = [checkpoint.checksum(path, 2 ** 20) for path in sorted(folder.glob("*"))
+                          if path.is_file()]
+        for key, files in found.items():                        # they may change
+            if self.state["checksums"].get(key, files) != files:
                 self.notes.append(f"{key}: its file has changed since {self.resumed} was written")
-            self.state["checksums"][key] = found
+        self.state["checksums"] |= found
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     def begin(self, networks, engine, data_note, updates):

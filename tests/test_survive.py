@@ -15,6 +15,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from configurator import tell_launcher
@@ -319,6 +320,18 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     assert f"reward: its file has changed since {tmp_path}/run/checkpoint-2 was written\n" in output
     assert "has changed" not in train(folder, tmp_path / "run", reward, resume="auto",
                                       **settings | {"max_steps": 4, "eval_prompts": 6})
+
+
+def test_a_model_that_was_changed_in_place_is_said(folder, reward_file, tmp_path):
+    """The reference of the KL is read from there again."""
+    base, settings = shutil.copytree(folder, tmp_path / "base"), {"save_interval": 1, "kl_coef": 0.1}
+    train(base, tmp_path / "run", reward_file, **settings | {"max_steps": 1})
+    go_on = lambda steps: train(base, tmp_path / "run", reward_file, resume="auto",
+                                **settings | {"max_steps": steps})
+    assert "has changed" not in go_on(2)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: 1.01 * x for name, x in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    assert f"model: its file has changed since {tmp_path}/run/checkpoint-2 was written" in go_on(3)
 
 
 def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):

@@ -6,15 +6,20 @@ What a model folder says about its model, and which models are refused before th
     load_tokenizer   its tokenizer
     end_tokens       the tokens that end a completion
     end_note         a sentence, if the chat template writes none of them
+    forecast         how much memory a run will take, and a refusal of what no device can hold
 """
 import contextlib
 import datetime
 import functools
+import importlib.util
 import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import torch
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
                           AutoTokenizer, GenerationConfig)
 from transformers.utils import logging
@@ -228,3 +233,99 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
         tokenizer.apply_chat_template = functools.partial(
             tokenizer.apply_chat_template, strftime_now=now.strftime, **more)
     return tokenizer
+
+
+# ---------------------------------------------------------------- memory
+
+ADVICE = ("It does not fit. An update takes less memory with gradient_checkpointing, offload_optimizer, a "
+          "lower token_budget or a higher sequence_parallel_size. Sampling takes less with a lower "
+          "vllm_gpu_memory_utilization or a higher vllm_tensor_parallel_size. Both take less with more ranks "
+          "or with lora_rank.")
+
+
+@functools.cache
+def sizes(path):
+    # Returns the widths of a model, and how many parameters it and its adapters of rank 1 have. On the meta
+    # device a model has only shapes.
+    with reading(f"model={path}: its config"), torch.device("meta"):
+        config = read_config(located(path))
+        hf = model_class(config)(config)
+    text = config.get_text_config()
+    text = [*getattr(text, "per_layer_config", [text])][0]      # in Gemma 4 each layer has its own
+    named = lambda key, default: np.max(getattr(text, key, None) or default).item()
+    H, heads = text.hidden_size, named("num_attention_heads", 1)
+    d, inner = named("head_dim", H // heads), named("intermediate_size", 4 * H)
+    return SimpleNamespace(
+        H=H, Q=d * heads, K=d * named("num_key_value_heads", heads), V=text.vocab_size,
+        # The width of the MLP that a token passes through; with experts, of those that it is sent to.
+        I=named("num_experts_per_tok", 1) * named("moe_intermediate_size", inner),
+        depth=named("num_hidden_layers", 1), whole=sum(p.numel() for p in hf.parameters()),
+        adapters=sum(sum(part.weight.shape) for part in hf.get_decoder().modules()
+                     if type(part) is torch.nn.Linear))
+
+
+def forecast(s, ranks, memory, cuda):
+    """Return the bytes that a rank takes while it samples, updates, and syncs weights, at the peak of each.
+
+    s: a script's settings. ranks: how many train. memory: that of a device, in bytes. cuda: whether it is a
+    GPU. Only tensors are counted, for layers such as Llama's: CUDA, NCCL and vLLM's graphs take one to three
+    GB more. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
+    """
+    # A script of your own may have dropped these settings.
+    s = SimpleNamespace(**{"kl_coef": 0, "reference_model": "", "updates_per_step": 1, "num_epochs": 1}
+                        | vars(s))
+    b = 2 if s.dtype == "bfloat16" or s.dtype == "auto" and cuda else 4     # bytes of a number in a layer
+    m, shards = sizes(s.model), s.shard_ranks or ranks
+    trained = [s.lora_rank * m.adapters or m.whole]
+    weights = b * m.whole + 4 * trained[0] if s.lora_rank else 4 * m.whole
+    if hasattr(s, "critic_model"):
+        trained.append(sizes(s.critic_model or s.model).whole)
+        weights += 4 * trained[1]
+    if s.kl_coef > 0:
+        weights += b * sizes(s.reference_model or s.model).whole
+    weights, gradients, adam = weights / shards, 4 * max(trained) / shards, 8 * sum(trained) / shards
+    state, head = weights + gradients + adam, m.V * m.H
+    if state > memory:
+        raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
+                         f"{state / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
+    rows = s.prompts_per_step * s.num_generations / ranks
+    longest = s.max_prompt_length + s.max_completion_length
+    # A micro-batch is no larger than a rank's share of an update.
+    share = math.ceil(rows * s.num_epochs / s.updates_per_step) * longest
+    T = min(s.token_budget, share) / s.sequence_parallel_size
+    # What a layer keeps of a token: the inputs of its norms, of its matrix products and of its attention.
+    kept = (4 + b) * 2 * m.H + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I)
+    activations = T * (m.depth * b * m.H + kept if s.gradient_checkpointing else m.depth * kept)
+    # Three chunks of logits (losses.LOGITS), or two gradients of the head; and two layers and the head, whole.
+    logits = max(12 * min(2 ** 27 if cuda else 2 ** 24, m.V * T), 0 if s.lora_rank else 8 * head)
+    update = state + activations + logits + b * (2 * m.whole / m.depth + head)
+    resting = weights + adam
+    if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
+        update, resting = max(update - adam, state), weights
+    if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
+        return resting, update, resting
+    vllm = s.engine != "hf" and (cuda or importlib.util.find_spec("vllm"))
+    engine = b * m.whole / (s.vllm_tensor_parallel_size if vllm else 1)
+    sync = resting + engine + 2 * b * head                      # two copies of the largest parameter
+    if vllm and cuda:                                           # it takes its share, and sleeps in an update
+        return resting + max(engine, s.vllm_gpu_memory_utilization * memory), update, sync
+    cache = 2 ** 30 if vllm else min(256, rows) * 2 * b * m.K * m.depth * longest
+    return resting + engine + cache, update + engine, sync
+
+
+def forecast_note(*arguments):
+    """Return the forecast as text: a line of phases, and advice if it does not fit. arguments: forecast's."""
+    sampling, update, sync = (peak / 1e9 for peak in forecast(*arguments))
+    _, _, memory, _ = arguments
+    line = (f"forecast of memory per rank: sampling {sampling:.2f}, update {update:.2f}, sync {sync:.2f} of "
+            f"{memory / 1e9:.2f} GB")
+    return f"{line}\n{ADVICE}" if max(sampling, update, sync) > memory / 1e9 else line
+
+
+def device_memory():
+    """Return the bytes of this process's GPU, or of its part of the host's memory; and whether it is a
+    GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, True
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), False

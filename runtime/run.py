@@ -28,8 +28,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
-from runtime import checkpoint, distributed, forecast, health
-from runtime.check_model import located
+from runtime import checkpoint, distributed, health
+from runtime.check_model import device_memory, forecast_note, located
 from runtime.check_settings import check_suits, check_values
 from runtime.user_code import source_of, specs
 
@@ -124,7 +124,7 @@ class Run:
                   f"{file or 'task=' + s.task}: the {what} prompts are not those of {self.resumed}, so this "
                   "would not be the same run")
             self.state["checksums"][key] = found
-        self.notes = [forecast.says(s, self.world_size, *forecast.device_memory()), folders.note]
+        self.notes = [forecast_note(s, self.world_size, *device_memory()), folders.note]
         found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(s, key)))
                        if os.path.isfile(path)] for key in ("reward", "environment", "tools")}
         for key in ("model", "reference_model", "reward_model"):        # all of their weights take too long

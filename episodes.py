@@ -32,11 +32,10 @@ from functools import cached_property, partial
 from types import SimpleNamespace
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from transformers.utils import get_json_schema
 
 from runtime.chat_template import Template, tool_call
+from runtime import user_code
 from runtime.user_code import (STARTED_IN, Failed, Threads, TimeUp, accepted, close, closer, closing,
                                load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
@@ -276,11 +275,10 @@ class Environment:
 
     def number(self, reward, turn, row):
         """Return a reward as a float. Raises ValueError if it is none that float32 has."""
-        # float raises for an array of several numbers and for 10**400.
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            if abs(float(reward)) <= 3.4e38:                    # float32's largest
-                return float(reward)
-        raise self.broken(f"the reward {shown(reward)} in turn {turn} is not a finite number", row)
+        try:
+            return user_code.number(reward)
+        except ValueError as error:
+            raise self.broken(f"in turn {turn} the reward {error}", row) from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -501,25 +499,11 @@ class Player:
 
         finish_reason is stop or length, and with an environment also turns (the episode had max_turns),
         timeout, or error (the environment raised, or the episode could not begin; it gets no score). Raises
-        ValueError if an environment returns what it must not, and RuntimeError if all episodes on all ranks
-        end in errors.
+        ValueError if an environment returns what it must not.
         """
         jobs = [(prompt, seed + j, (max_tokens, temperature, top_p, top_k))
                 for prompt, seed in zip(prompts, seeds) for j in range(n)]
-        rollouts = engine.serve(jobs, Table(self, engine).play)
-        self.check_errors(rollouts)
-        return rollouts
-
-    def check_errors(self, rollouts):
-        """Raise RuntimeError if all episodes on all ranks ended in errors. All ranks have to call it."""
-        problems = [r.counts["problem"] for r in rollouts if r.finish_reason == "error"]
-        counts = torch.tensor([len(problems), len(rollouts)])
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        failed, played = counts.tolist()
-        # A rank that has played no episode leaves this to the others.
-        if problems and failed == played:
-            raise RuntimeError(f"all {played} episodes ended in errors; the first: {problems[0]}")
+        return engine.serve(jobs, Table(self, engine).play)
 
 
 class Table:

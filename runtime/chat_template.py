@@ -35,7 +35,6 @@ class Template:
         tried = THOUGHTFUL | (WITH_TOOLS if tools else {})
         self.turns = [turn for tag, turn in tried.items()
                       if thinks and tag in str(tokenizer.chat_template)] or [{"content": "because"}]
-        self.calls_at_once = None               # no limit, unless check finds that the template has one
 
     def opening(self, messages):
         """Return the ids of the messages before the first turn."""
@@ -49,7 +48,7 @@ class Template:
         calls = [call["function"]["name"] for call in turn.get("tool_calls", [])]
         # The policy may have made up a name, and with it a control token.
         calls = tuple(name if name in self.names else "unknown" for name in calls)
-        messages, before = self._until_end(calls[:self.calls_at_once])
+        messages, before = self._until_end(calls)
         reply = [message | {"content": self.defused(text_in(message["content"]))} for message in reply]
         # The results of the calls come first; what the user says may follow.
         named = [message | {"name": name} for message, name in zip(reply, calls)]
@@ -79,15 +78,8 @@ class Template:
             reply |= {"role": "tool", "name": self.names[0], "tool_call_id": tool_call(0, "", {})["id"]}
         for said in self.turns:
             self._talk(messages, turn_of(said, self.names[:1]), reply)
-        if self.tools:
-            # The policy may make up a tool, and make several calls at once. A template may refuse several, as
-            # Llama's does; their results then follow a turn with the first call, as in TRL.
-            calls = turn_of({}, ["unknown", self.names[0]]), [reply] * 2
-            try:
-                self.between(*calls)
-            except ValueError:
-                self.calls_at_once = 1
-                self.between(*calls)
+        if self.tools:                          # the policy may make up a tool, and make several calls at once
+            self.between(turn_of({}, ["unknown", self.names[0]]), [reply] * 2)
 
     def _talk(self, messages, turn, reply):
         # Checks two turns. The second shows whether the first, which is then an earlier one, stays as it was.
@@ -113,7 +105,13 @@ class Template:
         # A question and a turn with calls of these tools: the messages, and the ids to the end of the turn.
         messages = [{"role": "user", "content": "?"}, turn_of(self.turns[0], calls)]
         begin = len(self.opening(messages[:1]))
-        ids = self._encode(messages, False)
+        try:
+            ids = self._encode(messages, False)
+        except ValueError:
+            if len(calls) < 2:
+                raise
+            # Llama's template refuses several calls. Their results follow a turn with the first, as in TRL.
+            return self._until_end(calls[:1])
         # The token that begins a question may be one of the tokens that end a turn.
         ends = [place for place in range(begin, len(ids)) if ids[place] in self.eos_ids]
         if not ends:

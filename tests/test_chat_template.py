@@ -196,8 +196,6 @@ def test_the_user_may_speak_after_the_result_of_a_tool():
 def test_a_template_that_takes_one_call_at_a_time():
     """The results of two stand behind a turn with the first call, which is all that Llama's template writes."""
     chat, two = made(ONE_CALL, TOOLS), [result("5"), result("6", 1, "sub")]
-    with pytest.raises(ValueError, match="fails with TemplateError\\('One!'\\).*call00001"):
-        chat.between(turn_of({}, ["add", "sub"]), two)
     chat.check([user("What is 2+3?")])
     assert chat.tokenizer.decode(chat.between(turn_of({}, ["add", "sub"]), two)) == (
         "<|user|>5<|end|><|user|>6<|end|><|assistant|>")

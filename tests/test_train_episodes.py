@@ -277,10 +277,10 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
 
 @pytest.mark.parametrize("body, message", [
     (r"raise ValueError('deaf\nand mute')",
-     "RuntimeError: all 16 episodes ended in errors; the first: environment Broken: "
+     "RuntimeError: nothing was scored; environment Broken: "
      r"it raised ValueError: deaf\nand mute in turn 2"),
     ("return '', math.nan, False",
-     "ValueError: environment Broken: the reward nan in turn 2 is not a finite number")])
+     "ValueError: environment Broken: in turn 2 the reward nan is not a finite number")])
 def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games, tmp_path, body, message):
     game = broken_game(tmp_path, games, f"""
         if self.number >= 22:

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from attention import Pick, cut_over, join, packed_attention
+from attention import Pick, cut_over, join
 from losses import LogprobsFromHidden
 from packing import deal, idle, pack
 from runtime import distributed
@@ -375,7 +375,6 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
     images = [part for part in hf.base_model.children()
               if part is not decoder and not text & {*part.parameters()}]
-    hf.set_attn_implementation("packed")
     if gradient_checkpointing:
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -424,20 +423,12 @@ def check_same(what, network, P):
 
     network: whole, on the CPU, in float32. Three short sequences, of which two begin with the same tokens,
     are computed in one packed row and, if that differs, each in a row of its own. Raises ValueError if that
-    differs as well, if the network does not run, if it does not tell its attention the sliding window of its
-    config, or if P ranks cannot share its rows.
+    differs as well, if the network does not run, or if P ranks cannot share its rows.
     """
     hf, config = network.hf, network.hf.config.get_text_config()
     ids = np.random.default_rng(0).integers(config.vocab_size, size=32).astype(np.int32)
     three = [SimpleNamespace(ids=one, spans=np.array([[1, len(one)]]), logprobs=one[1:])
              for one in (ids[:14], np.concatenate([ids[:6], ids[14:22]]), ids[22:])]
-    windows, heads = set(), set()
-
-    def attention(module, query, key, *rest, sliding_window=None, **named):
-        # The sequences are too short to reach a window, so this only notes its size.
-        windows.add(sliding_window)
-        heads.add((query.shape[1], key.shape[1]))
-        return packed_attention(module, query, key, *rest, sliding_window=sliding_window, **named)
 
     def ours(packed):
         found = {}
@@ -448,8 +439,7 @@ def check_same(what, network, P):
 
     try:
         expected = by_transformers(network, [one.ids for one in three])
-        AttentionInterface.register("compared", attention)
-        hf.set_attn_implementation("compared")
+        hf.set_attn_implementation("packed")
         for packed in (True, False):
             gap = (ours(packed) - expected).abs().max() / expected.abs().max()
             if gap < CLOSE:                                             # False if it is NaN
@@ -460,16 +450,14 @@ def check_same(what, network, P):
     if not gap < CLOSE:
         raise ValueError(f"{what}: computed here it differs from what transformers computes by {gap:.2g} "
                          "of the largest value, so another model would be trained")
-    window = getattr(config, "sliding_window", None) or math.inf
-    if window not in windows and window < (getattr(config, "max_position_embeddings", None) or math.inf):
-        raise ValueError(f"{what}: it tells its attention nothing of its sliding_window={window}")
     if not packed and P > 1:
         raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
                          "read earlier tokens, and on each rank they would see only its part of a row")
-    for queries, keys in heads:
-        if queries % P or keys % P:
-            raise ValueError(f"{what}: sequence_parallel_size={P} does not divide its {queries} heads of "
-                             f"queries and {keys} of keys")
+    queries = getattr(config, "num_attention_heads", None) or P
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    if queries % P or keys % P:
+        raise ValueError(f"{what}: sequence_parallel_size={P} does not divide its {queries} heads of queries "
+                         f"and {keys} of keys")
     if not packed:
         print(f"{what}: in a packed row its sequences would see each other, so each sequence gets a row of "
               "its own, padded to the longest, which takes longer", file=sys.stderr)

@@ -25,7 +25,6 @@ Layers that carry a state from token to token, such as Mamba's, would carry it i
 row. In models with such layers each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
 import copy
-import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -150,11 +149,13 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
     longest = max((size for _, size, _ in order), default=0)
     if longest > token_budget:
         raise ValueError(f"a sequence of {longest} tokens does not fit token_budget={token_budget}")
-    distribute = in_packed_rows if packed else in_rows_of_their_own
-    return [micro_batch(rollouts, members, packed, multiple) for members in distribute(order, token_budget)]
-
-
-def in_packed_rows(order, token_budget):
+    if not packed:
+        # The longest first. All rows of a micro-batch are as long as its first one, and no prefix is shared.
+        order, batches = sorted(((s, size, 0) for s, size, _ in order), key=lambda one: -one[1]), []
+        while order:
+            count = token_budget // order[0][1]
+            batches, order = [*batches, micro_batch(rollouts, order[:count], False, 1)], order[count:]
+        return batches
     # Each sequence goes to the row that already holds the longest prefix of it, among those with room for it.
     rows = []
     for s, size, shared in order:
@@ -172,18 +173,9 @@ def in_packed_rows(order, token_budget):
         best.room_for_keys -= size
         best.prefix = size
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
-    pairs = lambda members: sum((size - shared) * size for _, size, shared in members)
-    return sorted((row.members for row in rows), key=pairs, reverse=True)
-
-
-def in_rows_of_their_own(order, token_budget):
-    # The longest first. All rows of a micro-batch are as long as its first one, and no prefix is shared.
-    order = sorted(((s, size, 0) for s, size, _ in order), key=lambda entry: entry[1], reverse=True)
-    batches = []
-    while order:
-        count = token_budget // order[0][1]
-        batches, order = batches + [order[:count]], order[count:]
-    return batches
+    pairs = lambda row: sum((size - shared) * size for _, size, shared in row.members)
+    return [micro_batch(rollouts, row.members, True, multiple)
+            for row in sorted(rows, key=pairs, reverse=True)]
 
 
 def micro_batch(rollouts, members, packed, multiple):
@@ -233,7 +225,8 @@ class Segments:
     sizes: the number of tokens in each segment; they sum to T. places: for each segment an array with the
     places of the tokens that it attends to, its own at the end. The attribute places has them joined to [K],
     or is None if no tokens are shared.
-    It is no dataclass, because FSDP2 hands each layer a copy of a dataclass, and all layers share the masks.
+    masks: those that attention.py has made for all layers. Segments is no dataclass, because FSDP2 hands each
+    layer a copy of a dataclass.
     """
 
     def __init__(self, sizes, places):
@@ -248,16 +241,3 @@ class Segments:
         other = copy.copy(self)
         vars(other).update({name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)})
         return other
-
-    def mask(self, size, before, window, dtype):
-        """Return a mask to add to scores, [size, before + size]: 0 where a token sees a key, otherwise -inf.
-
-        The first `before` keys stand before the first token. The mask is made once for all layers.
-        """
-        kind = size, before, window, dtype
-        if kind not in self.masks:
-            place = torch.arange(-before, size, device=self.offsets.device, dtype=torch.int32)
-            distance = place[before:, None] - place
-            hidden = (distance < 0) | (distance >= window)
-            self.masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
-        return self.masks[kind]

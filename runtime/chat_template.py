@@ -78,7 +78,7 @@ class Template:
             reply |= {"role": "tool", "name": self.names[0], "tool_call_id": tool_call(0, "", {})["id"]}
         for said in self.turns:
             self._talk(messages, turn_of(said, self.names[:1]), reply)
-        if self.tools:                          # the policy may make up a tool, and make several calls at once
+        if self.tools:                  # the policy may make up a tool, and make several calls at once
             self.between(turn_of({}, ["unknown", self.names[0]]), [reply] * 2)
 
     def _talk(self, messages, turn, reply):

@@ -100,8 +100,6 @@ def longest_row(config):
     kind, factor = rope.get("rope_type"), rope.get("factor") or 1
     original = (rope.get("original_max_position_embeddings")
                 or getattr(config, "original_max_position_embeddings", None) or longest)
-    if chunk := getattr(config, "attention_chunk_size", None):
-        return chunk, "beyond them its attention is cut into chunks, which is not supported"
     if kind in ("dynamic", "longrope"):
         return original, (f"beyond them its positions depend on the batch (rope_type={kind}), which is not "
                           "supported")
@@ -135,12 +133,10 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     own = load_tokenizer(path, key).get_vocab() if has_tokenizer(path) else {}
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
-    if size < policy_size:
-        raise ValueError(f"{key}={path} has a vocabulary of {size} tokens, the model one of {policy_size}: "
-                         "it has to read the policy's tokens")
-    if others:
-        raise ValueError(f"{key}={path}: {others[0]!r} has another id than in the model: it has to read the "
-                         "policy's tokens")
+    if size < policy_size or others:
+        raise ValueError(f"{key}={path}: it has to read the policy's tokens, but " + (
+            f"{others[0]!r} has another id than in the model" if others else
+            f"has a vocabulary of {size} tokens, the model one of {policy_size}"))
     return path
 
 
@@ -296,7 +292,7 @@ def forecast(s, ranks, memory, cuda):
     # What a layer keeps of a token: the inputs of its norms, of its matrix products and of its attention.
     kept = (4 + b) * 2 * m.H + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I)
     activations = T * (m.depth * b * m.H + kept if s.gradient_checkpointing else m.depth * kept)
-    # Three chunks of logits (losses.LOGITS), or two gradients of the head; and two layers and the head, whole.
+    # Three chunks of logits (losses.LOGITS), or two gradients of the head; two layers and the head, gathered.
     logits = max(12 * min(2 ** 27 if cuda else 2 ** 24, m.V * T), 0 if s.lora_rank else 8 * head)
     update = state + activations + logits + b * (2 * m.whole / m.depth + head)
     resting = weights + adam

@@ -755,8 +755,6 @@ def test_kl_estimators_by_enumeration():
 
 @pytest.mark.parametrize("call, message", [
     (lambda: losses.sequence_weights(torch.ones(1), "mean", [0], 1, 1), "'mean'"),
-    (lambda: losses.correction_weights(torch.ones(1), torch.ones(1), "tis", mean=None, lengths=None, low=0.5,
-                                       high=2.0), "engine_correction='tis'"),
     (lambda: losses.kl_penalty(torch.ones(1), torch.ones(1), "k4"), "'k4'")])
 def test_an_unknown_choice_is_an_error(call, message):
     with pytest.raises((KeyError, ValueError), match=message):

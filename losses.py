@@ -84,8 +84,7 @@ def rloo(scores, num_generations, **_):
 def whitened_by_length(groups, tokens):
     """Return (value - mean) / (std + 1e-8), [P, G], with mean and std (divisor n) over the batch's tokens."""
     total = tokens.sum().clamp(min=1)
-    centre = (tokens * groups).sum() / total
-    return (groups - centre) / (((tokens * (groups - centre).square()).sum() / total).sqrt() + 1e-8)
+    return whiten(groups, lambda values: (tokens * values).sum() / total)
 
 
 def reinforce_plus_plus(scores, num_generations, *, lengths, **_):

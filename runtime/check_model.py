@@ -233,12 +233,6 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
 
 # ---------------------------------------------------------------- memory
 
-ADVICE = ("It does not fit. An update takes less memory with gradient_checkpointing, offload_optimizer, a "
-          "lower token_budget or a higher sequence_parallel_size. Sampling takes less with a lower "
-          "vllm_gpu_memory_utilization or a higher vllm_tensor_parallel_size. Both take less with more ranks "
-          "or with lora_rank.")
-
-
 @functools.cache
 def sizes(path):
     # Returns the widths of a model, and how many parameters it and its adapters of rank 1 have. On the meta
@@ -309,19 +303,12 @@ def forecast(s, ranks, memory, cuda):
     return resting + engine + cache, update + engine, sync
 
 
-def forecast_note(*arguments):
-    """Return the forecast as text: a line of phases, and advice if it does not fit. arguments: forecast's."""
-    sampling, update, sync = (peak / 1e9 for peak in forecast(*arguments))
-    _, _, memory, _ = arguments
-    line = (f"forecast of memory per rank: sampling {sampling:.2f}, update {update:.2f}, sync {sync:.2f} of "
-            f"{memory / 1e9:.2f} GB")
-    return f"{line}\n{ADVICE}" if max(sampling, update, sync) > memory / 1e9 else line
-
-
-def device_memory():
-    """Return the bytes of this process's GPU, or of its part of the host's memory; and whether it is a
-    GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, True
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), False
+def forecast_note(s, ranks):
+    """Return the forecast of this rank's GPU, or of its part of the host's memory, as a line of text."""
+    cuda, host = torch.cuda.is_available(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = (torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if cuda else
+              host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    peaks = forecast(s, ranks, memory, cuda)
+    advice = "\nIt does not fit: docs/speed.md says which settings take less" if max(peaks) > memory else ""
+    return "forecast of memory per rank: sampling {:.2f}, update {:.2f}, sync {:.2f} of {:.2f} GB{}".format(
+        *(size / 1e9 for size in (*peaks, memory)), advice)

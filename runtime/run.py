@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from configurator import check, fail, input_errors, printable
 from runtime import checkpoint, distributed, health
-from runtime.check_model import device_memory, forecast_note, located
+from runtime.check_model import forecast_note, located
 from runtime.check_settings import check_suits, check_values
 from runtime.user_code import source_of, specs
 
@@ -124,7 +124,7 @@ class Run:
                   f"{file or 'task=' + s.task}: the {what} prompts are not those of {self.resumed}, so this "
                   "would not be the same run")
             self.state["checksums"][key] = found
-        self.notes = [forecast_note(s, self.world_size, *device_memory()), folders.note]
+        self.notes = [forecast_note(s, self.world_size), folders.note]
         found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(s, key)))
                        if os.path.isfile(path)] for key in ("reward", "environment", "tools")}
         for key in ("model", "reference_model", "reward_model"):        # all of their weights take too long

@@ -118,9 +118,17 @@ class Template:
         return messages, ids[:ends[-1] + 1]
 
     def _encode(self, messages, asked):
-        # What follows a CUT is encoded by itself. Some tokenizers put a space before each text, also there.
-        parts = self._render(messages, asked).split(CUT)
-        return [one for part in parts for one in self.tokenizer(part, add_special_tokens=False).input_ids]
+        # What follows a CUT is encoded by itself, behind a digit because some tokenizers put a space before
+        # each text.
+        text, *parts = self._render(messages, asked).split(CUT)
+        ids, digit = self._ids(text), self._ids("1")
+        for part in parts:
+            both = self._ids("1" + part)
+            ids = ids + (both[len(digit):] if both[:len(digit)] == digit else self._ids(part))
+        return ids
+
+    def _ids(self, text):
+        return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def _render(self, messages, asked):
         # The text of the messages and, if the policy is asked, of the beginning of its turn.

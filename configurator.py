@@ -19,13 +19,12 @@ import re
 import signal
 import sys
 import time
-import tokenize
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
-# The names of the settings that config files and the command line set, once configure has run.
-given = set()
+# What config files and the command line set, once configure has run: {setting: the script's default}.
+given = {}
 # The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
@@ -64,42 +63,29 @@ def input_errors():
 
 
 def read_layout(path):
-    """Return the script's [key, comment lines, default] in order, then those of the files that its block
-    imports with *. The key of a heading is ''. What the script itself assigns is listed only there.
-
-    A default is a node of Python's syntax tree. The script is not run.
-    """
-    with tokenize.open(path) as script:
-        _, *block = re.split("^# -+\n", script.read(), flags=re.MULTILINE)
+    """Return [key, comment lines] for each setting in a script's block, in order, and then for those of the
+    files that the block imports with *. The key of a heading is ''. The script is not run."""
+    _, *block = re.split("^# -+\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(block) > 1, f"{path}: the settings belong between two comment lines of dashes"
-    layout = []
+    layout, imported = [], []
     for line in block[0].splitlines():
         # A setting is one line, and lines of comment may follow. A comment at the margin is a heading.
-        (node,) = ast.parse(line.strip()).body or [None]
-        comment = line.encode()[node.end_col_offset if node else 0:].decode().partition("#")[2].strip()
-        key = ast.unparse(getattr(node, "targets", [node])[0]) if node else ""
-        if key or line.startswith("#") and (not layout or layout[-1][0]):
-            layout.append([key, [], getattr(node, "value", None)])
+        key, module, comment = re.match(
+            r"(?:(\w+) *=|from (\S+) import \*)?.*?(?:(?:^|\s\s)# *(.*))?$", line).groups()
+        if key or module or line.startswith("#") and (not layout or layout[-1][0]):
+            layout.append([key or module or "", []])
         if comment:
             layout[-1][1].append(comment)
-    for place, (statement, *_) in enumerate(layout[:]):
-        if statement.endswith(" import *"):
-            file = Path(importlib.util.find_spec(statement.split()[1]).origin)
-            imported, own = read_layout(file), {key for key, *_ in layout if key}
-            above = {key for key, *_ in layout[:place] if key} & {key for key, *_ in imported}
-            check(not above, f"{path}: `{statement}` overwrites {', '.join(above)}, which stands above it")
-            layout += [[key, lines if key else [f"{file.name}: {lines[0]}", *lines[1:]], default]
-                       for key, lines, default in imported if key not in own]
-    return layout
-
-
-def read_defaults(path):
-    """Return a script's settings and their defaults, as far as these are literals, without running it."""
-    found = {}
-    for key, _, default in read_layout(path):
-        with contextlib.suppress(ValueError, TypeError):        # an expression, or no setting
-            found[key] = ast.literal_eval(default)
-    return found
+        if module:
+            file = Path(importlib.util.find_spec(module).origin)
+            above, theirs = {key for key, _ in layout if key}, read_layout(file)
+            both = [key for key, _ in theirs if key in above]
+            check(not both, f"{path}: `from {module} import *` overwrites {', '.join(both)}, which stands "
+                            "above the line")
+            imported += [[key, lines if key else [f"{file.name}: {lines[0]}", *lines[1:]]]
+                         for key, lines in theirs]
+    own = {key for key, _ in layout if key}
+    return layout + [[key, lines] for key, lines in imported if key not in own]
 
 
 def show_help(docstring, layout, settings):
@@ -107,7 +93,7 @@ def show_help(docstring, layout, settings):
     flags = {key: f"  --{key}={default!r}  " for key, default in settings.items()}
     # The width is limited, so that one long default does not move all comments to the right.
     width = min(48, max(map(len, flags.values()), default=0))
-    for key, lines, _ in layout:
+    for key, lines in layout:
         if not key:
             print("", *lines, sep="\n")
         elif key in flags:
@@ -156,7 +142,7 @@ def configure(namespace, argv=None, choices={}):
     """
     argv = sys.argv[1:] if argv is None else argv
     layout = read_layout(namespace["__file__"])
-    settings = {key: namespace[key] for key, *_ in layout
+    settings = {key: namespace[key] for key, _ in layout
                 if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # a pager may close the pipe
@@ -178,7 +164,7 @@ def configure(namespace, argv=None, choices={}):
                 hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else ""
                 fail(f"{place}unknown setting {dashes}{key}{hint} (--help lists all)")
             check(on_command_line.count(f"--{key}") < 2, f"--{key} given twice")
-            given.add(key)
+            given[key] = namespace[key]
             kind = type(settings[key])
             # On the command line a string needs no quotes, and true no capital.
             bare = {str: repr, bool: str.capitalize}.get(kind, str)

@@ -9,15 +9,13 @@ the rules of health. Of a long run the page shows a part: curves are thinned out
 samples are those of evenly spaced steps.
 """
 import contextlib
-import glob
+import itertools
 import json
 import math
 import os
 import re
 import sys
-from collections import defaultdict
 
-from configurator import read_defaults
 from runtime.health import findings, series
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -45,13 +43,10 @@ PANELS = (
 
 
 def read_run(folder):
-    """Return a run's lines of metrics, its settings, and the defaults of the script as it ran."""
-    scripts, defaults = sorted(glob.glob(os.path.join(glob.escape(folder), "*.py"))), {}
+    """Return a run's lines of metrics, its settings, and the script's defaults of those that were given."""
     with open(f"{folder}/config.json", "rb") as config, open(f"{folder}/metrics.jsonl", "rb") as metrics:
-        settings = {"script": ", ".join(map(os.path.basename, scripts))} | json.load(config)
-        lines = [*filter(None, map(parsed, metrics))]
-    for path in scripts:
-        defaults |= read_defaults(path)
+        settings, lines = json.load(config), [*filter(None, map(parsed, metrics))]
+    defaults = settings.pop("defaults", {})
     return lines, {k: v for k, v in settings.items() if k not in ("checksums", "out_dir", "resume")}, defaults
 
 
@@ -62,20 +57,14 @@ def parsed(line):
 
 
 def read_samples(folder, budget):
-    """{step: samples} of evenly spaced steps, at most 125 and at most `budget` bytes in all."""
-    lines, size, found = defaultdict(list), 0, defaultdict(list)
+    """{step: samples} of evenly spaced steps, at most 125 and about `budget` bytes in all."""
     with open(os.path.join(folder, "samples.jsonl"), "rb") as file:
-        for line in file:
-            if step := re.match(rb'\{"step": (\d+)', line):
-                lines[int(step[1])].append(line)
-                size += len(line)
-    steps, count = sorted(lines), min(len(lines), 125, 1 + budget * len(lines) // (size + 1))
-    for step in [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]:
-        for line in lines[step]:
-            budget -= len(line)
-            if (budget >= 0 or not found) and (sample := parsed(line)):
-                found[step].append(sample)
-    return found
+        lines = file.readlines()
+    steps = [[*some] for _, some in itertools.groupby(lines, lambda line: line.partition(b",")[0])]
+    count = min(len(steps), 125, 1 + budget * len(steps) // (1 + sum(map(len, lines))))
+    chosen = [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]
+    samples = [[*filter(None, map(parsed, some))] for some in chosen]
+    return {some[0]["step"]: some for some in samples if some}
 
 
 def thinned(points, most):

@@ -4,6 +4,7 @@ What the figures of a run say about its health, in words for the console and for
 A rule compares the mean of a metric over WINDOW steps with a threshold. These are rules of thumb: a healthy
 run may break one, and a run that breaks none may still learn the wrong thing.
 """
+import itertools
 import math
 import re
 import textwrap
@@ -12,7 +13,6 @@ from collections import defaultdict
 WINDOW = 5                      # steps in a mean
 LEAST = 5                       # means that have to be beyond a threshold before its rule is broken
 FIRST = 3                       # steps after which a run says that all its scores are the same
-SCORES = ("rewards/min", "rewards/max")
 
 # For each metric: whether its rule is broken over (1) or under (-1) the threshold; the threshold, from the
 # mean over the first WINDOW steps, the highest mean so far, and the settings; what it means if the rule is
@@ -43,7 +43,7 @@ RULES = {
 # These two are normally broken once the reward is nearly as high as eval/pass@k, the best of k samples.
 UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
 # The metrics that are read here.
-READ = re.compile(rf"({'|'.join(['step', 'rewards/no_answer', *SCORES, *RULES])})$|eval/pass@")
+READ = re.compile(rf"({'|'.join(['step', 'rewards/(no_answer|min|max)', *RULES])})$|eval/pass@")
 
 
 def findings(lines, settings):
@@ -60,15 +60,14 @@ def findings(lines, settings):
         if lowest < ceiling and rewards.get(line["step"], -math.inf) >= ceiling - 0.1 * abs(ceiling):
             solved.add(line["step"])
     for metric, (sign, threshold, meaning, to_try) in RULES.items():
-        best, stretches, smooth = -math.inf, [[]], means(lines, metric)
-        for place, (step, mean) in enumerate(smooth):
+        best, smooth, checked = -math.inf, means(lines, metric), []
+        for step, mean in smooth:
             best = max(best, mean)
             limit = threshold(smooth[0][1], best, settings)
-            if sign * (mean - limit) > 0 and not (metric in UNLESS_SOLVED and step in solved):
-                if stretches[-1] and place - stretches[-1][-1][0] > WINDOW:
-                    stretches.append([])
-                stretches[-1].append((place, step, mean, limit))
-        for stretch in [one for one in stretches if len(one) >= LEAST][-1:]:
+            broken = sign * (mean - limit) > 0 and not (metric in UNLESS_SOLVED and step in solved)
+            checked.append((broken, step, mean, limit))
+        stretches = [[*some] for broken, some in itertools.groupby(checked, lambda one: one[0]) if broken]
+        for stretch in [some for some in stretches if len(some) >= LEAST][-1:]:
             first, last = stretch[0][1], stretch[-1][1]
             *_, worst, limit = max(stretch, key=lambda one: sign * (one[2] - one[3]))
             when = f"since step {first}" if last == smooth[-1][0] else f"between steps {first} and {last}"
@@ -92,33 +91,29 @@ def means(lines, metric):
     return [(steps[end - 1], sum(values[end - WINDOW:end]) / WINDOW) for end in ends]
 
 
-class Watch:
-    """Tells of each broken rule once. lines: dicts of the metrics that READ matches, one per step."""
+def news(lines, settings, told):
+    """Return the texts, in lines of 80 columns, of rules that are broken in the last of the lines and that
+    `told`, a set of metrics, does not name; it names them from then on."""
+    now = [one for one in findings(lines, settings)
+           if one["metric"] not in told and one["last"] == lines[-1]["step"]]
+    told |= {one["metric"] for one in now}
+    return [filled(one["text"]) for one in now]
 
-    def __init__(self, settings):
-        self.settings, self.lines, self.told = settings, [], set()
 
-    def news(self):
-        """Return the texts, in lines of 80 columns, for rules that are broken now and were not told of
-        before."""
-        now = [f for f in findings(self.lines, self.settings)
-               if f["metric"] not in self.told and f["last"] == self.lines[-1]["step"]]
-        self.told |= {f["metric"] for f in now}
-        return [filled(f["text"]) for f in now]
+def same_scores(lines, completion, truth):
+    """Return a text, in lines of 80 columns, if all scores of the first steps are the same, or "".
 
-    def same_scores(self, completion, truth):
-        """Return a text, in lines of 80 columns, if all scores of the first steps are the same, or "".
-
-        completion, truth: the text of the first sample, and the right answer to its prompt.
-        """
-        scores = {line.get(name) for line in self.lines for name in SCORES}
-        if len(self.lines) != FIRST or len(scores) > 1 or None in scores:
-            return ""
-        share = self.lines[-1].get("rewards/no_answer")
-        found = "" if share is None else f" In {share:.0%} of its completions no answer was found."
-        return filled(f"All scores of the first {FIRST} steps are {min(scores):g}, so they teach nothing. "
-                      "Does the reward read what the model writes? The first completion of this step, where "
-                      f"{truth!r} is right, ends with {completion[-80:]!r}.{found}")
+    lines: the metrics of these steps. completion, truth: the text of the first sample, and the right answer
+    to its prompt.
+    """
+    scores = {line.get(name) for line in lines for name in ("rewards/min", "rewards/max")}
+    if len(lines) != FIRST or len(scores) > 1 or None in scores:
+        return ""
+    share = lines[-1].get("rewards/no_answer")
+    found = "" if share is None else f" In {share:.0%} of its completions no answer was found."
+    return filled(f"All scores of the first {FIRST} steps are {min(scores):g}, so they teach nothing. "
+                  "Does the reward read what the model writes? The first completion of this step, where "
+                  f"{truth!r} is right, ends with {completion[-80:]!r}.{found}")
 
 
 def filled(text):

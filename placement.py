@@ -48,7 +48,7 @@ class Bridge:
     allocated = 0
 
     def __init__(self, settings):
-        self.timeout, self.sampled = settings.timeout, {}
+        self.timeout, self.sampled, self.max_staleness = settings.timeout, {}, settings.max_staleness
         self.rollout_ranks, self.ranks_per_engine = settings.rollout_ranks, settings.vllm_tensor_parallel_size
         self.engines = self.rollout_ranks // self.ranks_per_engine
         self.boxes = [{} for _ in range(self.engines)]          # what each has sent and nobody has taken
@@ -83,10 +83,8 @@ class Bridge:
                 self.wire = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), *place, FOREVER)
         if not self.trains:
             # heard: first how the run begins, then (version, tensors) of each weight sync.
-            self.heard, self.outgoing, self.newest = queue.SimpleQueue(), queue.SimpleQueue(), -1
-            self.ending = threading.Lock()                      # only one thread shows that a rank is lost
-            for work in (self._listen, self._post):
-                threading.Thread(target=self._until_lost, args=[work], daemon=True).start()
+            self.heard, self.newest, self.sent = queue.SimpleQueue(), -1, []
+            threading.Thread(target=self._listen, daemon=True).start()
         return {"store": dist.PrefixStore(f"{role}/", store), "rank": rank, "world_size": size}
 
     # ------------------------------------------------------------ the trainers' end
@@ -149,7 +147,12 @@ class Bridge:
 
     def send(self, kind, number, rollouts, figures):
         """Send rollouts and metrics of their sampling to the trainers, who may take them much later."""
-        self.outgoing.put(packed(((kind, number), (rollouts, figures))))
+        # A tensor stays here until it has gone. The trainers take everything in order, and no engine is more
+        # than max_staleness steps, two evaluations and a beginning ahead of what they wait for.
+        for tensor in packed(((kind, number), (rollouts, figures))):
+            self.sent.append((self.gloo.send([tensor], 0, 0), tensor))
+        while len(self.sent) > 2 * (self.max_staleness + 4):
+            self.sent.pop(0)[0].wait(FOREVER)
 
     def weights(self, version):
         """Return the named tensors of a version as soon as they are here. Older versions are dropped."""
@@ -159,16 +162,16 @@ class Bridge:
             found, tensors = self.heard.get()
         return tensors
 
-    def _until_lost(self, work):
-        try:
-            work()
-        except RuntimeError:                                    # the first trainer has ended
-            with self.ending:
-                sys.excepthook(*sys.exc_info())
-                distributed.end(1)
-
     def _listen(self):
         # Takes weights into host memory while the engine works, and ends this process with the run.
+        try:
+            self._take_weights()
+        except RuntimeError:                                    # the first trainer has ended
+            sys.excepthook(*sys.exc_info())
+            distributed.end(1)
+        distributed.end(0)
+
+    def _take_weights(self):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         hear = lambda: unpacked(lambda tensor: self.gloo.broadcast(tensor, 0))
@@ -185,12 +188,6 @@ class Bridge:
             self.wire.broadcast(flat, 0).wait(FOREVER)
             tensors += [(name, piece.view(shapes[name]))
                         for name, piece in zip(shapes, flat.cpu().split(sizes))]
-        distributed.end(0)
-
-    def _post(self):
-        while True:
-            for tensor in self.outgoing.get():
-                self.gloo.send([tensor], 0, 0).wait(FOREVER)
 
 
 def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, position, kept):

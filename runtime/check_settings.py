@@ -92,6 +92,7 @@ def check_values(settings):
     values = vars(settings)
     for key, value in values.items():
         check(key not in POSITIVE or value > 0, f"{key}={value}: must be above 0")
+        check(key not in POSITIVE or value < 2 ** 31, f"{key}={value}: too large")
         check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
         if key in CHOICES:

@@ -34,7 +34,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from runtime.distributed import gathered, range_of_rows
+from runtime.distributed import range_of_rows
 
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
 
@@ -46,40 +46,34 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     networks: {subfolder: (model.Network, optimizer, or None if nothing trains it)}; the policy's is "", so
     that from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a
     dict that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
-    `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. Returns None,
-    or what went wrong if the checkpoint could not be written (because the disk is full, say); then no older
-    one is removed. A collective.
+    `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. If a rank
+    cannot write its part (because the disk is full, say), it raises the error, and no older checkpoint is
+    removed. A collective.
     """
-    out_dir, master, problem = os.path.dirname(folder), dist.get_rank() == 0, None
+    out_dir, master = os.path.dirname(folder), dist.get_rank() == 0
     part = os.path.join(out_dir, "checkpoint.part")
     if master:
         shutil.rmtree(part, ignore_errors=True)         # a run that was killed may have left it
     dist.barrier()
-    for place, (model, optimizer) in networks.items():
-        # Gathering is a collective, so every rank goes through all tensors, whatever has gone wrong.
-        whole = {name: x.cpu() for name, x in model.full_weights() if master}
-        try:
+    try:
+        for place, (model, optimizer) in networks.items():
             if optimizer:
                 os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
                 save_optimizer(trainer, model, optimizer)
+            whole = {name: x.cpu() for name, x in model.full_weights() if master}
             if master:
                 model.save(os.path.join(part, place), whole)
-        # On a full disk libraries raise all kinds of errors.
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"[:300]
-    if not (problem := first_problem(problem)) and master:
-        try:
+        dist.barrier()                                  # all ranks have written
+        if master:
             tokenizer.save_pretrained(part)
             write_state(part, state, arrays)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
             sync(out_dir)
             remove_older(folder, state["eval_scores"], keep)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"[:300]
-    if problem and master:
-        shutil.rmtree(part, ignore_errors=True)
-    return first_problem(problem)
+    finally:
+        if master:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def remove_older(folder, scores, keep):
@@ -90,11 +84,6 @@ def remove_older(folder, scores, keep):
     best = max(scored, key=lambda one: scores[str(step_of(one))], default=None)
     for other in {*found} - {*older[-keep:], best}:
         shutil.rmtree(other, ignore_errors=True)
-
-
-def first_problem(problem):
-    # Returns the problem of the first rank that has one, so that all ranks do the same next.
-    return next(filter(None, gathered([problem])), None)
 
 
 def write_state(folder, state, arrays={}):
@@ -154,17 +143,14 @@ def step_of(folder):
 
 
 def damage(folder):
-    """Return what is wrong with a checkpoint: its first file that is missing, foreign or altered; or None."""
-    found, place = contents(folder), "trainer/checksums.json"
+    """Return what is wrong with a checkpoint: a file that is missing, foreign or altered; or None."""
+    place = "trainer/checksums.json"
+    found = contents(folder)
     try:
         listed = json.loads(found.pop(place).read_bytes())
-        for name in sorted(found.keys() | {*listed}):
-            if name not in listed:
-                return f"{name} is not listed in {place}"
-            if name not in found:
-                return f"{name} is missing"
-            if checksum(found[name]) != listed[name]:
-                return f"{name} is not what was written"
+        for name in sorted({*found, *listed}):
+            if name not in found or checksum(found[name]) != listed.get(name):
+                return f"{name} is not what {place} lists"
     # The list of checksums may hold anything.
     except Exception as error:
         return f"{place}: {type(error).__name__}: {error}"

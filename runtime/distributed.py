@@ -1,8 +1,7 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
 set_up, largest, mean, gathered and from_master are collectives: every rank has to call them, in the
-same order. The watchdog ends a rank that would wait in one for ever. Import this module before PyTorch, which
-reads GOMP_SPINCOUNT early.
+same order. The watchdog ends a rank that would wait in one for ever.
 """
 import atexit
 import contextlib
@@ -16,12 +15,6 @@ import signal
 import sys
 import threading
 import time
-
-# OpenMP's threads wait for one another by spinning. If another process wants a core as well, they use up the
-# time that the last of them needs, and a step takes twenty times as long. So let them soon go to sleep
-# (bench/busy.py).
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "4000"
 
 # If torchrun is killed, Linux sends its workers SIGTERM: a run saves and stops.
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -141,23 +134,19 @@ def end(code, lost=""):
     os._exit(code)
 
 
-def reduced(values, op):
-    # Reduces each number of a list over all ranks, in float64 on the CPU, so that no rank waits for a GPU.
-    tensor = torch.as_tensor(values, dtype=torch.float64).cpu()
-    dist.all_reduce(tensor, op)
-    return tensor.tolist()
-
-
 def largest(values):
     """Return the largest of all ranks' numbers at each place of a list, in float64."""
-    return reduced(values, dist.ReduceOp.MAX)
+    found = torch.as_tensor(values, dtype=torch.float64).cpu()      # so that no rank waits for a GPU
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def mean(values):
     """Return the mean over all ranks of the values that are not NaN, in float64; 0 if there are none."""
     values = torch.as_tensor(values, dtype=torch.float64)
-    summed, count = reduced([values.nansum(), (~values.isnan()).sum()], dist.ReduceOp.SUM)
-    return summed / max(count, 1)
+    sums = torch.stack([values.nansum(), (~values.isnan()).double().sum()]).cpu()
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1].clamp(min=1)).item()
 
 
 def gathered(items):

@@ -11,7 +11,7 @@ import textwrap
 from collections import defaultdict
 
 WINDOW = 5                      # steps in a mean
-LEAST = 5                       # means that have to be beyond a threshold before its rule is broken
+LEAST = 5                       # means in a row that are beyond the threshold of a rule that is broken
 FIRST = 3                       # steps after which a run says that all its scores are the same
 
 # For each metric: whether its rule is broken over (1) or under (-1) the threshold; the threshold, from the

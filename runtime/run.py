@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-from configurator import check, fail, input_errors, printable
+from configurator import check, fail, given, input_errors, printable
 from runtime import checkpoint, distributed, health
 from runtime.check_model import forecast_note, located
 from runtime.check_settings import check_suits, check_values
@@ -158,7 +157,20 @@ class Run:
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
-        self.log.say(opening(self, policy, data_note, updates))
+        s, B, G = self.settings, self.settings.prompts_per_step, self.settings.num_generations
+        million, before = sum(p.numel() for p in policy.parameters()) / 1e6, self.state["world_size"]
+        self.log.say("\n".join(filter(None, [
+            f"{self.out_dir}: {s.model}, {million:.2f} M parameters, on {self.world_size} x "
+            f"{next(policy.parameters()).device.type}, engine {engine.name}",
+            f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and "
+            f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
+            printable(data_note), *self.notes,
+            (s.environment or s.tools) and s.call_workers and
+            "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
+            self.resumed and f"resumes {self.resumed}",
+            before != self.world_size and
+            f"{before} ranks wrote it: sums round differently on {self.world_size}, so the steps are not bit "
+            "for bit those of an unbroken run"])))
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
@@ -219,20 +231,33 @@ class Run:
                     f"the first: {problems[0]}")
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
-        log.end(samples)
+        log.write(samples)
+        if not log.master:
+            return
+        if any(name.startswith("eval") for name in log.metrics):        # samples are shown as often
+            log.say("\n".join(
+                f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
+                f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
+        if step + 1 == health.FIRST:
+            log.say(health.same_scores(log.lines, plain_text(samples[0]["completion"]), samples[0]["truth"]))
+        shown = "".join(f"{word} {log.metrics[name]:{form}}  " for word, name, form in CONSOLE
+                        if name in log.metrics)
+        print(f"step {step:3d}  {shown}{seconds:.1f} s")
 
     def save(self, networks, tokenizer):
         """Write a checkpoint of this step, unless the run has begun with it. A collective.
 
-        If a save fails, the script stops, and the older checkpoints stand.
+        If a save fails, on whichever rank, the script stops, and the older checkpoints stand.
         """
         step = self.state["step"]
         if step > self.first_step:
             with self.log.timed("save"):
-                problem = checkpoint.save_checkpoint(
-                    os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
-                    self.settings.keep_checkpoints, self.arrays)
-            check(not problem, f"checkpoint-{step} could not be saved, the older ones stand: {problem}")
+                try:
+                    checkpoint.save_checkpoint(
+                        os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
+                        self.settings.keep_checkpoints, self.arrays)
+                except Exception as error:      # on a full disk libraries raise all kinds of errors
+                    fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
         if step == self.settings.max_steps:
             self.log.write()
         elif self.stopped:
@@ -241,8 +266,7 @@ class Run:
                 ": nothing new is saved"))
 
     def end(self):
-        """Close the log, write the report, close the engine, and leave the process group."""
-        self.log.bar.close()
+        """Write the report, close the engine, and leave the process group."""
         if self.log.master:
             # In a process of its own, whose failure costs nothing else.
             done = subprocess.run([sys.executable, ROOT / "report.py", self.out_dir], capture_output=True,
@@ -250,29 +274,6 @@ class Run:
             self.log.say((done.stdout or done.stderr).strip())
         self.engine.close()
         distributed.leave()
-
-
-def opening(run, policy, data_note, updates):
-    # Returns the lines that say what a run is.
-    s, state, device = run.settings, run.state, next(policy.parameters()).device.type
-    B, G = s.prompts_per_step, s.num_generations
-    million = sum(p.numel() for p in policy.parameters()) / 1e6
-    evaluates = f"every {s.eval_interval}" if s.eval_interval else "its first and last model"
-    lines = [f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x {device}, engine "
-             f"{run.engine.name}",
-             f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and "
-             f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
-             f"The run has max_steps={s.max_steps} and evaluates {evaluates}, eval_samples={s.eval_samples}.",
-             printable(data_note), *filter(None, run.notes)]
-    if (s.environment or s.tools) and s.call_workers:
-        lines.append("call_workers: turns begin when the environments answer, so the run does not repeat bit "
-                     "for bit")
-    if run.resumed:
-        lines.append(f"resumes {run.resumed}")
-    if state["world_size"] != run.world_size:
-        lines.append(f"{state['world_size']} ranks wrote it: sums round differently on {run.world_size}, "
-                     "so the steps are not bit for bit those of an unbroken run")
-    return "\n".join(lines)
 
 
 class RunLog:
@@ -289,19 +290,18 @@ class RunLog:
 
     def __init__(self, out_dir, script, settings, state):
         self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
-        first_step, self.watch = state["step"], health.Watch(settings)
+        self.settings, first_step = settings, state["step"]
+        self.lines, self.told = [], set()                       # what health.py reads, and what it has said
         if self.master:
-            self.watch.lines = rewind(os.path.join(out_dir, "metrics.jsonl"), first_step)
+            self.lines = rewind(os.path.join(out_dir, "metrics.jsonl"), first_step)
             rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
             Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
             Path(out_dir, "config.json").write_text(json.dumps(
-                settings | {"checksums": state["checksums"], "out_dir": out_dir}, indent=1))
+                {"script": os.path.basename(script)} | settings
+                | {"checksums": state["checksums"], "out_dir": out_dir, "defaults": given}, indent=1))
             # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
             Path(out_dir, "changes.diff").write_text(changes())
             self.board = SummaryWriter(out_dir, purge_step=first_step)
-        # Where stderr is no terminal there is no bar, but the lines.
-        self.bar = tqdm(total=settings["max_steps"], initial=first_step, unit="step",
-                        disable=None if self.master else True)
         self.start(first_step)
 
     # ------------------------------------------------------------ a step's figures
@@ -359,25 +359,8 @@ class RunLog:
         # Three fit into 80 columns.
         rows = ["  ".join(shown[place:place + 3]) for place in range(0, len(shown), 3)]
         self.say("\n    ".join([f"step {step:3d}  {''.join(rows[:1])}", *rows[1:]]))
-        for text in self.watch.news():
+        for text in health.news(self.lines, self.settings, self.told):
             self.say(text)
-        self.bar.unpause()                                      # the bar's estimate is that of a plain step
-
-    def end(self, samples):
-        """Write the line of this step, and show what the console shows of a step. samples: see write."""
-        self.write(samples)
-        step = self.metrics["step"]
-        if any(name.startswith("eval") for name in self.metrics):       # samples are shown as often
-            self.say("\n".join(
-                f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
-                f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
-        if step + 1 == health.FIRST:
-            self.say(self.watch.same_scores(plain_text(samples[0]["completion"]), samples[0]["truth"]))
-        shown = "".join(f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE
-                        if name in self.metrics)
-        self.say(f"step {step:3d}  {shown}{self.metrics['timing_s/step']:.1f} s")
-        self.bar.set_postfix(reward=f"{self.metrics['reward']:.3f}", refresh=False)
-        self.bar.update()
 
     def write(self, samples=()):
         """Write the line of this step to metrics.jsonl and TensorBoard. A collective.
@@ -393,13 +376,15 @@ class RunLog:
                         in summed.items() if count != 0} | self.metrics | self.timing
         if not self.master:
             return
-        self.watch.lines.append({key: self.metrics[key] for key in self.metrics if health.READ.match(key)})
+        self.lines.append({key: self.metrics[key] for key in self.metrics if health.READ.match(key)})
         rows = [{"step": self.metrics["step"]} | sample for sample in samples]
         try:
             for name, lines in (("metrics.jsonl", [self.metrics]), ("samples.jsonl", rows)):
                 with open(os.path.join(self.out_dir, name), "a") as file:
-                    # Rows of a parquet file may hold dates.
-                    file.writelines(json.dumps(finite(line), default=str) + "\n" for line in lines)
+                    for line in lines:
+                        # Rows of a parquet file may hold dates. JSON has neither NaN nor infinity, but null.
+                        text = json.dumps(line, default=str)
+                        file.write(json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n")
                     file.flush()
                     os.fsync(file.fileno())                     # a checkpoint relies on these lines
             for name, value in self.metrics.items():
@@ -410,18 +395,9 @@ class RunLog:
             fail(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it stand")
 
     def say(self, text):
-        """Print a line, or several, above the progress bar."""
+        """Print a line, or several, on rank 0."""
         if self.master and text:
-            tqdm.write(text)
-
-
-def finite(value):
-    # Returns a copy of what JSON can hold, which has neither NaN nor infinity: None stands for these.
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+            print(text)
 
 
 def changes():

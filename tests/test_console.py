@@ -35,7 +35,7 @@ def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_no_library_warns_of_what_is_fine(tmp_path, engine):
-    """Nothing is on stderr, also with vLLM, which sets up its own logging: without a terminal there is no bar."""
+    """Nothing is on stderr, also with vLLM, which sets up its own logging."""
     if engine == "vllm":
         pytest.importorskip("vllm")
     said = subprocess.run(

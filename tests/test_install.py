@@ -106,7 +106,7 @@ def test_tensorboard_shows_a_scalar(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py",
-                                    "evaluate_model.py"])
+                                    "evaluate_model.py", "tiny/pretrain.py"])
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE"}])
 def test_openmp_is_set_before_pytorch_is_imported(script, given):
     """Unless somebody has set it already."""

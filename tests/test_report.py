@@ -97,27 +97,26 @@ def test_rewards_that_are_always_the_same_are_told_of():
     for reward in (0.0, 1.0):
         lines = [{"step": step, "reward": reward, ZERO_STD: 1.0, "eval/pass@4": reward} for step in range(30)]
         assert broken(lines) == [ZERO_STD]
-    watch, told = health.Watch({}), []
+    lines, told = [], []
     for step in range(5):
-        watch.lines.append({"step": step, "rewards/min": 0.0, "rewards/max": 0.0, "rewards/no_answer": 0.75})
-        told.append(watch.same_scores("So it is\n18", "18"))
-        assert step or watch.news() == []
+        lines.append({"step": step, "rewards/min": 0.0, "rewards/max": 0.0, "rewards/no_answer": 0.75})
+        told.append(health.same_scores(lines, "So it is\n18", "18"))
+        assert step or health.news(lines, {}, set()) == []
     assert [bool(text) for text in told] == [False, False, True, False, False]
     words = " ".join(told[2].split())
     assert "All scores of the first 3 steps are 0, so they teach nothing." in words
     assert r"where '18' is right, ends with 'So it is\n18'. In 75% of its completions no answer" in words
     assert all(len(line) <= 80 for line in told[2].splitlines())
-    watch = health.Watch({})
-    watch.lines = [{"step": step, "rewards/min": 0.0, "rewards/max": float(step == 1)} for step in range(3)]
-    assert watch.same_scores("a", "b") == ""
+    lines = [{"step": step, "rewards/min": 0.0, "rewards/max": float(step == 1)} for step in range(3)]
+    assert health.same_scores(lines, "a", "b") == ""
 
 
 def test_a_run_says_what_is_broken_now_and_once():
-    watch, steps = health.Watch({"max_completion_length": 64}), itertools.count()
+    lines, told, steps = [], set(), itertools.count()
 
     def go_on(*values):
-        watch.lines += [{"step": next(steps), "completions/clipped_ratio": value} for value in values]
-        return watch.news()
+        lines.extend({"step": next(steps), "completions/clipped_ratio": value} for value in values)
+        return health.news(lines, {"max_completion_length": 64}, told)
     assert go_on() == [] and go_on(*[0.0] * 10) == []
     # It was over before the evaluation: no news.
     assert go_on(*[1.0] * 6, *[0.0] * 12) == []
@@ -134,13 +133,12 @@ EVIL = '</script><script>document.title = "taken"</script><b>bold</b><!-- &lt; \
 
 
 def write_run(folder, count=20, samples=8, tokens=6, text="a", **settings):
-    """A made-up run: a script, settings, metrics and samples."""
+    """A made-up run: settings, metrics and samples."""
     os.makedirs(folder)
     randoms = random.Random(0)
-    (folder / "train_made.py").write_text("# ---\nlearning_rate = 1e-4\nseed = 0\ntask = 'algebra'\n# ---\n")
     (folder / "config.json").write_text(json.dumps(
-        {"learning_rate": 1e-4, "seed": 0, "task": "algebra", "out_dir": str(folder), "checksums": {}}
-        | settings))
+        {"learning_rate": 1e-4, "seed": 0, "task": "algebra", "out_dir": str(folder), "checksums": {},
+         "defaults": {"learning_rate": 1e-4}} | settings))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(count):
             reward = step / count + randoms.random() / 10

@@ -17,7 +17,7 @@ from rewards import TIMED_OUT, rollout_metrics, sample_lines
 from rollout import Rollout
 from runs import lines, on_ranks
 from runtime import run
-from runtime.run import Run, RunLog, finite, rewind
+from runtime.run import Run, RunLog, rewind
 
 
 def sampled(row, completion, score, parts, length=3, finish_reason="stop", problem=""):
@@ -55,7 +55,6 @@ def log_figures(out_dir):
     log.start(1)
     log.add(means={"mean": [float(rank)]})
     log.write()
-    log.bar.close()
     return first, keeps_graph
 
 
@@ -124,7 +123,8 @@ def end_step(log, rollouts, n=2):
     return run.state
 
 
-def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys):
+def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "given", {"max_steps": 60})
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in (*range(7), 6, 7)]
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
@@ -141,7 +141,6 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     log.start(2)
     log.evaluation({"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
     log.write()
-    log.bar.close()
 
     metrics = lines(tmp_path / "run")
     timing = {"timing_s/gen", "timing_s/step", "perf/throughput", "perf/max_memory_allocated_gb"}
@@ -176,7 +175,8 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
             (event,) = [event for event in board.Scalars(name) if event.step == line["step"]]
             assert event.value == pytest.approx(value, rel=1e-6)
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {
-        "max_steps": 3, "checksums": {}, "out_dir": str(tmp_path / "run")}
+        "script": "test_run_log.py", "max_steps": 3, "checksums": {}, "out_dir": str(tmp_path / "run"),
+        "defaults": {"max_steps": 60}}
     assert (tmp_path / "run" / "test_run_log.py").exists()
 
 
@@ -197,7 +197,6 @@ def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys):
                         "sampling/sampling_logp_difference/mean": 9.8e-6}
         log.started -= 12.3
         end_step(log, [sampled(row, "x^2-11x+18=0\n(x-2)(x-9)=0\nThe larger one is 9.\nAnswer: 9", 0.1, {})], 1)
-    log.bar.close()
     lines_shown = capsys.readouterr().out.splitlines()
     assert max(map(len, lines_shown)) <= 80, max(lines_shown, key=len)
     assert "step  10  reward 0.100  length    3  entropy 0.001  grad 0.29  gap 1e-05  12.3 s" in lines_shown
@@ -221,7 +220,6 @@ def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 1}, run_state())
     log.metrics["eval/mean@1"] = 0.5
     end_step(log, rollouts, 1)
-    log.bar.close()
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert [line["completion"] for line in samples] == [said] * 3
     # Of each turn what was sampled, and not what stands between turns.
@@ -266,7 +264,6 @@ def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path):
     assert lines(tmp_path / "run") == [{"step": 0, "eval/mean@4": 0.25}, evaluated,
                                        {"step": 3, "eval/mean@4": 0.75}]
     assert log.state["eval_scores"] == {"0": 0.25, "2": 0.5, "3": 0.75}
-    log.bar.close()
 
 
 def test_an_evaluation_in_which_much_failed_chooses_no_checkpoint(mesh, tmp_path, capsys):
@@ -276,23 +273,21 @@ def test_an_evaluation_in_which_much_failed_chooses_no_checkpoint(mesh, tmp_path
         log.start(step)
         log.evaluation({"eval/mean@4": 0.5 + step, "eval/unscored": failed}, ["late"] * failed, 10)
         log.write()
-    log.bar.close()
     assert log.state["eval_scores"] == {"0": 0.5}
     said = capsys.readouterr().out
     assert "step 0: 1 of 10 held-out completions were not scored; the first: late" in said and "2 of 10" in said
 
 
-def test_json_has_no_nan():
-    row = {"a": math.nan, "b": [1.5, math.inf, {"c": -math.inf}], "d": "NaN"}
-    assert finite(row) == {"a": None, "b": [1.5, None, {"c": None}], "d": "NaN"}
-
-
-def test_a_sample_may_hold_what_json_has_not(mesh, tmp_path):
-    """The messages of a parquet file may have dates."""
+def test_what_json_has_not(mesh, tmp_path):
+    """The messages of a parquet file may have dates, and no figure is NaN or infinite."""
     log = RunLog(str(tmp_path), __file__, {"max_steps": 1}, run_state())
-    log.write([{"prompt": [{"role": "user", "content": "?", "on": datetime.date(2026, 1, 2)}]}])
-    log.bar.close()
-    assert lines(tmp_path, "samples.jsonl")[0]["prompt"][0]["on"] == "2026-01-02"
+    log.metrics |= {"a": math.nan, "b": 1.5, "c": -math.inf}
+    log.write([{"prompt": [{"role": "user", "content": "?", "on": datetime.date(2026, 1, 2)}],
+                "reward": math.nan, "logprobs": [[math.inf, 0.5], "NaN"]}])
+    assert lines(tmp_path) == [{"step": 0, "a": None, "b": 1.5, "c": None}]
+    (sample,) = lines(tmp_path, "samples.jsonl")
+    assert sample["prompt"][0]["on"] == "2026-01-02"
+    assert sample["reward"] is None and sample["logprobs"] == [[None, 0.5], "NaN"]
 
 
 def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):

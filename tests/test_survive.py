@@ -209,10 +209,10 @@ def flip_a_bit(path):
 
 
 @pytest.mark.parametrize("name, harm, problem", [
-    ("model.safetensors", cut_short, "model.safetensors is not what was written"),
-    ("model.safetensors", flip_a_bit, "model.safetensors is not what was written"),
-    ("trainer/optimizer-00000.safetensors", os.remove, "trainer/optimizer-00000.safetensors is missing"),
-    ("trainer/state.json", flip_a_bit, "state.json is not what was written"),
+    ("model.safetensors", cut_short, "model.safetensors is not what trainer/checksums.json lists"),
+    ("model.safetensors", flip_a_bit, "model.safetensors is not what trainer/checksums.json lists"),
+    ("trainer/optimizer-00000.safetensors", os.remove, "optimizer-00000.safetensors is not what trainer/checksums.json lists"),
+    ("trainer/state.json", flip_a_bit, "state.json is not what trainer/checksums.json lists"),
     ("trainer/checksums.json", cut_short, "JSONDecodeError")])
 def test_damage_is_found(whole, tmp_path, name, harm, problem):
     copy = shutil.copytree(f"{whole}/checkpoint-12", tmp_path / "checkpoint-12")
@@ -439,7 +439,6 @@ def test_a_full_disk_ends_the_run(mesh, tmp_path, capsys):
             log.write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, full)
-    log.bar.close()
     said = capsys.readouterr().err
     assert f"out_dir={tmp_path}/run cannot be written: [Errno 27]" in said and "the checkpoints in it stand" in said
     assert [line["step"] for line in rewind(str(tmp_path / "run" / "metrics.jsonl"), 9)] == [0]

@@ -21,12 +21,11 @@ and then it is wrong. No prompt here is a held-out problem's, but every number h
 compose reads answers that carry out some operations of their prompt, all of them correctly, but in a random
 order. GRPO has to find out what pays.
 """
-import functools
 import itertools
-import json
 import os
 import random
 
+from runtime.check_settings import SUITS_TINY, check_values     # before torch: runtime sets what torch reads
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -36,7 +35,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 import data
 from configurator import check, configure, given, input_errors
-from runtime.check_settings import SUITS_TINY, check_values
 from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
 
 # ------------------------------------------------------------------------------------------------------------
@@ -187,19 +185,14 @@ TRANSCRIPTS = {"episodes": draw, "compose": compose}
 
 def batches(conversations, tokenizer):
     """Yield for each step a list of (ids, which of them are learned), those of the assistant's messages."""
-    # The same texts come many times, and encoding one takes much longer than looking it up.
-    @functools.cache
-    def encode(text):
-        messages, tools = json.loads(text)
-        return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
-
     for step in range(steps):
         batch = []
         for tools, messages in itertools.islice(conversations, batch_size):
             ids, learned = [], []
             # The template writes each message without looking at the others.
             for number, message in enumerate(messages):
-                part = encode(json.dumps([[message], None if number else tools]))
+                part = tokenizer.apply_chat_template(
+                    [message], tools=None if number else tools, return_dict=False)
                 ids += part
                 learned += [False] + [message["role"] == "assistant"] * (len(part) - 1)
             batch.append((ids, learned))

@@ -118,14 +118,8 @@ def leave():
     end(0)
 
 
-def end(code, lost=""):
-    """End the process at once, from any thread, after writing out what it has printed.
-
-    lost: what this rank waited for in vain, which torchrun hears unless another rank knows an earlier cause.
-    """
-    if lost:
-        tell_launcher(lost, later=60)
-        print(f"\n{lost}", file=sys.stderr)
+def end(code):
+    """End the process at once, from any thread, after writing out what it has printed."""
     closing.close()
     for stream in (sys.stdout, sys.stderr):
         # A reward may have put anything in its place.

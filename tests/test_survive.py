@@ -367,6 +367,29 @@ def test_a_full_disk_during_a_save(whole, folder, reward_file, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(16))
 
 
+FULL_ON_ONE = """
+import os, runpy, sys
+from runtime import checkpoint
+save = checkpoint.save_optimizer
+def full(*arguments):
+    if os.environ["RANK"] == "1":
+        raise OSError(28, "No space left on device")
+    save(*arguments)
+checkpoint.save_optimizer = full
+sys.argv[0] = "train_grpo.py"
+runpy.run_path("train_grpo.py", run_name="__main__")
+"""
+
+
+def test_a_full_disk_of_one_rank_ends_all(folder, reward_file, tmp_path):
+    """The others do not take the checkpoint for whole, and none waits."""
+    (tmp_path / "full.py").write_text(FULL_ON_ONE)
+    arguments = command("train_grpo.py", folder, tmp_path / "run", reward_file, save_interval=2)
+    output = forked(tmp_path / "log", tmp_path / "full.py", *arguments[1:], ranks=2, code=2)
+    assert "checkpoint-2 could not be saved, the older ones stand: OSError(28, " in output
+    assert not checkpoint.checkpoints(tmp_path / "run")
+
+
 # ---------------------------------------------------------------- the cause comes last
 
 def test_torchrun_ends_with_the_cause():

@@ -205,10 +205,8 @@ class Run:
         if not finite:
             self.log.say(f"step {self.state['step']}: an update of the {name} is skipped, because the norm "
                          f"of its gradient is {norm}: is there a NaN among the advantages, or in the loss?")
-        if in_a_row[name] >= MAX_SKIPPED:
-            raise RuntimeError(
-                f"step {self.state['step']}: {in_a_row[name]} updates of the {name} in a row were skipped, "
-                "because the gradient was not finite")
+            if in_a_row[name] >= MAX_SKIPPED:
+                raise RuntimeError(f"{MAX_SKIPPED} updates of the {name} in a row were skipped")
         return finite
 
     def end_step(self, rollouts, figures, samples):

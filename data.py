@@ -182,7 +182,9 @@ def as_message(where, message):
         message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
     for call in message.get("tool_calls", []):
         message.setdefault("content", "")
-        function = call.get("function", call)
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(function, dict):
+            raise ValueError(f"{where}: a call of a tool must be an object, not {call!r:.100}")
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(f"{where}: arguments", function["arguments"])
     if not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -214,7 +216,7 @@ def answer_of(where, row, columns):
 def is_answer(value):
     # A text that says something, or a number other than NaN and infinity.
     return bool(value.strip()) if isinstance(value, str) else (
-        isinstance(value, numbers.Number) and math.isfinite(value))
+        isinstance(value, numbers.Number) and abs(value) < math.inf)
 
 
 def read_rows(path):

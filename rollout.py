@@ -122,7 +122,8 @@ def engine_class(engine):
 
 def text_of(tokenizer, sampled, finish_reason):
     """Return the text of sampled ids, without the token that ended them."""
-    return tokenizer.decode(sampled[:-1] if finish_reason == "stop" else sampled)
+    sampled = sampled[:-1] if finish_reason == "stop" else sampled
+    return tokenizer.decode(sampled, clean_up_tokenization_spaces=False)        # as it was written
 
 
 class Sampler:
@@ -372,8 +373,11 @@ class HFEngine(Engine):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.eos_ids, self.added, self.versions = eos_ids, [], {}
         try:
-            kind = model_class(AutoConfig.from_pretrained(model))
-            self.model = kind.from_pretrained(model, dtype=dtype).to(self.device).eval()
+            config = AutoConfig.from_pretrained(model)
+            # PyTorch's own attention leaves out Gemma 2's softcap.
+            capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+            self.model = model_class(config).from_pretrained(
+                model, dtype=dtype, attn_implementation="eager" if capped else None).to(self.device).eval()
             head = self.model.get_output_embeddings()
             head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
                                                       float32_head)[:, None]                    # [B, 1, V]

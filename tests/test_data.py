@@ -306,6 +306,15 @@ def test_messages_with_calls(tmp_path):
         {"function": {"name": "add", "arguments": "{"}}]}]})
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: arguments: not JSON"):
         read(path)
+    for calls in ("add", ["add"], [{"function": "add"}]):
+        path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": calls}]})
+        with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: a call of a tool must be an object"):
+            read(path)
+
+
+def test_an_answer_may_be_a_number_that_no_float_holds(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"prompt": "10^400?", "answer": 10 ** 400})
+    assert read(path) == [("10^400?", str(10 ** 400))]
 
 
 def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM,
+                          GenerationConfig)
 
 import data
 import rollout
@@ -21,6 +22,7 @@ from runtime import check_model
 from losses import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
 from test_packing import episode
+from tiny import pretrain
 
 PROMPTS = [[72, 105], [50, 43, 50, 61], [65], list(range(97, 117))]
 ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
@@ -114,6 +116,25 @@ def test_logprobs_are_those_of_a_full_forward_before_and_after_a_sync(engine, mo
                          for name, p in model.named_parameters(remove_duplicate=False)), 1)
     again = generate(engine, temperature=temperature)
     assert completions_of(again) == completions_of(before)
+
+
+def test_the_plain_engine_computes_the_softcap_of_attention(tmp_path):
+    """Gemma 2 has one, which PyTorch's own attention leaves out without a word."""
+    torch.manual_seed(0)
+    Gemma2ForCausalLM(Gemma2Config(
+        vocab_size=258, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=2.0,
+        initializer_range=0.3)).save_pretrained(tmp_path)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    plain = rollout.HFEngine(str(tmp_path), torch.float32, 64, [1], 0.5)
+    assert largest_gap(generate(plain), eager, 0.8) < 1e-5
+
+
+def test_a_text_is_decoded_as_it_was_written():
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    assert rollout.text_of(tokenizer, tokenizer("a != b ?").input_ids, "length") == "a != b ?"
 
 
 def test_a_generation_repeats_under_its_seeds_whatever_else_is_in_the_batch(engine):

@@ -391,8 +391,8 @@ def value_loss(value, old_value, ret, value_clip):
 # ---------------------------------------------------------------- logprobs and entropies
 # From hidden states, without ever holding all logits at once: C sampled tokens, H hidden size, V vocabulary.
 
-# The most logits that are held at once. Two copies of them in float32 take 128 MB on a CPU and 1 GB on a GPU.
-LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}
+# The most logits that are held at once. Two copies of them in float32 take 128 MB on a CPU and 2 GB on a GPU.
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}
 
 
 def product(a, b):
@@ -402,8 +402,9 @@ def product(a, b):
     return a.float() @ b.float()
 
 
-def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0):
-    """Return the logits of a linear head, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or None.
+def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0, temperature=1.0):
+    """Return a linear head's logits / temperature, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or
+    None.
 
     scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
     softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
@@ -418,8 +419,10 @@ def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0)
     else:
         logits = product(hidden, weight.T)
         logits = logits if bias is None else logits.add_(bias.float())
+    # A GPU takes as long for each of these as for the product itself.
     logits = logits if scale == 1 else logits.mul_(scale)
-    return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+    logits = logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 class LogprobsFromHidden(torch.autograd.Function):
@@ -434,17 +437,16 @@ class LogprobsFromHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, float32_head=True, scale=1.0, softcap=0.0):
-        ctx.temperature, ctx.head = temperature, (float32_head, scale, softcap)
-        logp = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropy, lse = torch.empty_like(logp), torch.empty_like(logp)
+        ctx.head = float32_head, scale, softcap, temperature
+        logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
         for part in chunks(targets, weight):
-            logits = head_logits(hidden[part], weight, bias, *ctx.head).div_(temperature)       # [chunk, V]
+            logits = head_logits(hidden[part], weight, bias, *ctx.head)                         # [chunk, V]
             p = logits.softmax(-1)
             # log p = z - lse at the likeliest token. This takes a third less time than logits.logsumexp(-1).
             lse[part] = logits.amax(-1) - p.amax(-1).log()
             log_p = logits.sub_(lse[part, None])
             logp[part] = log_p.gather(1, targets[part, None])[:, 0]
-            entropy[part] = -torch.linalg.vecdot(p, log_p)
+            entropy[part] = -p.mul_(log_p).sum(-1)
             del logits, p, log_p                                # before the next chunk makes its own
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         # With this, an entropy that is only logged costs nothing in the backward pass.
@@ -454,34 +456,35 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        d_logp = torch.zeros_like(lse) if d_logp is None else d_logp / ctx.temperature
+        _, scale, softcap, temperature = ctx.head
+        divisor = temperature / scale
+        d_logp = torch.zeros_like(lse) if d_logp is None else d_logp / divisor
         d_hidden = torch.empty_like(hidden)
         # With adapters the head is frozen.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        _, scale, softcap = ctx.head
         for part in chunks(targets, weight):
             logits = head_logits(hidden[part], weight, bias, *ctx.head)
-            slope = 1 - (logits / softcap).square_() if softcap else None                       # [chunk, V]
-            log_p = logits.div_(ctx.temperature).sub_(lse[part, None])
+            slope = 1 - (logits * (temperature / softcap)).square_() if softcap else None       # [chunk, V]
+            log_p = logits.sub_(lse[part, None])
             # All of this is in place, so that only one copy of the chunk exists.
             if d_entropy is None:
                 d_logits = log_p.exp_().mul_(-d_logp[part, None])
             else:
                 p = log_p.exp()
-                d_logits = log_p.add_(entropy[part, None]).mul_(-d_entropy[part, None] / ctx.temperature)
+                d_logits = log_p.add_(entropy[part, None]).mul_(-d_entropy[part, None] / divisor)
                 d_logits.sub_(d_logp[part, None]).mul_(p)
             d_logits.scatter_add_(1, targets[part, None], d_logp[part, None])
-            d_logits = d_logits if scale == 1 else d_logits.mul_(scale)
             d_logits = d_logits.mul_(slope) if softcap else d_logits
             if bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
             d_hidden[part] = d_logits @ weight
-            if d_weight is not None and weight.dtype == torch.float32:
-                d_weight.addmm_(d_logits.T, hidden[part])       # this makes no second V x H
+            # Added in place, because a second V x H would take as long as the product.
+            if d_weight is not None and weight.is_cuda and weight.dtype != torch.float32:
+                torch.addmm(d_weight, d_logits.T, hidden[part], out_dtype=torch.float32, out=d_weight)
             elif d_weight is not None:
-                d_weight += product(d_logits.T, hidden[part])
+                d_weight.addmm_(d_logits.T.float(), hidden[part].float())
             del logits, log_p, d_logits, slope
         return (d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
                 None if bias is None else d_bias.to(bias.dtype), None, None, None, None, None)

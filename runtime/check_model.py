@@ -284,11 +284,11 @@ def forecast(s, ranks, memory, cuda):
     share = math.ceil(rows * s.num_epochs / s.updates_per_step) * longest
     T = min(s.token_budget, share) / s.sequence_parallel_size
     # What a layer keeps of a token: the inputs of its norms, of its matrix products and of its attention.
-    kept = (4 + b) * 2 * m.H + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I)
-    activations = T * (m.depth * b * m.H + kept if s.gradient_checkpointing else m.depth * kept)
-    # Three chunks of logits (losses.LOGITS), or two gradients of the head; two layers and the head, gathered.
-    logits = max(12 * min(2 ** 27 if cuda else 2 ** 24, m.V * T), 0 if s.lora_rank else 8 * head)
-    update = state + activations + logits + b * (2 * m.whole / m.depth + head)
+    kept = (b if cuda else 4 + b) * 2 * m.H + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I)
+    recomputed, at_end = (T * kept, b * m.H) if s.gradient_checkpointing else (0, kept)
+    # Two chunks of logits (losses.LOGITS), or two gradients of the head; and two layers and the head, whole.
+    logits = max(8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T), 0 if s.lora_rank else 8 * head)
+    update = state + T * m.depth * at_end + max(logits, recomputed) + b * (2 * m.whole / m.depth + head)
     resting = weights + adam
     if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
         update, resting = max(update - adam, state), weights

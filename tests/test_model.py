@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 
 import losses
 from losses import LogprobsFromHidden, head_logits, product, value_loss
-from model import (Policy, gathered_logprobs, load_critic, load_policy, make_optimizer, token_logprobs,
-                   token_values)
+from model import (Policy, check_same, gathered_logprobs, load_critic, load_policy, make_optimizer,
+                   token_logprobs, token_values)
 from packing import idle, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places
@@ -398,6 +398,25 @@ def test_products_on_cuda_are_asked_for_in_float32(monkeypatch):
     a, b = torch.randn(3, 64).bfloat16(), torch.randn(64, 5).bfloat16()
     torch.testing.assert_close(product(a.as_subclass(OnCuda), b.as_subclass(OnCuda)).double(),
                                a.double() @ b.double(), atol=1e-5, rtol=1e-5)
+
+
+def test_on_a_gpu_norms_take_one_kernel_each(folder, monkeypatch):
+    """Those such as Llama's. The comparison with transformers covers them, and refuses a norm that differs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    policy, odd = Policy(plain_model(folder)), Policy(plain_model(folder))
+    norms = [one for one in policy.hf.modules() if "RMSNorm" in type(one).__name__]
+    computed = lambda: [norm(torch.arange(2. * len(norm.weight)).view(2, -1)) for norm in norms]
+    before = computed()
+    assert check_same("here", policy, 1) and "eps" in repr(policy)
+    assert norms and all(type(norm) is torch.nn.RMSNorm for norm in norms)
+    assert all(map(torch.equal, computed(), before))
+
+    class OddRMSNorm(type(odd.hf.model.norm)):
+        def forward(self, hidden):
+            return 2 * super().forward(hidden)
+    odd.hf.model.norm.__class__ = OddRMSNorm
+    with pytest.raises(ValueError, match="differs"):
+        check_same("here", odd, 1)
 
 
 # ---------------------------------------------------------------- the critic

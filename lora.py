@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from losses import product
-from runtime.check_model import check_trainable, load_tokenizer, model_class, reading
+from runtime.check_model import check_trainable, model_class, reading
 from weights import read_model, spread, write_model
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
@@ -190,7 +190,8 @@ def merge_folder(folder):
         weight = hf.get_submodule(name).weight
         weight.data = merge(weight.data, A, B, scale)
     write_model(hf, {name: x.detach() for name, x in hf.named_parameters()}, out)
-    load_tokenizer(base).save_pretrained(out)
+    with reading(f"{folder}: its tokenizer"):                  # which has the chat template of the run
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(out)
     return out
 
 

@@ -105,9 +105,15 @@ class RewardModel:
             begun, first = prompt[-1]["content"], completion[0]
             turns = [*prompt[:-1], first | {"content": begun + (first.get("content") or "")}, *completion[1:]]
         # What a tool returned may be a list or an object.
-        messages = [turn | {"content": self._harmless(str(turn.get("content") or ""))} for turn in turns]
+        messages = [self._harmless(turn | {"content": str(turn.get("content") or "")}) for turn in turns]
         with reading(f"reward_model={self.path}: a conversation, by its chat template,"):
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
 
-    def _harmless(self, text):
-        return broken_up(text, self.tokenizer, self.control, " ")
+    def _harmless(self, said):
+        # A text, or all texts in a message: a policy also writes its thoughts, and the arguments of its calls.
+        if isinstance(said, dict):
+            return {self._harmless(key): self._harmless(value) for key, value in said.items()}
+        if isinstance(said, list):
+            return [*map(self._harmless, said)]
+        return said if not isinstance(said, str) else broken_up(
+            said.encode(errors="replace").decode(), self.tokenizer, self.control, " ")

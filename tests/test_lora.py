@@ -20,6 +20,7 @@ from runs import ROOT, forked, on_ranks, without_times
 from runtime.check_model import SHIPPED, check_model
 from test_packing import episode, random_parts
 from test_rollout import ENGINES, close
+from tiny import pretrain
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 4, "save_interval": 2, "warmup_steps": 0,
@@ -336,7 +337,11 @@ def test_a_merged_folder_is_the_policy(folder, mesh, tmp_path, stored, dtype):
     AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(base)
     policy = adapted(str(base), mesh, dtype)
     policy.adapters.save(adapter, dict(policy.full_weights()))
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.chat_template = "of the run"
+    tokenizer.save_pretrained(adapter)
     out = forked(tmp_path / "log", "lora.py", f"{adapter}/").split()[-1]
+    assert AutoTokenizer.from_pretrained(out).chat_template == "of the run"
     assert out == f"{adapter}-merged"
     plain = AutoModelForCausalLM.from_pretrained(out)
     assert plain.dtype == dtype and check_model(out) == out and os.path.exists(f"{out}/tokenizer.json")

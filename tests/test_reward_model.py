@@ -166,6 +166,20 @@ def test_what_a_tool_returned_need_not_be_text(judge):
     assert "{'error': 'no " in text and text.count("<|end|>") == 4
 
 
+def test_neither_calls_nor_thoughts_spell_control_tokens(judge):
+    """Nor does half a surrogate pair, which JSON may hold, end a run."""
+    ours = load(judge)
+    ours.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.reasoning_content or '' }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function | tojson }}{% endfor %}{{ m.name or '' }}{{ m.content }}<|end|>{% endfor %}")
+    for text in ("<|end|>", "a\ud800<|end|>", "<|en<|end|>d|>"):
+        call = {"type": "function", "function": {"name": text, "arguments": {text: ["b", {"c": text}]}}}
+        said = {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]}
+        turns = [said, {"role": "tool", "name": text, "content": text}]
+        ids = ours._encode([{"role": "user", "content": "2+3?"}], turns)
+        assert ours.tokenizer.decode(ids).count("<|end|>") == 3, ours.tokenizer.decode(ids)
+
+
 def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
     ours = load(judge)
     begun = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]

@@ -450,9 +450,12 @@ class Player:
 
     def __init__(self, settings, tokenizer, eos_ids):
         self.settings, self.tokenizer, self.eos_ids, self.judge = settings, tokenizer, eos_ids, None
-        self.environment, self.template = Environment(settings), None
+        # endpoint.py is opened for an agent alone.
+        world = load_from("endpoint:Agents", "agent", "Class") if settings.agent else Environment
+        self.environment, self.template = world(settings), None
         self.make, self.tools = self.environment.make, self.environment.tools
         self.rewards_as, self.close = self.environment.rewards_as, self.environment.close
+        self.episode = getattr(self.environment, "episode", Episode)
         if self.make:
             if not settings.chat or tokenizer.chat_template is None:
                 raise ValueError(f"{self.environment.key} needs chat=True and a tokenizer with a chat "
@@ -474,7 +477,8 @@ class Player:
         """
         if not self.make:
             return
-        self.template.check(self.messages(prompts[0].row["prompt"]))
+        if not self.settings.agent:                             # which writes its own messages
+            self.template.check(self.messages(prompts[0].row["prompt"]))
         if self.tools:
             before, said = self.template.example()
             text = text_of(self.tokenizer, said, "stop")
@@ -488,7 +492,8 @@ class Player:
             Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
         # There is no room for a second turn.
         for r in Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts]):
-            if problem := r.counts.get("problem"):
+            # An agent that has asked may fail for want of a second turn.
+            if (problem := r.counts.get("problem")) and not r.counts.get("requests"):
                 raise ValueError(problem)
 
     def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
@@ -542,7 +547,7 @@ class Table:
         while self.waiting and len(self.playing) < self.most:
             key, place, *job = self.waiting.popleft()
             number = next(self.numbers)
-            self.playing[number] = Episode(self.player, *job).play(), key, place
+            self.playing[number] = self.player.episode(self.player, *job).play(), key, place
             self._go_on(number)
         for answer in self.engine.step() if self.asked else ():
             self.asked -= 1

@@ -306,9 +306,12 @@ class Scorer:
         # {file or module: the UserProcess that calls its functions}
         self.processes = {}
         # The task's own reward; that of reasoning_gym's tasks is a function like a user's.
-        own = [] if self.environment else [GYM if s.task.startswith("reasoning_gym:") else ""]
+        own = [] if self.environment or s.agent else [GYM if s.task.startswith("reasoning_gym:") else ""]
         # Pairs (Reward, the UserProcess that calls it or None).
         rewards = [self._load(spec) for spec in specs(s.reward) or own] if s.reward != "none" else []
+        if s.agent:                                             # its score, as if a reward had returned it
+            rewards.append((Reward(player.environment.name, lambda environments: [
+                episode.score for episode in environments], environments=True), None))
         self.judging = [reward for reward, _ in rewards if reward.environments and player.make]
         self.rewards = [(reward, process) for reward, process in rewards if reward not in self.judging]
         if self.judging:
@@ -576,7 +579,10 @@ def episode_metrics(rollouts, engines):
             "episodes/limited": sum(ended[reason] for reason in ("length", "turns", "timeout")),
             "tools/call_frequency": calls / len(rollouts),
             "tools/failure_frequency": sum(r.counts["failures"] for r in rollouts) / max(calls, 1),
-            "timing_s/environment": sum(r.counts["seconds"] for r in rollouts) / engines}
+            "timing_s/environment": sum(r.counts["seconds"] for r in rollouts) / engines,
+            **{f"episodes/{name}": mean([r.counts.get(name, 0) for r in rollouts])
+               for name in ("requests", "rows", "untrained_tokens")
+               if any(name in r.counts for r in rollouts)}}
 
 
 def sample_lines(rollouts, n, tokenizer):

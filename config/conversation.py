@@ -19,6 +19,7 @@ reward_weights = ""             # name:weight,... of rewards, their parts, an en
 # episodes: docs/episodes.md
 environment = ""                # file.py:Class; if empty, an answer is one turn and nothing replies to it
 tools = ""                      # file.py:function,... that the model may call, with or without an environment
+agent = ""                      # file.py:function that asks the policy through an endpoint: docs/agents.md
 max_turns = 0                   # answers in an episode; 0 sets no limit except max_completion_length, which
                                 # counts all turns and replies
 max_environments = 0            # instances per rank; further episodes wait for one; 0 sets no limit

@@ -38,6 +38,10 @@ RULES = (
     (lambda token_budget, max_prompt_length, max_completion_length:
      max_prompt_length + max_completion_length <= token_budget,
      ": less than max_prompt_length + max_completion_length"),
+    (lambda agent, environment, tools, system_prompt, max_turns:
+     not agent or not (environment or tools or system_prompt or max_turns),
+     ": environment, tools, system_prompt and max_turns are the agent's own"),
+    (lambda agent, rollout_ranks: not agent, ": train_async.py plays no agents"),
     # A call with a limit says more than the watchdog, so its limit has to be reached first.
     (lambda timeout, call_timeout: not 0 < timeout <= 10 * call_timeout, ": not above 10 * call_timeout"),
     # ranks

@@ -35,7 +35,7 @@ from runtime.user_code import source_of, specs
 ROOT = Path(__file__).resolve().parents[1]
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
-        "eval_file", "reward", "reward_model", "environment", "tools", "max_prompt_length", "chat",
+        "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "lora_rank")
 MAX_SKIPPED = 5                 # the run stops after so many updates in a row whose gradient is not finite
@@ -125,7 +125,7 @@ class Run:
             self.state["checksums"][key] = found
         self.notes = [forecast_note(s, self.world_size), folders.note]
         found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(s, key)))
-                       if os.path.isfile(path)] for key in ("reward", "environment", "tools")}
+                       if os.path.isfile(path)] for key in ("reward", "environment", "tools", "agent")}
         for key in ("model", "reference_model", "reward_model"):        # all of their weights take too long
             folder = Path(located(getattr(s, key, "") or os.devnull))
             found[key] = [checkpoint.checksum(path, 2 ** 20) for path in sorted(folder.glob("*"))

@@ -1,0 +1,200 @@
+"""
+Agents: programs that play episodes by asking the policy, through an OpenAI-compatible endpoint on 127.0.0.1.
+
+    async def solve(base_url, api_key, row):    # --agent=my_agent.py:solve; a plain def will do as well
+        ...                                     # it asks as often as it likes
+        return 1.0                              # the score: a number, None, or a dict of parts
+
+The process whose engine steps serves the endpoint in a thread and answers the requests of all episodes
+together; the key says which episode speaks. A request whose messages continue an earlier one of its episode,
+with the answer as it was returned, continues that row of tokens, where all that was sampled stays as it was.
+Any other request begins a row of its own. The longest row of an episode is trained, and the others are not.
+Neither are rows of the model "opponent", which is the policy as another player.
+"""
+import asyncio
+import copy
+import json
+import queue
+import secrets
+import threading
+import zlib
+from concurrent.futures import Future
+from functools import lru_cache, partial
+
+from aiohttp import web
+
+from episodes import Conversation, Episode, read_call, read_turn
+from rollout import text_of
+from runtime.chat_template import Template, tool_call
+from runtime.user_code import Failed, TimeUp, event_loop, load_from, name_of, outcome, shown
+
+ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
+# The fields of a request that are read. Those of ONLY can have no other values, because the policy is sampled
+# as it is.
+ONLY = {"n": (None, 1), "response_format": (None, {"type": "text"}), "tool_choice": (None, "auto")}
+READ = {"messages", "tools", "model", "stream", "stream_options", "parallel_tool_calls", *ONLY}
+
+
+def refusal(status, text):
+    return web.json_response({"error": {"message": text, "type": "invalid_request_error"}}, status=status)
+
+
+def as_read(message):
+    # A message as the chat template reads it, without thoughts. The ids of calls are those of any other
+    # episode, whatever the agent was told or says.
+    content, calls = message.get("content") or "", message.get("tool_calls") or ()
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    calls = [read_call({}, number, call["function"])[0] for number, call in enumerate(calls)]
+    read = {"role": ROLES[message["role"]], "content": text} | ({"tool_calls": calls} if calls else {})
+    return read | ({"tool_call_id": tool_call(0, "", {})["id"]} if read["role"] == "tool" else {})
+
+
+@lru_cache(maxsize=64)
+def template_for(tokenizer, eos_ids, tools):
+    # Returns the Template for tools that are given as JSON.
+    template = Template(tokenizer, eos_ids, json.loads(tools))
+    template.check([{"role": "user", "content": "?"}])
+    return template
+
+
+class Agents:
+    """The agent that a run's settings name, in the place of an episodes.Environment, and its endpoint.
+
+    playing: {key: AgentEpisode}. unused: the fields of requests that were said to have no effect. Raises
+    ValueError for an agent that cannot be loaded.
+    """
+    tools, rewards_as, has_step, has_reward, close = None, "", False, False, staticmethod(lambda: None)
+
+    def __init__(self, settings):
+        self.make, self.key = load_from(settings.agent, "agent", "function"), f"agent={settings.agent}"
+        self.episode, self.name, self.playing, self.unused = AgentEpisode, name_of(self.make), {}, set()
+        asyncio.run_coroutine_threadsafe(self._serve(), event_loop("of the endpoint")).result()
+
+    def give_back(self, episode, spent):
+        """Listen to an episode no longer."""
+        del self.playing[episode.key]
+
+    def broken(self, problem, row):
+        """Return the error that says how the agent failed."""
+        return ValueError(f"agent {self.name}: {problem.removeprefix('reset ')}; the row is {row!r:.300}")
+
+    async def _serve(self):
+        app = web.Application(client_max_size=2**22)                # bytes of a request
+        app.add_routes([web.get("/v1/models", self._hear), web.post("/v1/chat/completions", self._hear)])
+        await (runner := web.AppRunner(app, access_log=None)).setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+
+    async def _hear(self, request):
+        episode = self.playing.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        if not episode:
+            return refusal(401, "this key belongs to no episode that is being played")
+        if request.method == "GET":
+            return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+        future, body = Future(), await request.read()
+        episode.mail.put((future, body))
+        return await asyncio.wrap_future(future)
+
+
+class AgentEpisode(Episode):
+    """An episode that an agent plays. Its requests are answered one after the other, as they come.
+
+    score: what the agent returned. rows: the Conversation of each answered request, up to its answer. It also
+    has the attributes player (whether it is the opponent, and its tools as JSON), messages, begin (how many
+    of these precede the row's first answer), new (whether it continues none, or one that had been continued)
+    and continued. first: the Conversation of the data set's row. key: what the agent shows. longest: how many
+    tokens may precede the first answer. full: whether a limit has refused or cut off a turn.
+    """
+
+    def __init__(self, player, prompt, seed, sampling):
+        super().__init__(player, prompt, seed, sampling)
+        self.first, self.key, self.mail, self.rows = self.talk, secrets.token_hex(), queue.SimpleQueue(), []
+        self.full, self.last, self.longest = False, 0, max(self.settings.max_prompt_length, len(prompt.ids))
+
+    def _begin(self):
+        # All that the agent does.
+        self.instance = self.world.playing[self.key] = self
+        solve = partial(self.world.make, self.world.url, self.key, copy.deepcopy(self.row))
+        hear = partial(self.mail.get, timeout=self.settings.call_timeout or None)
+        threading.Thread(target=lambda: self.mail.put((None, outcome(solve))), daemon=True).start()
+        try:
+            while (heard := (yield from self._call(hear)))[0]:
+                future, body = heard
+                try:
+                    row = self._row(said := json.loads(body))
+                # An agent may send anything.
+                except Exception as error:
+                    future.set_result(refusal(400, shown(error)))
+                else:
+                    answer = yield row.request(*self.sampling)
+                    future.set_result(self._answered(row, answer, said.get("stream")))
+        except (Failed, TimeUp) as late:
+            raise Failed(f"took more than call_timeout={self.settings.call_timeout:g} seconds") from late
+        _, (self.score, error, _) = heard
+        if error or not self.messages:
+            raise error or Failed("never asked the policy")
+        self.ended = "length" if self.full else "stop"
+
+    def _row(self, body):
+        # Returns the row that a request continues, or a new one. Raises an error if there can be no answer.
+        if refused := [key for key, values in ONLY.items() if body.get(key) not in values]:
+            raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
+        if strange := {key for key, value in body.items() if value is not None} - READ - self.world.unused:
+            self.world.unused |= strange
+            print("agent: the run's settings replace these fields of its requests:", *sorted(strange))
+        for tool in body.get("tools") or ():
+            tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
+        player = body.get("model") == "opponent", json.dumps(body.get("tools") or None)
+        messages = [*map(as_read, body["messages"])]
+        if earlier := [row for row in self.rows if row.player == player
+                       and [*map(as_read, row.messages)] == messages[:len(row.messages)]]:
+            before = max(earlier, key=lambda row: len(row.messages))
+            row = copy.deepcopy(before, {id(before.template): before.template})
+            row.new, row.continued, before.continued = before.continued, False, True
+            row.messages += messages[len(before.messages):]
+            fits = row.extend(before.messages[-1], messages[len(before.messages):])
+        else:
+            template = template_for(self.player.tokenizer, (*self.player.eos_ids,), player[1])
+            # The author of the agent wrote what the system says, but anybody may have written the rest.
+            safe = [one if one["role"] == "system" else json.loads(template.defused(json.dumps(
+                one, ensure_ascii=False))) for one in messages]
+            row = Conversation(template.opening(safe), self.first.left, self.first.seed, template)
+            vars(row).update(player=player, messages=messages, begin=len(messages), new=True, continued=False)
+            fits = len(row.ids) <= self.longest
+        if not fits:
+            self.full = True
+            raise ValueError(f"the maximum context length is {self.longest} + {self.first.left} tokens")
+        if row.new and self.rows:                                 # no two answers are sampled with one seed
+            row.seed = zlib.crc32(f"{self.first.seed} row {len(self.rows)}".encode())
+        return row
+
+    def _answered(self, row, answer, stream):
+        # Appends an answer to its row, and returns what the agent gets.
+        before, n, m, cut = row.ids, len(row.ids), len(answer.ids), answer.finish_reason == "length"
+        row.answer(answer)
+        self.rows.append(row)
+        text = text_of(self.player.tokenizer, answer.ids, answer.finish_reason)
+        said, calls = read_turn(self.player.tokenizer, row.template.tools, before, answer.ids, text)
+        wrong = sum(bool(problem) for _, problem in calls)
+        if cut or wrong:                                        # a call that cannot be made stays a text
+            said, calls = {"role": "assistant", "content": text}, []
+        told = said | {"tool_calls": [{"index": i} | tool_call(
+            self.counts["calls"] + i, call["function"]["name"], json.dumps(call["function"]["arguments"]))
+            for i, (call, _) in enumerate(calls)]}
+        row.messages = [*row.messages, said | ({"tool_calls": [call for call, _ in calls]} if calls else {})]
+        if not row.player[0] and len(row.logprobs) > len(self.talk.logprobs):
+            self.talk, self.messages, self.full = row, row.messages[row.begin:], cut
+            self.row = self.row | {"prompt": row.messages[:row.begin]}
+        own = [one for one in self.rows if not one.player[0]]
+        sampled = sum(end - start for one in own for start, end in one.spans[-1:])
+        self.counts |= {"requests": len(self.rows), "rows": sum(one.new for one in own),
+                        "untrained_tokens": sampled - len(self.talk.logprobs),
+                        "calls": self.counts["calls"] + len(calls) + wrong,
+                        "failures": self.counts["failures"] + wrong}
+        reason = "length" if cut else "tool_calls" if calls else "stop"
+        reply = {"id": f"chatcmpl-{len(self.rows)}", "created": 0, "model": "policy",
+                 "object": "chat.completion" + ".chunk" * bool(stream), "choices": [
+                     {"index": 0, "delta" if stream else "message": told, "finish_reason": reason}],
+                 "usage": {"prompt_tokens": n, "completion_tokens": m, "total_tokens": n + m}}
+        return web.Response(text=f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n",
+                            content_type="text/event-stream") if stream else web.json_response(reply)

@@ -195,7 +195,7 @@ def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
 
 def scorer_of(path):
     settings = {"reward": "none", "task": "algebra", "call_timeout": 1.0, "call_workers": 0,
-                "reward_errors": "stop", "environment": "",
+                "reward_errors": "stop", "environment": "", "agent": "",
                 "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
     return rewards.Scorer(SimpleNamespace(**settings), torch.device("cpu"), torch.float32,
                           SimpleNamespace(rewards_as="", make=None, check_with=lambda prompts: None))

@@ -420,7 +420,7 @@ def test_a_reward_that_raises(tmp_path, capsys):
 
 SETTINGS = {"reward": "", "task": "algebra", "call_timeout": 5.0, "call_workers": 0,
             "reward_errors": "stop", "reward_weights": "", "reward_model": "",
-            "environment": "", "token_budget": 100}
+            "environment": "", "agent": "", "token_budget": 100}
 
 
 def rollout(row, completion, score=NAN, **parts):

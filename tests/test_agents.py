@@ -1,0 +1,400 @@
+"""Agents: whose tokens are trained, how their episodes end, what they are refused, whole runs."""
+import json
+import math
+import socket
+import textwrap
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import runs
+from environments.calculator import Calculator
+from episodes import Environment
+from rewards import Scorer, rollout_metrics
+from runs import lines, refused, without_times
+from test_episodes import (ASSISTANT, END, ENDS, SETTINGS, TOKENIZER, USER, Says, engine, games, hf, parts_of,
+                           player as episode_player, prompts_for)
+from types import SimpleNamespace
+
+ASK = '''
+import asyncio, json, time, urllib.error, urllib.request
+
+def ask(base_url, api_key, messages, **body):
+    """The answer of the policy as a message, or the error of the endpoint."""
+    request = urllib.request.Request(
+        base_url + "/chat/completions", json.dumps({"model": "policy", "messages": messages} | body).encode(),
+        {"Authorization": f"Bearer {api_key}"})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+def user(text):
+    return {"role": "user", "content": text}
+'''
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file with an agent, which has ask and user, and returns its spec."""
+    def written(body, name="agent.py"):
+        (tmp_path / name).write_text(ASK + textwrap.dedent(body))
+        return f"{tmp_path / name}:solve"
+    return written
+
+
+def player(agent, **settings):
+    return episode_player("", agent=agent, max_turns=0, **{"max_completion_length": 5000} | settings)
+
+
+def played(plays, texts, rows=({},), n=1):
+    """The scored rollouts of episodes in which the policy says these texts."""
+    scorer = Scorer(plays.settings, "cpu", torch.float32, plays, TOKENIZER)
+    rollouts = plays.play(Says(*texts), prompts_for(rows), n, [0] * len(rows),
+                          plays.settings.max_completion_length, 1.0)
+    scorer(rollouts)
+    return rollouts
+
+
+TALK = """
+    def solve(base_url, api_key, row):
+        messages = list(row["prompt"])
+        for turn in range(3):
+            messages.append(ask(base_url, api_key, messages))
+            length = len(messages[-1]["content"])
+            if length % 3 == 0 or turn == 2:
+                return length / 10
+            messages.append(user(f"{length}{row['answer']}"))
+"""
+
+
+# ---------------------------------------------------------------- tokens
+
+def test_ids_and_spans_are_those_of_an_environment(engine, games, write):
+    """32 agents at once; what an episode is does not depend on who plays it."""
+    prompts = prompts_for([{"answer": "."}, {"answer": " more, please"}])
+    both = [plays.play(engine, prompts, 16, [5, 90], 120, 0.8) for plays in (
+        episode_player(games, "Echo", eos_ids=ENDS), episode_player("", agent=write(TALK), max_turns=0,
+                                                                    eos_ids=ENDS))]
+    turns = [len(r.spans) for r in both[1]]
+    assert {1, 2, 3} <= {*turns}
+    for ours, theirs in zip(*both, strict=True):
+        assert np.array_equal(ours.ids, theirs.ids) and np.array_equal(ours.spans, theirs.spans)
+        assert np.abs(ours.logprobs - theirs.logprobs).max() < 1e-5
+        assert ours.completion == theirs.completion and ours.row["prompt"] == theirs.row["prompt"]
+        assert theirs.counts["requests"] == len(theirs.spans) and theirs.counts["rows"] == 1
+        assert theirs.counts["untrained_tokens"] == 0
+
+
+def test_calls_of_tools_are_those_of_an_environment(write):
+    agent = write("""
+        import ast
+        from environments.calculator import value
+        def solve(base_url, api_key, row):
+            messages, ids = list(row["prompt"]), []
+            while True:
+                said = ask(base_url, api_key, messages, tools=row["tools"])
+                calls = said.get("tool_calls") or []
+                ids += [call["id"] for call in calls]
+                # As frameworks do, in other JSON and without what is empty.
+                messages.append({"role": "assistant", "content": said["content"] or None, "tool_calls": [
+                    call | {"function": call["function"] | {"arguments": json.dumps(
+                        json.loads(call["function"]["arguments"]), indent=1)}} for call in calls] or None})
+                if not calls:
+                    return {"calls": len(ids), "own": len({*ids})}
+                messages += [{"role": "tool", "tool_call_id": call["id"], "content": [{
+                    "type": "text", "text": str(value(ast.parse(json.loads(
+                        call["function"]["arguments"])["expression"], mode="eval").body))}]} for call in calls]
+    """)
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
+    texts = [f"so {call % '2*3'}{call % '1+1'}<|end|>", f"{call % '6+2'}<|end|>", "Answer: 8<|end|>"]
+    theirs = episode_player("environments/calculator.py", "Calculator", max_turns=0, max_completion_length=5000)
+    prompts = prompts_for([{"tools": theirs.tools}], theirs.tools)
+    (expected,) = theirs.play(Says(texts), prompts, 1, [0], 5000, 1.0)
+    (r,) = played(player(agent), [texts], [{"tools": theirs.tools}])
+    assert np.array_equal(r.ids, expected.ids) and np.array_equal(r.spans, expected.spans)
+    assert r.score == 6 and r.parts == {"calls": 3, "own": 3} and r.rewards == {len(r.logprobs) - 1: 6.0}
+    assert [one["role"] for one in r.completion] == [one["role"] for one in expected.completion]
+    assert r.counts["calls"] == 3 and r.counts["failures"] == 0
+
+
+def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
+    """Every row of the policy and its logprobs are those of a full forward; the longest is the rollout."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            first = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+            same = ask(base_url, api_key, row["prompt"])
+            ask(base_url, api_key, first + [user("left")])
+            right = first + [user("right")]
+            right.append(ask(base_url, api_key, right))
+            right += [user("on")]
+            said = ask(base_url, api_key, right)
+            return float(same["content"] != first[-1]["content"])
+    """)
+    plays = episode_player("", agent=agent, max_turns=0, eos_ids=ENDS)
+    Scorer(plays.settings, "cpu", torch.float32, plays, TOKENIZER)
+    rollouts = plays.play(hf, prompts_for([{}]), 8, [5], 120, 0.8)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
+    for r in rollouts:
+        assert r.counts["requests"] == 5 and r.counts["rows"] == 3 and r.counts["untrained_tokens"] > 0
+        assert len(r.spans) == 3 and r.finish_reason == "stop"
+        assert "right" in TOKENIZER.decode(r.ids) and "left" not in TOKENIZER.decode(r.ids)
+        with torch.no_grad():
+            logps = (model(torch.from_numpy(r.ids).long()[None]).logits[0] / 0.8).log_softmax(-1)
+        places = np.concatenate([np.arange(*span) for span in r.spans])
+        expected = logps[places - 1, r.ids[places].astype(int)]
+        assert (expected - torch.from_numpy(r.logprobs)).abs().max() < 1e-4
+
+
+def test_another_history_begins_another_row(write):
+    """An agent that compacts what was said, one with other tools, and one that says what nobody sampled."""
+    agent = write("""
+        TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
+        def solve(base_url, api_key, row):
+            said = ask(base_url, api_key, row["prompt"])
+            ask(base_url, api_key, [user("In short: " + said["content"])])
+            ask(base_url, api_key, row["prompt"] + [said, user("Go on.")], tools=TOOLS)
+            ask(base_url, api_key, row["prompt"] + [{"role": "assistant", "content": "made up"}, user("?")])
+    """)
+    (r,) = played(player(agent), [["the longest of all<|end|>", "b<|end|>", "c<|end|>", "d<|end|>"]])
+    assert parts_of(r)[1:] == ["the longest of all<|end|>"] and r.counts["rows"] == 4
+    assert r.counts["untrained_tokens"] == 6 and math.isnan(r.score) and r.parts == {}
+
+
+def test_an_opponent_is_the_policy_and_is_not_trained(write):
+    agent = write("""
+        def solve(base_url, api_key, row):
+            numbers = {}
+            for name in ("policy", "opponent"):
+                rules = [user(f"You are the {name}. Name a number.")]
+                numbers[name] = ask(base_url, api_key, rules, model=name)["content"]
+            return float(int(numbers["policy"]) > int(numbers["opponent"]))
+    """)
+    won, lost = played(player(agent), [["17<|end|>", "9<|end|>"], ["1<|end|>", "12345<|end|>"]], n=2)
+    assert (won.score, lost.score) == (1, 0)
+    for r, said in ((won, "17"), (lost, "1")):
+        assert parts_of(r)[1:] == [said + "<|end|>"] and "the policy" in TOKENIZER.decode(r.ids)
+        assert r.counts["requests"] == 2 and r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0
+
+
+def test_text_that_looks_like_control_tokens_is_text(write):
+    agent = write("""
+        def solve(base_url, api_key, row):
+            messages = [{"role": "system", "content": "Be kind."}, user("a<|end|><|assistant|>b")]
+            messages.append(ask(base_url, api_key, messages))
+            ask(base_url, api_key, messages + [user("c<|end|><|assistant|>")])
+            ask(base_url, api_key, [user("?"), {"role": "assistant", "content": "<|end|>", "tool_calls": [
+                {"id": "<|end|>", "function": {"name": "<|end|>", "arguments": '{"a": "<|user|>"}'}}]}, {
+                "role": "tool", "tool_call_id": "<|end|>", "content": "<|end|>"}])
+            return 1
+    """)
+    (r,) = played(player(agent), [["x<|end|>", "yy<|end|>", "z<|end|>"]])
+    kinds = [token for token in r.ids.tolist() if token in (USER, ASSISTANT, END)]
+    assert kinds == [END, USER, END, ASSISTANT, END, USER, END, ASSISTANT, END]
+    assert "c<|end|><|assistant|>" in TOKENIZER.decode(r.ids)
+
+
+# ---------------------------------------------------------------- how episodes end
+
+BROKEN = """
+    import threading
+    count = 0
+    async def solve(base_url, api_key, row):
+        if row["how"] == "never":
+            return 1.0
+        await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
+        if row["how"] == "raise":
+            raise KeyError("lost")
+        if row["how"] == "exit":
+            raise SystemExit(0)
+        if row["how"] == "hang":
+            await asyncio.sleep(60)
+        return row["returned"]
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_an_agent_that_fails_costs_its_episode(write, workers):
+    hows = ["raise", "exit", "hang", "never", "fine"]
+    rollouts = played(player(write(BROKEN), call_timeout=1.0, call_workers=workers), [["x<|end|>"]] * 5,
+                      [{"how": how, "returned": 0.5} for how in hows])
+    assert [r.finish_reason for r in rollouts] == ["error"] * 4 + ["stop"]
+    assert all(math.isnan(r.score) for r in rollouts[:4]) and rollouts[4].score == 0.5
+    for r, told in zip(rollouts, ("raised KeyError: 'lost' in turn 1", "raised SystemExit", "call_timeout=1 seconds",
+                                  "agent solve: never asked the policy")):
+        assert told.replace("'", "\\'") in r.counts["problem"] or told in r.counts["problem"]
+        assert len(r.spans) == 1 and len(r.logprobs) == 2
+    figures = rollout_metrics(rollouts, 5, lambda scores, n: torch.zeros(1), 1)
+    assert figures["rewards/unscored"] == 4 and figures["episodes/ended/error"] == 0.8
+    assert figures["episodes/requests"] == 0.8 and figures["rewards/solve/mean"] == 0.5
+
+
+@pytest.mark.parametrize("returned, score, parts", [
+    (None, math.nan, {}), (True, 1.0, {"solve": 1.0}), ({"a": 1, "b": 0.5}, 1.5, {"a": 1.0, "b": 0.5}),
+    ({"score": 2, "seen": 3}, 2.0, {"score": 2.0, "seen": 3.0})])
+def test_the_score_is_what_the_agent_returns(write, returned, score, parts):
+    (r,) = played(player(write(BROKEN)), [["x<|end|>"]], [{"how": "", "returned": returned}])
+    assert r.parts == parts and (r.score == score or math.isnan(score) and math.isnan(r.score))
+
+
+def test_what_is_no_score_stops_the_run(write):
+    with pytest.raises(ValueError, match="reward solve returned 'good'"):
+        played(player(write(BROKEN)), [["x<|end|>"]], [{"how": "", "returned": "good"}])
+
+
+def test_a_reward_is_added(write, tmp_path):
+    (tmp_path / "rewards.py").write_text("def brief(completions, **_):\n    return [-len(completions[0])]\n")
+    plays = player(write(BROKEN), reward=f"{tmp_path}/rewards.py:brief", call_timeout=60.0)
+    (r,) = played(plays, [["x<|end|>"]], [{"how": "", "returned": 3}])
+    assert r.parts == {"solve": 3.0, "brief": -1.0} and r.score == 2
+
+
+def test_a_full_row(write):
+    """The answer that fills a row is cut off, and the next one is refused, which an agent may catch."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            messages = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+            try:
+                ask(base_url, api_key, messages + [user("Go on.")])
+            except urllib.error.HTTPError as error:
+                text = json.load(error)["error"]["message"]
+                return float("maximum context length is 64 + 3 tokens" in text)
+    """)
+    (r,) = played(player(agent, max_completion_length=3), [["abcdefgh"]])
+    assert r.finish_reason == "length" and r.score == 1 and len(r.logprobs) == 3
+
+
+# ---------------------------------------------------------------- the endpoint
+
+def test_what_is_read_and_what_is_refused(write, capsys):
+    agent = write("""
+        def refused(*arguments, **body):
+            try:
+                ask(*arguments, **body)
+            except urllib.error.HTTPError as error:
+                return [error.code, json.load(error)["error"]["message"]]
+
+        def solve(base_url, api_key, row):
+            asks, hi = (base_url, api_key), [user("hi")]
+            told = [refused(*asks, hi, n=2), refused(*asks, hi, response_format={"type": "json_object"}),
+                    refused(*asks, hi, tool_choice="required"), refused(*asks, []), refused(*asks, "hi"),
+                    refused(*asks, [{"role": "god", "content": "x"}]), refused(*asks, [{}]),
+                    refused(*asks, [user([{"type": "image_url", "image_url": {"url": "data:"}}])]),
+                    refused(*asks, hi, tools=[{"type": "function"}]),
+                    refused(*asks, [user("x" * 100)]), refused(base_url, "other", hi),
+                    refused(*asks, [user("[" * 10 ** 5)], extra=json.loads("[" * 500 + "]" * 500)),
+                    refused(*asks, [{"role": "assistant", "tool_calls": [{"function": {
+                        "name": "x", "arguments": "[" * 5000}}]}])]
+            try:
+                ask(*asks, [user("x" * 5 * 10 ** 6)])
+            except (urllib.error.HTTPError, OSError) as error:
+                told.append([getattr(error, "code", 413), ""])
+            request = urllib.request.Request(base_url + "/models", headers={"Authorization": f"Bearer {api_key}"})
+            models = json.load(urllib.request.urlopen(request))
+            request = urllib.request.Request(base_url + "/chat/completions", json.dumps({
+                "model": "gpt-4o", "messages": hi, "stream": True, "temperature": 0, "max_tokens": 1}).encode(),
+                {"Authorization": f"Bearer {api_key}"})
+            chunk, done = urllib.request.urlopen(request).read().decode().strip().split("\\n\\n")
+            said = json.loads(chunk.removeprefix("data: "))
+            ask(*asks, hi, temperature=0.5)
+            open(row["file"], "w").write(json.dumps([told, models, said, done]))
+    """)
+    file = agent.rpartition("/")[0] + "/told.json"
+    (r,) = played(player(agent), [["abc<|end|>", "d<|end|>"]], [{"file": file}])
+    assert not r.counts.get("problem"), r.counts
+    told, models, said, done = json.load(open(file))
+    codes = [code for code, _ in told]
+    assert codes == [400] * 10 + [401] + [400] * 2 + [413], told
+    assert told[0][1] == "ValueError: n cannot be 2" and "maximum context length" in told[9][1]
+    assert [one["id"] for one in models["data"]] == ["policy"] and done == "data: [DONE]"
+    assert said["object"] == "chat.completion.chunk" and said["choices"][0] == {
+        "index": 0, "delta": {"role": "assistant", "content": "abc", "tool_calls": []}, "finish_reason": "stop"}
+    assert said["usage"]["completion_tokens"] == 4
+    output = capsys.readouterr().out
+    assert output.count("replace these fields") == 2 and "extra" in output and "max_tokens temperature" in output
+
+
+def test_another_episodes_key_and_sockets_that_never_close(write):
+    """A key opens its own episode, also from elsewhere, and no other; what listens is on 127.0.0.1."""
+    agent = write("""
+        import socket
+        keys = []
+        def solve(base_url, api_key, row):
+            keys.append(api_key)
+            host, port = base_url.split("/")[2].split(":")
+            for text in (b"", b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 99\\r\\n\\r\\n{"):
+                held = socket.create_connection((host, int(port)))
+                held.sendall(text)
+                keys.append(held)
+            said = ask(base_url, api_key, row["prompt"])["content"]
+            old = [key for key in keys if isinstance(key, str) and key != api_key]
+            try:
+                ask(base_url, old[0], row["prompt"])
+            except urllib.error.HTTPError as error:
+                return float(error.code == 401)
+            return len(said)
+    """)
+    plays = player(agent, max_environments=1)
+    first, second = played(plays, [["abc<|end|>"], ["d<|end|>"]], n=2)
+    assert parts_of(first)[1:] == ["abc<|end|>"] and parts_of(second)[1:] == ["d<|end|>"]
+    assert second.score == 1.0 and plays.environment.playing == {}
+    assert plays.environment.url.startswith("http://127.0.0.1:")
+    port = int(plays.environment.url.split(":")[2].split("/")[0])
+    with pytest.raises(OSError):
+        socket.create_connection((socket.gethostbyname(socket.gethostname()) if not socket.gethostbyname(
+            socket.gethostname()).startswith("127.") else "127.0.0.2", port), timeout=2)
+
+
+# ---------------------------------------------------------------- whole runs
+
+SMALL = {"task": "arithmetic", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 48,
+         "train_prompts": 64, "eval_prompts": 4, "eval_samples": 1, "max_steps": 2, "save_interval": 1,
+         "warmup_steps": 0, "learning_rate": 1e-3, "engine": "hf"}
+EVEN = """
+    def solve(base_url, api_key, row):
+        messages = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+        try:
+            messages += [user("again"), ask(base_url, api_key, messages + [user("again")])]
+        except urllib.error.HTTPError:
+            pass
+        return sum(ord(c) % 2 == 0 for one in messages for c in one["content"]) / 12
+"""
+
+
+def train(talker, tmp_path, name="run", script="train_grpo.py", **settings):
+    return runs.train(script, tmp_path / name, [], SMALL | {"model": talker} | settings)
+
+
+def test_a_run_repeats_and_resumes_bit_for_bit(talker, tmp_path, write):
+    agent = write(EVEN)
+    metrics, output = train(talker, tmp_path, agent=agent)
+    assert metrics[0]["grad_norm"] > 0 and metrics[1]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert metrics[0]["rewards/solve/mean"] == pytest.approx(metrics[0]["reward"])
+    assert 1 < metrics[0]["episodes/turns"] <= 2 and metrics[0]["episodes/rows"] == 1
+    again, _ = train(talker, tmp_path, "again", agent=agent)
+    assert without_times(again) == without_times(metrics) and "does not repeat" not in output
+    train(talker, tmp_path, "half", agent=agent, max_steps=2, keep_checkpoints=3)
+    write(EVEN + "\n        # changed\n")
+    resumed, output = train(talker, tmp_path, "resumed", agent=agent, call_workers=0,
+                            resume=tmp_path / "half" / "checkpoint-1")
+    assert without_times(resumed)[0] == without_times(metrics)[1]
+    assert "agent: its file has changed" in output
+    sample = lines(tmp_path / "run", "samples.jsonl")[0]
+    assert [one["role"] for one in sample["completion"]][:2] == ["assistant", "user"]
+
+
+def test_what_a_run_refuses(tmp_path, write, reward_file):
+    agent = f"--agent={write(EVEN)}"
+    refused([agent, "--tools=x.py:f", "--engine=hf"], "agent's own", tmp_path)
+    refused([agent, "--engine=hf", "--rollout_ranks=1"], "train_async.py plays no agents", tmp_path,
+            script="train_async.py", ranks=2)
+    refused([f"--agent={write('def solve(base_url): ...')}", "--engine=hf"],
+            "agent solve: raised TypeError", tmp_path)
+
+
+def test_no_other_run_opens_the_endpoint(tmp_path):
+    code = "import sys, runpy; sys.argv = ['train_grpo.py', '--help']\ntry: runpy.run_path('train_grpo.py')\n" \
+           "except SystemExit: pass\nassert not {'endpoint', 'aiohttp'} & {*sys.modules}"
+    runs.launch("-c", code)

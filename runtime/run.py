@@ -165,7 +165,7 @@ class Run:
             f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and "
             f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
             printable(data_note), *self.notes,
-            (s.environment or s.tools) and s.call_workers and
+            (s.environment or s.tools or s.agent) and s.call_workers and
             "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
             self.resumed and f"resumes {self.resumed}",
             before != self.world_size and

@@ -12,13 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import runs
-from environments.calculator import Calculator
-from episodes import Environment
 from rewards import Scorer, rollout_metrics
-from runs import lines, refused, without_times
-from test_episodes import (ASSISTANT, END, ENDS, SETTINGS, TOKENIZER, USER, Says, engine, games, hf, parts_of,
+from runs import kept_rollouts, lines, refused, without_times
+from test_episodes import (ASSISTANT, END, ENDS, TOKENIZER, USER, Says, engine, games, hf, parts_of,
                            player as episode_player, prompts_for)
-from types import SimpleNamespace
+from test_many_ranks import gradient
 
 ASK = '''
 import asyncio, json, time, urllib.error, urllib.request
@@ -137,10 +135,12 @@ def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
     rollouts = plays.play(hf, prompts_for([{}]), 8, [5], 120, 0.8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
+    assert {len(r.spans) for r in rollouts} == {2, 3}
     for r in rollouts:
         assert r.counts["requests"] == 5 and r.counts["rows"] == 3 and r.counts["untrained_tokens"] > 0
-        assert len(r.spans) == 3 and r.finish_reason == "stop"
-        assert "right" in TOKENIZER.decode(r.ids) and "left" not in TOKENIZER.decode(r.ids)
+        text = TOKENIZER.decode(r.ids)
+        assert len(r.spans) == 2 + ("right" in text) and ("right" in text) != ("left" in text)
+        assert len(r.logprobs) >= r.counts["untrained_tokens"] / 3 and r.finish_reason == "stop"
         with torch.no_grad():
             logps = (model(torch.from_numpy(r.ids).long()[None]).logits[0] / 0.8).log_softmax(-1)
         places = np.concatenate([np.arange(*span) for span in r.spans])
@@ -190,7 +190,7 @@ def test_text_that_looks_like_control_tokens_is_text(write):
                 "role": "tool", "tool_call_id": "<|end|>", "content": "<|end|>"}])
             return 1
     """)
-    (r,) = played(player(agent), [["x<|end|>", "yy<|end|>", "z<|end|>"]])
+    (r,) = played(player(agent, max_prompt_length=200), [["x<|end|>", "yy<|end|>", "z<|end|>"]])
     kinds = [token for token in r.ids.tolist() if token in (USER, ASSISTANT, END)]
     assert kinds == [END, USER, END, ASSISTANT, END, USER, END, ASSISTANT, END]
     assert "c<|end|><|assistant|>" in TOKENIZER.decode(r.ids)
@@ -199,18 +199,16 @@ def test_text_that_looks_like_control_tokens_is_text(write):
 # ---------------------------------------------------------------- how episodes end
 
 BROKEN = """
-    import threading
-    count = 0
-    async def solve(base_url, api_key, row):
+    def solve(base_url, api_key, row):
         if row["how"] == "never":
             return 1.0
-        await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
+        ask(base_url, api_key, row["prompt"])
         if row["how"] == "raise":
             raise KeyError("lost")
         if row["how"] == "exit":
             raise SystemExit(0)
         if row["how"] == "hang":
-            await asyncio.sleep(60)
+            time.sleep(60)
         return row["returned"]
 """
 
@@ -284,9 +282,9 @@ def test_what_is_read_and_what_is_refused(write, capsys):
                     refused(*asks, [user([{"type": "image_url", "image_url": {"url": "data:"}}])]),
                     refused(*asks, hi, tools=[{"type": "function"}]),
                     refused(*asks, [user("x" * 100)]), refused(base_url, "other", hi),
-                    refused(*asks, [user("[" * 10 ** 5)], extra=json.loads("[" * 500 + "]" * 500)),
-                    refused(*asks, [{"role": "assistant", "tool_calls": [{"function": {
-                        "name": "x", "arguments": "[" * 5000}}]}])]
+                    refused(*asks, [user("[" * 10 ** 5)], extra=json.loads("[" * 500 + "]" * 500))]
+            ask(*asks, [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": text}}]}
+                        for text in ("[" * 5000, "{")] + hi)
             try:
                 ask(*asks, [user("x" * 5 * 10 ** 6)])
             except (urllib.error.HTTPError, OSError) as error:
@@ -302,11 +300,11 @@ def test_what_is_read_and_what_is_refused(write, capsys):
             open(row["file"], "w").write(json.dumps([told, models, said, done]))
     """)
     file = agent.rpartition("/")[0] + "/told.json"
-    (r,) = played(player(agent), [["abc<|end|>", "d<|end|>"]], [{"file": file}])
+    (r,) = played(player(agent), [["<|end|>", "abc<|end|>", "d<|end|>"]], [{"file": file}])
     assert not r.counts.get("problem"), r.counts
     told, models, said, done = json.load(open(file))
     codes = [code for code, _ in told]
-    assert codes == [400] * 10 + [401] + [400] * 2 + [413], told
+    assert codes == [400] * 10 + [401, 400, 413], told
     assert told[0][1] == "ValueError: n cannot be 2" and "maximum context length" in told[9][1]
     assert [one["id"] for one in models["data"]] == ["policy"] and done == "data: [DONE]"
     assert said["object"] == "chat.completion.chunk" and said["choices"][0] == {
@@ -342,9 +340,8 @@ def test_another_episodes_key_and_sockets_that_never_close(write):
     assert second.score == 1.0 and plays.environment.playing == {}
     assert plays.environment.url.startswith("http://127.0.0.1:")
     port = int(plays.environment.url.split(":")[2].split("/")[0])
-    with pytest.raises(OSError):
-        socket.create_connection((socket.gethostbyname(socket.gethostname()) if not socket.gethostbyname(
-            socket.gethostname()).startswith("127.") else "127.0.0.2", port), timeout=2)
+    with pytest.raises(OSError):                                # it listens on one address
+        socket.create_connection(("127.0.0.2", port), timeout=2)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -394,7 +391,35 @@ def test_what_a_run_refuses(tmp_path, write, reward_file):
             "agent solve: raised TypeError", tmp_path)
 
 
-def test_no_other_run_opens_the_endpoint(tmp_path):
-    code = "import sys, runpy; sys.argv = ['train_grpo.py', '--help']\ntry: runpy.run_path('train_grpo.py')\n" \
-           "except SystemExit: pass\nassert not {'endpoint', 'aiohttp'} & {*sys.modules}"
-    runs.launch("-c", code)
+def test_no_other_run_opens_the_endpoint():
+    """Nor does a Player without an agent."""
+    code = "import sys; sys.path[:0] = ['.', 'tests']; from test_episodes import player; player(''); "
+    runs.launch("-c", code + "assert 'endpoint' not in sys.modules")
+
+
+BRANCHES = """
+    def solve(base_url, api_key, row):
+        first = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+        texts = [ask(base_url, api_key, first + [user(way)])["content"] for way in ("left", "right")]
+        texts.append(ask(base_url, api_key, [user("alone")])["content"])
+        return sum(ord(c) % 2 == 0 for text in texts for c in text) / 12
+"""
+
+
+def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, write):
+    """Over the rows that are trained, one after the other, with an advantage that counts episodes."""
+    metrics, _ = train(talker, tmp_path, agent=write(BRANCHES), max_steps=1, grad_clip=0, temperature=0.9)
+    assert metrics[0]["episodes/rows"] == 3 and metrics[0]["episodes/untrained_tokens"] > 0
+    rows = kept_rollouts(tmp_path / "run", 0)
+    model = AutoModelForCausalLM.from_pretrained(talker, dtype=torch.float32)
+    scores = np.array([row["score"] for row in rows]).reshape(-1, SMALL["num_generations"])
+    advantages = ((scores - scores.mean(1, keepdims=True)) / (scores.std(1, keepdims=True, ddof=1) + 1e-4)).flatten()
+    tokens = sum(row["length"] for row in rows)
+    for row, advantage in zip(rows, advantages):
+        logps = (model(torch.tensor(row["ids"])[None]).logits[0] / 0.9).log_softmax(-1)
+        for start, end in row["spans"]:
+            for place in range(start, end):
+                (-advantage / tokens * logps[place - 1, row["ids"][place]]).backward(retain_graph=True)
+    found = gradient(tmp_path / "run" / "checkpoint-1")
+    slow = torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
+    assert len(found) == len(slow) and (found - slow).norm() < 1e-3 * slow.norm()

@@ -110,7 +110,7 @@ class RewardModel:
             return self.tokenizer.apply_chat_template(messages, return_dict=False)
 
     def _harmless(self, said):
-        # A text, or all texts in a message: a policy also writes its thoughts, and the arguments of its calls.
+        # A text, or all texts in a message: a policy also writes thoughts, and the arguments of calls.
         if isinstance(said, dict):
             return {self._harmless(key): self._harmless(value) for key, value in said.items()}
         if isinstance(said, list):

@@ -73,32 +73,24 @@ def attend_by_kernel(query, key, value, scaling, segments, window):
 
 def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
     # Computes the segments one after the other.
-    sizes, key_sizes = segments.sizes, segments.key_sizes
-    shared = [key_size - size for size, key_size in zip(sizes, key_sizes)]
-    explicit = softcap is not None or sinks is not None
-    # A plain segment needs no mask. PyTorch wants a query for each key of it.
-    plain = [not explicit and before == 0 and size <= window for before, size in zip(shared, sizes)]
-    if not all(plain):
-        most, longest = (max(x for x, is_plain in zip(counts, plain) if not is_plain)
-                         for counts in (shared, sizes))
-        # To add to scores, [longest, most + longest]: 0 where a token sees a key, otherwise -inf. The first
-        # `most` keys stand before the first token.
-        if (kind := (longest, most, window, query.dtype)) not in segments.masks:
-            place = torch.arange(-most, longest, device=query.device, dtype=torch.int32)
-            distance = place[most:, None] - place
-            hidden = (distance < 0) | (distance >= window)
-            segments.masks[kind] = query.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
-        mask = segments.masks[kind]
-    outputs = []
+    explicit, outputs = softcap is not None or sinks is not None, []
     # split, not slices: the gradient of a slice is as large as the row, so S slices cost S * T, which is a
     # tenth of the time of an update of 64 short sequences.
-    for q, k, v, size, before, is_plain in zip(query.split(sizes, 2), key.split(key_sizes, 2),
-                                               value.split(key_sizes, 2), sizes, shared, plain):
-        seen = None if is_plain else mask[:size, most - before:most + size]
-        if seen is not None and seen.is_cuda:           # CUDA's kernels need aligned rows
-            seen = seen.contiguous()
-        outputs.append(explicit_attention(q, k, v, seen, scaling, softcap, sinks) if explicit else
-                       F.scaled_dot_product_attention(q, k, v, seen, is_causal=is_plain, scale=scaling,
+    for q, k, v in zip(query.split(segments.sizes, 2), key.split(segments.key_sizes, 2),
+                       value.split(segments.key_sizes, 2)):
+        size, keys, mask = q.shape[2], k.shape[2], None
+        # A plain segment needs no mask. PyTorch wants a query for each key of it.
+        plain = not explicit and size == keys <= window
+        if not plain:       # [size, keys], to add to scores: 0 where a token sees a key, otherwise -inf
+            kind = size, keys, window, q.dtype
+            if kind not in segments.masks:                      # made once for all layers
+                place = torch.arange(keys, device=q.device, dtype=torch.int32)
+                distance = place[keys - size:, None] - place
+                hidden = (distance < 0) | (distance >= window)
+                segments.masks[kind] = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+            mask = segments.masks[kind]
+        outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
+                       F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling,
                                                       enable_gqa=True))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 

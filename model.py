@@ -456,11 +456,11 @@ def check_same(what, network, P):
     if not packed and P > 1:
         raise ValueError(f"{what}: sequence_parallel_size={P} cannot be used: layers other than attention "
                          "read earlier tokens, and on each rank they would see only its part of a row")
-    queries = getattr(config, "num_attention_heads", None) or P
-    keys = getattr(config, "num_key_value_heads", None) or queries
-    if queries % P or keys % P:
-        raise ValueError(f"{what}: sequence_parallel_size={P} does not divide its {queries} heads of queries "
-                         f"and {keys} of keys")
+    heads = {getattr(layer, f"num_{kind}_heads", None) or P for kind in ("attention", "key_value")
+             for layer in getattr(config, "per_layer_config", [config])}        # Gemma 4's layers differ
+    if any(count % P for count in heads):
+        raise ValueError(f"{what}: sequence_parallel_size={P} does not divide its heads of queries and of "
+                         f"keys: {sorted(heads)}")
     if not packed:
         print(f"{what}: in a packed row its sequences would see each other, so each sequence gets a row of "
               "its own, padded to the longest, which takes longer", file=sys.stderr)

@@ -122,8 +122,7 @@ def engine_class(engine):
 
 def text_of(tokenizer, sampled, finish_reason):
     """Return the text of sampled ids, without the token that ended them."""
-    sampled = sampled[:-1] if finish_reason == "stop" else sampled
-    return tokenizer.decode(sampled, clean_up_tokenization_spaces=False)        # as it was written
+    return tokenizer.decode(sampled[:-1] if finish_reason == "stop" else sampled)
 
 
 class Sampler:

@@ -198,6 +198,7 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
     tokenizer.not_embedded = beyond                             # no prompt may hold them: data.py
+    tokenizer.clean_up_tokenization_spaces = False              # rewards read what was written
     if settings:
         if path := settings.chat_template:
             with reading(f"chat_template={path}"):

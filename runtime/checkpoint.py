@@ -17,7 +17,6 @@ import atexit
 import fcntl
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -112,7 +111,7 @@ def sync(path):
     os.close(descriptor)
 
 
-def checksum(path, last=math.inf):
+def checksum(path, last=sys.maxsize):
     # Returns the CRC-32 of a file, or of so many bytes at its end.
     value = 0
     with open(path, "rb") as file:

@@ -127,9 +127,8 @@ class Run:
         found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(s, key)))
                        if os.path.isfile(path)] for key in ("reward", "environment", "tools", "agent")}
         for key in ("model", "reference_model", "reward_model"):        # all of their weights take too long
-            folder = Path(located(getattr(s, key, "") or os.devnull))
-            found[key] = [checkpoint.checksum(path, 2 ** 20) for path in sorted(folder.glob("*"))
-                          if path.is_file()]
+            files = sorted(Path(located(getattr(s, key, "") or os.devnull)).glob("*"))
+            found[key] = [checkpoint.checksum(path, 2 ** 20) for path in files if path.is_file()]
         for key, files in found.items():                        # they may change
             if self.state["checksums"].get(key, files) != files:
                 self.notes.append(f"{key}: its file has changed since {self.resumed} was written")

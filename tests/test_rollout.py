@@ -1,5 +1,6 @@
 """Both engines against a full forward of a Hugging Face model, before and after a sync; seeds; sampling."""
 import importlib.util
+import json
 import math
 import os
 import random
@@ -130,10 +131,13 @@ def test_the_plain_engine_computes_the_softcap_of_attention(tmp_path):
     assert largest_gap(generate(plain), eager, 0.8) < 1e-5
 
 
-def test_a_text_is_decoded_as_it_was_written():
-    tokenizer = pretrain.make_tokenizer()
-    tokenizer.clean_up_tokenization_spaces = True
-    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+def test_a_text_is_decoded_as_it_was_written(folder, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((path / "tokenizer_config.json").read_text()) | {
+        "clean_up_tokenization_spaces": True,
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = check_model.load_tokenizer(str(path))
     assert rollout.text_of(tokenizer, tokenizer("a != b ?").input_ids, "length") == "a != b ?"
 
 

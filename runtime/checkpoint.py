@@ -256,6 +256,8 @@ def lock(out_dir, patience=600):
     that was killed live on until the end of their step. Raises ValueError if that run does not end, or if the
     folder cannot be written or belongs to no run.
     """
+    if len(os.fsencode(out_dir)) > 3900:                        # Linux takes paths of 4,095 bytes
+        raise ValueError(f"out_dir={out_dir:.50}... is too long for the files in the folder")
     try:
         os.makedirs(out_dir, exist_ok=True)
         # A run's folder has a .lock from its first moment on.

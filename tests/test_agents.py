@@ -101,13 +101,16 @@ def test_calls_of_tools_are_those_of_an_environment(write):
                         json.loads(call["function"]["arguments"]), indent=1)}} for call in calls] or None})
                 if not calls:
                     return {"calls": len(ids), "own": len({*ids})}
-                messages += [{"role": "tool", "tool_call_id": call["id"], "content": [{
-                    "type": "text", "text": str(value(ast.parse(json.loads(
-                        call["function"]["arguments"])["expression"], mode="eval").body))}]} for call in calls]
+                for call in calls:
+                    expression = json.loads(call["function"]["arguments"])["expression"]
+                    result = str(value(ast.parse(expression, mode="eval").body))
+                    messages.append({"role": "tool", "tool_call_id": call["id"],
+                                     "content": [{"type": "text", "text": result}]})
     """)
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
     texts = [f"so {call % '2*3'}{call % '1+1'}<|end|>", f"{call % '6+2'}<|end|>", "Answer: 8<|end|>"]
-    theirs = episode_player("environments/calculator.py", "Calculator", max_turns=0, max_completion_length=5000)
+    theirs = episode_player("environments/calculator.py", "Calculator", max_turns=0,
+                            max_completion_length=5000)
     prompts = prompts_for([{"tools": theirs.tools}], theirs.tools)
     (expected,) = theirs.play(Says(texts), prompts, 1, [0], 5000, 1.0)
     (r,) = played(player(agent), [texts], [{"tools": theirs.tools}])
@@ -135,11 +138,11 @@ def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
     rollouts = plays.play(hf, prompts_for([{}]), 8, [5], 120, 0.8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
-    assert {len(r.spans) for r in rollouts} == {2, 3}
+    assert {len(r.spans) for r in rollouts} >= {2, 3}
     for r in rollouts:
         assert r.counts["requests"] == 5 and r.counts["rows"] == 3 and r.counts["untrained_tokens"] > 0
         text = TOKENIZER.decode(r.ids)
-        assert len(r.spans) == 2 + ("right" in text) and ("right" in text) != ("left" in text)
+        assert len(r.spans) == 1 + ("left" in text) + 2 * ("right" in text)
         assert len(r.logprobs) >= r.counts["untrained_tokens"] / 3 and r.finish_reason == "stop"
         with torch.no_grad():
             logps = (model(torch.from_numpy(r.ids).long()[None]).logits[0] / 0.8).log_softmax(-1)
@@ -220,9 +223,10 @@ def test_an_agent_that_fails_costs_its_episode(write, workers):
                       [{"how": how, "returned": 0.5} for how in hows])
     assert [r.finish_reason for r in rollouts] == ["error"] * 4 + ["stop"]
     assert all(math.isnan(r.score) for r in rollouts[:4]) and rollouts[4].score == 0.5
-    for r, told in zip(rollouts, ("raised KeyError: 'lost' in turn 1", "raised SystemExit", "call_timeout=1 seconds",
-                                  "agent solve: never asked the policy")):
-        assert told.replace("'", "\\'") in r.counts["problem"] or told in r.counts["problem"]
+    for r, told in zip(rollouts, (
+            "agent solve: it raised KeyError: ", "raised SystemExit", "call_timeout=1 seconds in turn 1",
+            "agent solve: never asked the policy")):
+        assert told in r.counts["problem"]
         assert len(r.spans) == 1 and len(r.logprobs) == 2
     figures = rollout_metrics(rollouts, 5, lambda scores, n: torch.zeros(1), 1)
     assert figures["rewards/unscored"] == 4 and figures["episodes/ended/error"] == 0.8
@@ -281,7 +285,7 @@ def test_what_is_read_and_what_is_refused(write, capsys):
                     refused(*asks, [{"role": "god", "content": "x"}]), refused(*asks, [{}]),
                     refused(*asks, [user([{"type": "image_url", "image_url": {"url": "data:"}}])]),
                     refused(*asks, hi, tools=[{"type": "function"}]),
-                    refused(*asks, [user("x" * 100)]), refused(base_url, "other", hi),
+                    refused(*asks, [user("x" * 300)]), refused(base_url, "other", hi),
                     refused(*asks, [user("[" * 10 ** 5)], extra=json.loads("[" * 500 + "]" * 500))]
             ask(*asks, [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": text}}]}
                         for text in ("[" * 5000, "{")] + hi)
@@ -289,18 +293,20 @@ def test_what_is_read_and_what_is_refused(write, capsys):
                 ask(*asks, [user("x" * 5 * 10 ** 6)])
             except (urllib.error.HTTPError, OSError) as error:
                 told.append([getattr(error, "code", 413), ""])
-            request = urllib.request.Request(base_url + "/models", headers={"Authorization": f"Bearer {api_key}"})
+            own = {"Authorization": f"Bearer {api_key}"}
+            request = urllib.request.Request(base_url + "/models", headers=own)
             models = json.load(urllib.request.urlopen(request))
             request = urllib.request.Request(base_url + "/chat/completions", json.dumps({
-                "model": "gpt-4o", "messages": hi, "stream": True, "temperature": 0, "max_tokens": 1}).encode(),
-                {"Authorization": f"Bearer {api_key}"})
+                "model": "gpt-4o", "messages": hi, "stream": True, "temperature": 0, "max_tokens": 1,
+            }).encode(), own)
             chunk, done = urllib.request.urlopen(request).read().decode().strip().split("\\n\\n")
             said = json.loads(chunk.removeprefix("data: "))
             ask(*asks, hi, temperature=0.5)
             open(row["file"], "w").write(json.dumps([told, models, said, done]))
     """)
     file = agent.rpartition("/")[0] + "/told.json"
-    (r,) = played(player(agent), [["<|end|>", "abc<|end|>", "d<|end|>"]], [{"file": file}])
+    texts = ["<|end|>", "abc<|end|>", "d<|end|>"]
+    (r,) = played(player(agent, max_prompt_length=200), [texts], [{"file": file}])
     assert not r.counts.get("problem"), r.counts
     told, models, said, done = json.load(open(file))
     codes = [code for code, _ in told]
@@ -308,10 +314,12 @@ def test_what_is_read_and_what_is_refused(write, capsys):
     assert told[0][1] == "ValueError: n cannot be 2" and "maximum context length" in told[9][1]
     assert [one["id"] for one in models["data"]] == ["policy"] and done == "data: [DONE]"
     assert said["object"] == "chat.completion.chunk" and said["choices"][0] == {
-        "index": 0, "delta": {"role": "assistant", "content": "abc", "tool_calls": []}, "finish_reason": "stop"}
+        "index": 0, "finish_reason": "stop",
+        "delta": {"role": "assistant", "content": "abc", "tool_calls": []}}
     assert said["usage"]["completion_tokens"] == 4
     output = capsys.readouterr().out
-    assert output.count("replace these fields") == 2 and "extra" in output and "max_tokens temperature" in output
+    assert output.count("replace these fields") == 2
+    assert "extra" in output and "max_tokens temperature" in output
 
 
 def test_another_episodes_key_and_sockets_that_never_close(write):
@@ -413,7 +421,8 @@ def test_the_gradient_of_branching_episodes_is_a_slow_one(talker, tmp_path, writ
     rows = kept_rollouts(tmp_path / "run", 0)
     model = AutoModelForCausalLM.from_pretrained(talker, dtype=torch.float32)
     scores = np.array([row["score"] for row in rows]).reshape(-1, SMALL["num_generations"])
-    advantages = ((scores - scores.mean(1, keepdims=True)) / (scores.std(1, keepdims=True, ddof=1) + 1e-4)).flatten()
+    std = scores.std(1, keepdims=True, ddof=1)
+    advantages = ((scores - scores.mean(1, keepdims=True)) / (std + 1e-4)).flatten()
     tokens = sum(row["length"] for row in rows)
     for row, advantage in zip(rows, advantages):
         logps = (model(torch.tensor(row["ids"])[None]).logits[0] / 0.9).log_softmax(-1)

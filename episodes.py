@@ -488,7 +488,7 @@ class Player:
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
                     "writes: it needs the form <tool_call>JSON</tool_call>, or a response_template")
         said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
-        engine = SimpleNamespace(add=asked.append, step=lambda: [
+        engine = SimpleNamespace(add=asked.append, signalled=False, step=lambda: [
             Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
         # There is no room for a second turn.
         for r in Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts]):
@@ -539,7 +539,8 @@ class Table:
         """Return the Rollouts of these jobs, when no others are at the table."""
         self.add("all", jobs)
         while not (ended := self.step()):
-            pass
+            if self.engine.signalled:
+                return []
         return ended["all"]
 
     def step(self):
@@ -559,6 +560,8 @@ class Table:
 
     def _go_on(self, number, value=None):
         # Runs an episode until it ends, or waits for the engine or for a thread.
+        if self.engine.signalled:
+            return
         episode, key, place = self.playing[number]
         try:
             wish = episode.send(value)

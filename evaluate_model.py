@@ -63,7 +63,7 @@ with input_errors():
     player = Player(settings, tokenizer, eos_ids)
     prompts = data.encode_rows(tokenizer, named, chat, system_prompt, player.tools)
     longest = max(max_prompt_length, *(len(prompt.ids) for prompt in prompts)) + max_completion_length
-    compute_dtype, _ = distributed.precision(dtype, 0, device)
+    compute_dtype = distributed.compute_dtype(dtype)
     settings.reward_model = ""                                  # a setting of a training run
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     scorer.budget = math.inf                                    # it scores all completions at once

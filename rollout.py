@@ -145,9 +145,11 @@ class Sampler:
         length = length or s.max_completion_length
         temperature = s.temperature if temperature is None else temperature
         if self.player.make:                                    # there is an environment, or tools
-            return self.player.play(self.engine, prompts, n, seeds, length, temperature)
-        rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, length, temperature)
-        for i, r in enumerate(rollouts):
+            rollouts = self.player.play(self.engine, prompts, n, seeds, length, temperature)
+        else:
+            rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, length, temperature)
+        self.engine.stop()                                      # does not return if a signal has come
+        for i, r in enumerate(rollouts if not self.player.make else ()):
             r.row = prompts[i // n].row
             text = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
             r.completion = text if isinstance(r.row["prompt"], str) else [
@@ -159,9 +161,11 @@ class Engine:
     """What both engines have in common.
 
     version: the version of the weights, as in Rollout. incoming: a function that returns the named tensors
-    of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have.
+    of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have. signalled:
+    whether a signal has ended sampling, which then returns no rollouts; stop: ends the run if so; see Run.
     """
     version, incoming, max_length = 0, None, math.inf
+    signalled, stop = False, staticmethod(lambda: None)
 
     def add(self, request):
         if (longest := len(request.ids) + request.max_tokens) > self.max_length:
@@ -202,6 +206,8 @@ class Engine:
             answers = {}
             while len(answers) < len(jobs):
                 answers |= {answer.name: answer for answer in self.step()}
+                if self.signalled:
+                    return []
             return [Rollout.single(prompt, *answers[name][1:]) for name, (prompt, _) in enumerate(jobs)]
 
         jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
@@ -408,6 +414,8 @@ class HFEngine(Engine):
         alive, lengths = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)        # [R]
         cache = DynamicCache(config=self.model.config)
         for t in range(longest):
+            if self.signalled:
+                return []
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1]          # [B, V]

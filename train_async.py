@@ -106,8 +106,7 @@ else:
     resumed, clock, version, position, kept = bridge.begin()
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row
-# The run stops if the mean |trainer - engine| of logprobs exceeds gap_bound.
-compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
+compute_dtype = distributed.compute_dtype(dtype)
 with input_errors():
     # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
     folders = open_folders(settings, longest, clock)
@@ -157,7 +156,7 @@ def evaluate(step):
         # A gap stops the run: the engines have not the policy's weights.
         few = range(rank, min(32 * world_size, len(rollouts)), world_size)
         logps = token_logprobs(policy, rollouts, few, token_budget, temperature)
-        compare_logprobs(rollouts, logps, gap_bound, tokenizer)
+        compare_logprobs(rollouts, logps, run.gap_bound, tokenizer)
         log.evaluation(rewards.evaluation(rollouts, eval_samples), rewards.failures(rollouts), len(rollouts))
 
 
@@ -256,7 +255,7 @@ for step in range(run.first_step, max_steps):
             if u == 0:
                 # A gap stops the run only if the policy is the one that sampled. In flight nobody knows which
                 # weights read the prompts.
-                bound = math.inf if in_flight or log.metrics["async/staleness/max"] else gap_bound
+                bound = math.inf if in_flight or log.metrics["async/staleness/max"] else run.gap_bound
                 log.metrics |= compare_logprobs(rollouts, new_logps, bound, tokenizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite

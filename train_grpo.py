@@ -93,8 +93,7 @@ rank, world_size, device, mesh, sequence_group = distributed.set_up(
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
-# gap_bound: the run stops if the mean |trainer - engine| of logprobs is larger.
-compute_dtype, gap_bound = distributed.precision(dtype, logprob_gap, device)
+compute_dtype = distributed.compute_dtype(dtype)
 with input_errors():                                            # a ValueError becomes a one-line message
     engine_class = rollout.engine_class(engine)                 # refuses vllm where it is not installed
     # The models' folders, without weights. A chat template that prints a date prints the day the run began.
@@ -218,7 +217,7 @@ for step in range(run.first_step, max_steps):
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
                 # These logprobs precede the step, so the engine had the same weights: a gap stops the run.
-                log.metrics |= compare_logprobs(rollouts, new_logps, gap_bound, tokenizer, version=step)
+                log.metrics |= compare_logprobs(rollouts, new_logps, run.gap_bound, tokenizer, version=step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite
                 optimizer.step()
@@ -238,6 +237,6 @@ if not run.stopped:
     held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # the rollouts of this rank
     # No step compares the weights of the last sync, so a few held-out rollouts do.
     logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
-    compare_logprobs(held_out, logps, gap_bound, tokenizer)
+    compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
     run.save(networks, tokenizer)
 run.end()

@@ -72,10 +72,10 @@ def range_of_rows(length, mesh):
     return start, start + count
 
 
-def precision(dtype, logprob_gap, device):
-    """(the dtype that layers compute in, the largest mean logprob gap to the engine), from the settings."""
-    name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, name), logprob_gap or {"float32": 1e-3, "bfloat16": 0.05}[name]
+def compute_dtype(dtype):
+    """Return the dtype that layers compute in. dtype: the setting."""
+    return getattr(torch, dtype if dtype != "auto" else
+                   "bfloat16" if torch.cuda.is_available() else "float32")
 
 
 def keep_freed_memory():

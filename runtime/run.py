@@ -8,6 +8,7 @@ All training scripts share this file, and no algorithm has to change it. checkpo
 writes the checkpoints.
 """
 import contextlib
+import copy
 import datetime
 import json
 import math
@@ -83,7 +84,7 @@ class Run:
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings),
-                      "world_size": self.world_size, "clock": clock} | state
+                      "world_size": self.world_size, "clock": clock, "first_gap": None} | state
         self.arrays, self.signalled, self.stopped = {}, 0.0, False
         if self.resumed:
             self._read_state(critic)
@@ -114,6 +115,7 @@ class Run:
         Raises ValueError."""
         s, before = self.settings, self.state["settings"]
         check_suits(s, folders.suits)
+        self.tokenizer = folders.tokenizer
         for key, what, file, rows in (
                 ("train_prompts", "training", s.train_file, [row for _, row in train_set.named]),
                 ("eval_prompts", "held-out", s.eval_file or s.train_file, eval_set)):     # with their tokens
@@ -135,6 +137,15 @@ class Run:
         self.state["checksums"] |= found
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
+    @property
+    def gap_bound(self):
+        """The largest mean |trainer - engine| of logprobs, in nats, that does not stop the run."""
+        first = self.state["first_gap"]
+        if self.settings.logprob_gap or distributed.compute_dtype(self.settings.dtype) == torch.float32:
+            return self.settings.logprob_gap or 1e-3
+        # How much bfloat16 rounds off depends on the model, and shows before the first update.
+        return 0.15 if first is None else max(0.05, 3 * first)
+
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
 
@@ -151,8 +162,8 @@ class Run:
             self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state)
         except OSError as error:
             fail(f"out_dir={self.out_dir} cannot be written: {error}")
-        self.engine = engine
-        engine.version = self.first_step
+        self.engine, self.networks = engine, networks
+        engine.version, engine.stop = self.first_step, self._stop
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
@@ -167,6 +178,9 @@ class Run:
             (s.environment or s.tools or s.agent) and s.call_workers and
             "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
             self.resumed and f"resumes {self.resumed}",
+            s.dtype == "bfloat16" and not (
+                torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()) and
+            "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32",
             before != self.world_size and
             f"{before} ranks wrote it: sums round differently on {self.world_size}, so the steps are not bit "
             "for bit those of an unbroken run"])))
@@ -179,9 +193,9 @@ class Run:
         # A launcher may pass on a signal that the process has already received. Only a Ctrl-C that comes more
         # than a second after the first signal ends the run, as soon as Python runs again.
         if not self.signalled:
-            self.signalled = time.monotonic()
-            self.log.say("This step will be finished and saved, then the run stops. Ctrl-C again ends it at "
-                         "once.")
+            self.signalled, self.engine.signalled = time.monotonic(), True
+            self.log.say("The run saves and stops: now if it samples, otherwise when this step is finished. "
+                         "Ctrl-C again ends it at once.")
         elif number == signal.SIGINT and time.monotonic() - self.signalled > 1:
             os._exit(130)
 
@@ -193,6 +207,13 @@ class Run:
         """Return whether a signal has come, or torchrun has died, on any rank. A collective."""
         self.stopped = any(distributed.gathered([bool(self.signalled)]))
         return self.stopped
+
+    def _stop(self):
+        # After sampling: if a signal has come to any rank, saves the step as it began and ends the run.
+        if self.stopping():
+            self.state |= self.log.begun
+            self.save(self.networks, self.tokenizer)
+            self.end()
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
@@ -220,6 +241,8 @@ class Run:
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         self.state["step"] += 1
         self.state["num_tokens"] += tokens
+        if self.state["first_gap"] is None:
+            self.state["first_gap"] = log.metrics.get("sampling/sampling_logp_difference/mean")
         log.metrics |= figures | {
             "num_tokens": self.state["num_tokens"], "perf/throughput": tokens / seconds,
             "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9, "timing_s/step": seconds}
@@ -255,7 +278,7 @@ class Run:
                         self.settings.keep_checkpoints, self.arrays)
                 except Exception as error:      # on a full disk libraries raise all kinds of errors
                     fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
-        if step == self.settings.max_steps:
+        if step == self.settings.max_steps and not self.stopped:
             self.log.write()
         elif self.stopped:
             self.log.say(f"stopped by a signal after {step} steps" + (
@@ -308,7 +331,7 @@ class RunLog:
         if self.state["evaluated"].get("step") != step:
             self.state["evaluated"] = {"step": step}
         self.metrics, self.timing, self.totals = {**self.state["evaluated"]}, defaultdict(float), {}
-        self.started = time.perf_counter()
+        self.begun, self.started = copy.deepcopy(self.state), time.perf_counter()
         distributed.watchdog.moved(f"step {step}")
 
     @contextlib.contextmanager

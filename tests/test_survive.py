@@ -142,6 +142,51 @@ def test_a_signal_finishes_the_step_saves_and_exits(whole, folder, reward_file, 
     assert without_times(lines(out_dir)) == without_times(lines(whole))
 
 
+# From the third step on each turn takes its time, unless a file says otherwise.
+SLOW = """
+import os, time
+here, begun = os.path.dirname(__file__), 0
+class Slow:
+    def reset(self, **row):
+        global begun
+        begun += 1
+    def step(self, text):
+        if begun > LIMIT and not os.path.exists(f"{here}/go on"):
+            open(f"{here}/slow", "w").close()
+            time.sleep(1)
+        return "More.", sum(ord(c) % 2 == 0 for c in text) / 12, len(text) % 4 == 0
+"""
+
+
+@pytest.mark.parametrize("script, ranks, reached", [
+    ("train_grpo.py", 2, "torchrun"), ("train_dapo.py", 2, 1), ("train_ppo.py", 1, 0)])
+def test_a_signal_ends_sampling_and_saves_the_start_of_the_step(talker, tmp_path, script, ranks, reached):
+    """On whichever rank, though prompts have been drawn; the figures are those of a run that went on."""
+    out_dir, log = tmp_path / "run", tmp_path / "log"
+    # The trial, 4 held-out prompts, and 2 steps of 16 episodes.
+    (tmp_path / "slow.py").write_text(SLOW.replace("LIMIT", str(2 + (4 + 2 * 16) // ranks)))
+    settings = {"environment": f"{tmp_path}/slow.py:Slow", "task": "arithmetic", "max_completion_length": 48,
+                "save_interval": 100, "eval_interval": 0, "max_steps": 4, "max_num_gen_batches": 1}
+    if script != "train_dapo.py":
+        del settings["max_num_gen_batches"]
+    arguments = command(script, talker, out_dir, "--reward=", **settings)
+    if reached == "torchrun":
+        process = start([*TORCHRUN, f"--nproc_per_node={ranks}", *arguments], log)
+    else:
+        processes = begin(log, *arguments, ranks=ranks)
+        process = processes[reached]
+    wait_for(lambda: (tmp_path / "slow").exists() and len(lines(out_dir)) == 2, process)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(lambda: code_of(process) is not None, process, 25)
+    assert "stopped by a signal after 2 steps" in log.read_text(), log.read_text()[-3000:]
+    assert [os.path.basename(path) for path in checkpoint.checkpoints(out_dir)] == ["checkpoint-2"]
+    (tmp_path / "go on").touch()
+    forked(log, *arguments, "--resume=auto", ranks=ranks)
+    whole = command(script, talker, tmp_path / "whole", "--reward=", **settings)
+    forked(log, *whole, ranks=ranks)
+    assert without_times(lines(out_dir)) == without_times(lines(tmp_path / "whole"))
+
+
 # In the first step of training, after a trial and an evaluation, it waits for a file.
 WAITING = """
 import os, time
@@ -155,7 +200,8 @@ def score(prompts, completions, **_):
             time.sleep(0.01)
     return [0.5 * (i % 2) for i in range(len(completions))]
 """
-NOTICE = "This step will be finished and saved, then the run stops. Ctrl-C again ends it at once."
+NOTICE = ("The run saves and stops: now if it samples, otherwise when this step is finished. "
+          "Ctrl-C again ends it at once.")
 
 
 @pytest.fixture()

@@ -1,4 +1,5 @@
 """Several processes, and several launchers: the same gradient, shared engines, and the end of a lost rank."""
+import json
 import math
 import os
 import pickle
@@ -365,6 +366,51 @@ def test_a_bfloat16_engine_under_float32_masters(folder, reward_file, tmp_path, 
     assert 1e-6 < metrics[2]["sampling/sampling_logp_difference/mean"] < 0.05
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+
+
+@pytest.fixture(scope="module")
+def noisy(folder, tmp_path_factory):
+    """A deep model with large weights, in which bfloat16 rounds off 0.06 nats on average."""
+    path = str(tmp_path_factory.mktemp("noisy"))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(
+        folder, num_hidden_layers=20, layer_types=["full_attention"] * 20,
+        initializer_range=0.5)).save_pretrained(path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(path)
+    return path
+
+
+HARMED = """
+import runpy
+import rollout
+plain, fill = rollout.sample_tokens, rollout.HFEngine.load_weights
+def colder():
+    rollout.sample_tokens = lambda logits, uniform, heat, *rest: plain(logits, uniform, 0.8 * heat, *rest)
+HARM
+runpy.run_path("train_grpo.py", run_name="__main__")
+"""
+SYNC = "rollout.HFEngine.load_weights = lambda self, weights, version: "
+
+
+@pytest.mark.parametrize("harm, found", [
+    ("", None), ("colder()", 0), (SYNC + "(fill(self, weights, version), colder())", 1),
+    (SYNC + "fill(self, ((name.replace('.3.', '.4.'), x) for name, x in weights), version)", 1)])
+def test_the_bound_of_the_gap_follows_the_noise_of_bfloat16(noisy, reward_file, tmp_path, harm, found):
+    """Three times what the model has before training; a layer or a temperature that is off is still found."""
+    (tmp_path / "harmed.py").write_text(HARMED.replace("HARM", harm))
+    run = lambda code, steps, **more: train(
+        tmp_path / "harmed.py", noisy, tmp_path / "run", reward_file, code=code, dtype="bfloat16",
+        learning_rate=2e-5, max_steps=steps, save_interval=1, **more)
+    metrics, output = run(0 if found is None else 1, 2)
+    gaps = [line["sampling/sampling_logp_difference/mean"] for line in metrics[:2] if len(line) > 9]
+    if found is not None:
+        assert len(gaps) == found and "engine and trainer logprobs differ by" in output
+        assert f"logprob_gap={max(0.05, 3 * gaps[0]) if gaps else 0.15:g}" in output
+        return
+    assert all(0.05 < gap < 0.15 for gap in gaps)
+    run(0, 3, resume="auto")
+    state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer" / "state.json").read_text())
+    assert state["first_gap"] == gaps[0] != gaps[1]
 
 
 @pytest.fixture(scope="module")

@@ -407,7 +407,7 @@ def test_the_bound_of_the_gap_follows_the_noise_of_bfloat16(noisy, reward_file, 
         assert len(gaps) == found and "engine and trainer logprobs differ by" in output
         assert f"logprob_gap={max(0.05, 3 * gaps[0]) if gaps else 0.15:g}" in output
         return
-    assert all(0.05 < gap < 0.15 for gap in gaps)
+    assert gaps[0] > 0.05 and len(gaps) == 2
     run(0, 3, resume="auto")
     state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer" / "state.json").read_text())
     assert state["first_gap"] == gaps[0] != gaps[1]

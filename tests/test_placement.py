@@ -428,17 +428,17 @@ def test_after_the_last_weights_no_engine_waits_in_vain(folder, reward_file, tmp
 
 
 def logprobs(r, model):
-    """Of the sampled tokens of a completion, by transformers."""
+    """Of the sampled tokens of a completion at temperature 0.7, by transformers."""
     ids = torch.from_numpy(r.ids).long()
     with torch.no_grad():
-        logps = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logps = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return logps[len(r.prompt_ids) - 1:]
 
 
 @pytest.mark.parametrize("estimator", ["k1_reward", "k3_is"])
 def test_what_stale_completions_are_worth(train, folder, tmp_path, estimator):
     """The KL is the trained policy's, and the ratio in it and in a token's weight is to what sampled it."""
-    metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_estimator=estimator)
+    metrics, _ = train(max_staleness=2, max_steps=3, kl_coef=0.05, kl_estimator=estimator, temperature=0.7)
     model = models_of(tmp_path / "run", folder)
     rollouts = sampled_for(tmp_path / "run", 2)
     trained = [logprobs(r, model(2)) for r in rollouts]

@@ -22,6 +22,7 @@ from packing import pack
 from runtime import check_model
 from losses import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
+from runs import on_ranks
 from test_packing import episode
 from tiny import pretrain
 
@@ -360,6 +361,20 @@ def test_rollouts_of_another_version_are_refused(mesh, folder):
             compare_logprobs(rollouts, {0: logps[0], s: logps[s]}, 20.0, tokenizer, version=4)
     compare_logprobs(rollouts, logps, 20.0, tokenizer)
     assert compare_logprobs(rollouts, {}, 0.2, tokenizer, 4) == {}
+
+
+def compared_on_a_rank(folder):
+    gap = (0.1, -0.15)[dist.get_rank()]
+    one = rollout.Rollout.single([65], [66], [-1.0], "stop")
+    return compare_logprobs([one], {0: torch.tensor([-1.0 + gap])}, 0.2, AutoTokenizer.from_pretrained(folder))
+
+
+def test_the_extremes_are_those_of_all_ranks(folder, tmp_path):
+    expected = {"sampling_logp_difference/mean": 0.125, "sampling_logp_difference/p99": 0.15,
+                "sampling_logp_difference/max": 0.15, "importance_sampling_ratio/max": math.exp(0.1),
+                "importance_sampling_ratio/min": math.exp(-0.15)}
+    for metrics in on_ranks(2, tmp_path, compared_on_a_rank, folder):
+        assert {name: metrics[f"sampling/{name}"] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_request_that_would_be_cut_is_refused(engine):

@@ -128,5 +128,5 @@ if __name__ == "__main__":
         sys.exit(__doc__.strip())
     try:
         print(f"{write(sys.argv[1:])}: curves, samples and health")
-    except OSError as error:
-        sys.exit(f"report.py: there is no report: {error}")
+    except (OSError, json.JSONDecodeError) as error:            # a kill may have cut config.json off
+        sys.exit(f"report.py {' '.join(sys.argv[1:])}: there is no report: {error}")

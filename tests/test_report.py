@@ -235,6 +235,9 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
     said = launch("report.py", tmp_path, code=1)
     assert f"there is no report: [Errno 2] No such file or directory: '{tmp_path}/config.json'" in said
     assert "python report.py out/" in launch("report.py", code=1)
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_text('{"a": 1')
+    assert f"{tmp_path}: there is no report: Expecting" in launch("report.py", tmp_path, code=1)
 
 
 # ------------------------------------------------------------------------------------------------------------

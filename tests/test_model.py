@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 import losses
 from losses import LogprobsFromHidden, head_logits, product, value_loss
 from model import (Policy, check_same, gathered_logprobs, load_critic, load_policy, make_optimizer,
-                   token_logprobs, token_values)
+                   set_learning_rate, token_logprobs, token_values)
 from packing import idle, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places
@@ -504,3 +504,11 @@ def test_a_new_critic_starts_at_zero_and_learns_known_returns(folder, mesh):
         optimizer.step()
         optimizer.zero_grad()
     assert loss.mean() < 0.05 * (torch.cat(returns).square().mean() / 2)
+
+
+def test_the_rate_of_a_group_is_a_multiple_of_the_scheduled_one():
+    one, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [one]}, {"params": [other], "lr_scale": 0.1}], 1.0)
+    for rate in (0.5, 0.25):
+        assert set_learning_rate(optimizer, rate) == rate
+        assert [group["lr"] for group in optimizer.param_groups] == [rate, 0.1 * rate]

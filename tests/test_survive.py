@@ -171,13 +171,13 @@ def test_a_signal_ends_sampling_and_saves_the_start_of_the_step(talker, tmp_path
         del settings["max_num_gen_batches"]
     arguments = command(script, talker, out_dir, "--reward=", **settings)
     if reached == "torchrun":
-        process = start([*TORCHRUN, f"--nproc_per_node={ranks}", *arguments], log)
+        processes, reached = [start([*TORCHRUN, f"--nproc_per_node={ranks}", *arguments], log)], 0
     else:
         processes = begin(log, *arguments, ranks=ranks)
-        process = processes[reached]
-    wait_for(lambda: (tmp_path / "slow").exists() and len(lines(out_dir)) == 2, process)
-    os.kill(process.pid, signal.SIGTERM)
-    wait_for(lambda: code_of(process) is not None, process, 25)
+    wait_for(lambda: (tmp_path / "slow").exists() and len(lines(out_dir)) == 2, processes[0])
+    os.kill(processes[reached].pid, signal.SIGTERM)
+    for process in processes:
+        wait_for(lambda: False, process, 60)
     assert "stopped by a signal after 2 steps" in log.read_text(), log.read_text()[-3000:]
     assert [os.path.basename(path) for path in checkpoint.checkpoints(out_dir)] == ["checkpoint-2"]
     (tmp_path / "go on").touch()

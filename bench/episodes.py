@@ -54,6 +54,7 @@ class Slow(Game):
 
 class Paced:
     """An engine whose turns have drawn lengths; in lockstep it answers a turn's requests all at once."""
+    signalled = False
 
     def __init__(self, engine, lockstep=False):
         self.engine, self.lockstep, self.asked = engine, lockstep, 0

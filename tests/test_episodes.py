@@ -336,7 +336,8 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, *sampling, **more):
     """What a Sampler makes of these seeds, which otherwise are hashes."""
     settings = SimpleNamespace(max_completion_length=max_tokens, temperature=1.0, seed=0)
     generate = lambda ids, n, _, length, __: engine.generate(ids, n, seeds, length, *sampling, **more)
-    sample = rollout.Sampler(settings, tokenizer, player(""), SimpleNamespace(generate=generate))
+    engine_with = SimpleNamespace(generate=generate, stop=engine.stop)
+    sample = rollout.Sampler(settings, tokenizer, player(""), engine_with)
     return sample(prompts, n, seeds)
 
 

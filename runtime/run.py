@@ -351,13 +351,10 @@ class RunLog:
         sums: {name: a number, or a tensor of one number}. means: {name: a tensor or list of values}; a mean
         that gets no values is left out.
         """
-        for name, value in sums.items():
-            total, _ = self.totals.get(name, (0.0, None))
-            self.totals[name] = total + torch.as_tensor(value).detach(), None
-        for name, values in means.items():
+        for name, values in (sums | means).items():
             values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
             total, count = self.totals.get(name, (0.0, 0))
-            self.totals[name] = total + values.sum(), count + values.numel()
+            self.totals[name] = total + values.sum(), None if name in sums else count + values.numel()
 
     def evaluation(self, results, failures=(), count=0):
         """Log the results of an evaluation, and show those over all prompts on the console.

@@ -76,12 +76,16 @@ def thinned(points, most):
     return [step for step, _ in kept], [float(f"{value:.5g}") for _, value in kept]
 
 
-def summary(folder, lines, metrics):
-    """Return the cells of a run's line: folder, last step, minutes, and its first and last scores."""
+def summary(lines, metrics):
+    """Return what a run came to, as texts: its first and last scores, what was not scored, steps and minutes."""
+    scores = [f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}"
+              for pattern in (r"eval/mean@\d+", r"eval/(pass|maj)@\d+", "reward")
+              for metric in filter(re.compile(pattern).fullmatch, metrics)
+              if (points := series(lines, metric))]
+    unscored = sum(count for _, count in series(lines, "rewards/unscored"))
     minutes = sum(seconds for _, seconds in series(lines, "timing_s/step")) / 60
-    return [folder, f"to step {max((line['step'] for line in lines), default=0)}", f"{minutes:.1f} min",
-            *(f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}" for metric in metrics
-              if re.fullmatch(r"reward|eval/[a-z]+@\d+", metric) and (points := series(lines, metric)))]
+    return [*scores, *([f"{unscored:.0f} completions without a score"] if unscored else []),
+            f"to step {max((line['step'] for line in lines), default=0)}", f"{minutes:.1f} min"]
 
 
 def page(folders):
@@ -97,13 +101,15 @@ def page(folders):
     for title, pattern, scale in PANELS:
         curves = {}                                             # {metric: (steps, values) of each run}
         for metric in filter(re.compile(pattern).fullmatch, metrics):
-            found = [thinned(series(lines, metric), most) for lines, *_ in read]
+            # A step without a gradient has no place on a scale of logarithms.
+            found = [thinned([(step, value) for step, value in series(lines, metric)
+                              if value > 0 or scale != "log"], most) for lines, *_ in read]
             # A curve that is 0 in all runs, or the same as another one of the panel, is left out.
             if any(any(ys) for _, ys in found) and found not in curves.values():
                 curves[metric] = found
         panels += [{"title": title, "scale": scale, "curves": curves}] if curves else []
     runs = [{"name": name if names.count(name) == 1 and name else f"{name} {os.path.basename(run)}".strip(),
-             "summary": summary(run, lines, metrics), "findings": findings(lines, settings),
+             "summary": summary(lines, metrics), "findings": findings(lines, settings),
              "samples": read_samples(run, SAMPLE_BYTES // len(read))}
             for run, name, (lines, settings, _) in zip(folders, names, read)]
     text = json.dumps({"runs": runs, "panels": panels, "settings": [

@@ -1,10 +1,12 @@
 """
-Draw the pictures of README.md and docs/ from what runs have logged: default_run.svg, with runs of PPO also
-ppo_and_grpo.svg, and episodes.svg. And, by Chromium, what report.py makes of a healthy run and of a broken one.
+Draw the pictures of README.md and docs/ from what runs have logged: smollm2.svg, ppo_and_grpo.svg and
+episodes.svg. And, by Chromium, what report.py makes of a healthy run and of a broken one.
 
     for seed in 0 1 2; do torchrun train_grpo.py --seed=$seed --out_dir=out/grpo$seed; done
     for seed in 0 1 2; do torchrun train_ppo.py --seed=$seed --out_dir=out/ppo$seed; done
     python -m bench.pictures --grpo=out/grpo0,out/grpo1,out/grpo2 --ppo=out/ppo0,out/ppo1,out/ppo2
+    for seed in 0 1 2; do torchrun train_grpo.py config/tasks/smollm2.py --seed=$seed --out_dir=out/sums$seed; done
+    python -m bench.pictures --smollm2=out/sums0,out/sums1,out/sums2
     python train_grpo.py --learning_rate=5e-3 --out_dir=out/broken
     python -m bench.pictures --healthy=out/grpo0 --broken=out/broken
     python -m bench.pictures --guess=out/game0,out/game1,out/game2 --calculator=out/sums0,out/sums1,out/sums2
@@ -18,8 +20,9 @@ import tempfile
 import report
 from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
-grpo = ""                       # folders of runs of train_grpo.py, with commas between them
-ppo = ""                        # folders of runs of train_ppo.py; empty: only default_run.svg is drawn
+smollm2 = ""                    # folders of runs with config/tasks/smollm2.py, with commas between them
+grpo = ""                       # folders of runs of train_grpo.py
+ppo = ""                        # folders of runs of train_ppo.py
 guess = ""                      # folders of runs of train_grpo.py with config/tasks/guess.py
 calculator = ""                 # the same with config/tasks/calculator.py
 healthy = ""                    # the folder of a run; with Debian's package chromium its report is drawn
@@ -129,19 +132,18 @@ def screenshot(folder, name, height, scheme):
     print(path)
 
 
-check(grpo or guess and calculator or healthy or broken, "name the folders of runs, see --help")
-check(grpo or not ppo, "ppo needs grpo to compare with")
-if grpo:
-    grpo_runs = read(grpo)
-    lengths = curves(grpo_runs, "step", "completions/mean_length")
-    picture("default_run.svg", "The default run: held-out accuracy and the length of completions, by step",
-            panel(LEFT[0], "Held-out accuracy, a line per run", "step", [
-                ("mean@4", ORANGE, curves(grpo_runs, "step", "eval/mean@4")),
-                ("pass@4", GREY, curves(grpo_runs, "step", "eval/pass@4"))], 1),
+check(smollm2 or grpo and ppo or guess and calculator or healthy or broken,
+      "name the folders of runs, see --help")
+if smollm2:
+    real_runs = read(smollm2)
+    lengths = curves(real_runs, "step", "eval/mean_length")
+    picture("smollm2.svg", "SmolLM2 learns sums: held-out accuracy and the length of completions, by step",
+            panel(LEFT[0], "Sums of two numbers, held-out, a line per run", "step", [
+                ("mean@2", ORANGE, curves(real_runs, "step", "eval/mean@2"))], 1),
             panel(LEFT[1], "Tokens per completion, a line per run", "step", [("", BLUE, lengths)],
                   1.1 * max(y for run in lengths for _, y in run)))
-if ppo:
-    ppo_runs = read(ppo)
+if grpo and ppo:
+    grpo_runs, ppo_runs = read(grpo), read(ppo)
     picture("ppo_and_grpo.svg", "Held-out accuracy of GRPO and PPO, by completions and by time", *(
         panel(left, f"Held-out mean@4 by {by}", x_label, [
             ("GRPO", ORANGE, curves(grpo_runs, x, "eval/mean@4")),

@@ -49,7 +49,7 @@ READ = re.compile(rf"({'|'.join(['step', 'rewards/(no_answer|min|max)', *RULES])
 
 def findings(lines, settings):
     """Return a dict for each broken rule: metric, first and last step of the latest stretch in which it was
-    broken, and text.
+    broken, whether that is over, and text.
 
     lines: dicts of metrics, one per step, as in metrics.jsonl. settings: a dict of the run's settings.
     """
@@ -71,8 +71,9 @@ def findings(lines, settings):
         for stretch in [some for some in stretches if len(some) >= LEAST][-1:]:
             first, last = stretch[0][1], stretch[-1][1]
             *_, worst, limit = max(stretch, key=lambda one: sign * (one[2] - one[3]))
-            when = f"since step {first}" if last == smooth[-1][0] else f"between steps {first} and {last}"
-            found.append({"metric": metric, "first": first, "last": last, "text": (
+            over = last != smooth[-1][0]
+            when = f"between steps {first} and {last}" if over else f"since step {first}"
+            found.append({"metric": metric, "first": first, "last": last, "over": over, "text": (
                 f"{meaning} {metric}, averaged over {WINDOW} steps, is {'over' if sign > 0 else 'under'} "
                 f"{limit:.2g} {when}, at worst {worst:.2g}. "
                 f"Try {to_try.format_map(defaultdict(lambda: 'not set', settings))}.")})

@@ -182,6 +182,7 @@ def test_the_page_of_a_run(tmp_path):
     found = content(path)
     (run,) = found["runs"]
     assert run["name"] == "run" and run["findings"] == [] and "to step 19" in run["summary"]
+    assert run["summary"][0] == "eval/mean@4 0 → 0.5"           # the headline
     settings = {key: values for key, *values in found["settings"]}
     assert settings["learning_rate"] == ["0.001", "0.0001"] and settings["seed"] == ["0", "0"]
     assert not {"out_dir", "checksums"} & settings.keys()

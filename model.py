@@ -31,8 +31,8 @@ from attention import Pick, cut_over, join
 from losses import LogprobsFromHidden
 from packing import deal, idle, pack
 from runtime import distributed
-from runtime.check_model import (check_reader, check_trainable, end_tokens, load_tokenizer, model_class,
-                                 read_config)
+from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
+                                 model_class, read_config)
 from weights import put_under_fsdp, read_model, spread_masters, write_model
 
 
@@ -209,11 +209,12 @@ def per_token(network, forward, rollouts, chosen, token_budget):
 def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
 
-    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken sync, a
-    wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the worst
-    tokens. version: that of the policy; rollouts of another one raise RuntimeError, because another policy is
-    their pi_old. None accepts all. docs/metrics.md explains the metrics. A collective, also for a rank
-    without any logprobs.
+    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
+    sync, a wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the
+    worst tokens. Pass an infinite bound for weights that are known to differ. version: that of the policy;
+    rollouts of another version raise RuntimeError, because another policy is their pi_old. None accepts all.
+    docs/metrics.md explains the metrics: importance_sampling_ratio is exp(trainer - engine), and kl is
+    KL(engine || trainer) by k3. A collective, also for a rank without any logprobs.
     """
     stale = {sampled_by for s in logps for _, sampled_by in rollouts[s].versions} - {version}
     if stale and version is not None:
@@ -263,7 +264,7 @@ def open_folders(s, longest, clock=None):
     s: a script's settings. longest: the number of tokens in its longest row. clock: see load_tokenizer. The
     result has the attributes policy, reference and critic (folders or hub ids, the last two only if the
     script has such a setting), tokenizer, and eos_ids: the tokens that end a completion; suits: the settings
-    that its config names as those that suit it; Raises ValueError for a model that
+    that its config names as those that suit it; and note: see end_note. Raises ValueError for a model that
     cannot be trained, or that does not read the policy's tokens.
     """
     policy = check_trainable(s.model, length=longest)
@@ -272,7 +273,8 @@ def open_folders(s, longest, clock=None):
              for key in ("reference_model", "critic_model") if hasattr(s, key)}
     return SimpleNamespace(
         policy=policy, tokenizer=tokenizer, eos_ids=end_tokens(policy, tokenizer),
-        suits=getattr(read_config(policy), "suits", {}), **other)
+        suits=getattr(read_config(policy), "suits", {}),
+        note=end_note(policy, tokenizer) if s.chat else "", **other)
 
 
 CLOSE = 1e-4                # less difference from transformers, relative to the largest value, is rounding

@@ -5,6 +5,7 @@ What a model folder says about its model, and which models are refused before th
     check_trainable  the same, if by its config the model can also be trained
     load_tokenizer   its tokenizer
     end_tokens       the tokens that end a completion
+    end_note         a sentence, if the chat template writes none of them
     forecast         how much memory a run will take, and a refusal of what no device can hold
 """
 import contextlib
@@ -178,6 +179,23 @@ def end_tokens(model, tokenizer):
             return ids
     raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
                      "names an end-of-sequence token")
+
+
+def end_note(model, tokenizer):
+    """Return a sentence if the chat template ends a turn with none of the model's end tokens, or else ""."""
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "forty-two"}]
+    try:
+        written = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
+    # Templates raise all kinds of errors. One that fails for the run's prompts stops it elsewhere.
+    except Exception:
+        return ""
+    ends = end_tokens(model, tokenizer)
+    if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
+        return ""
+    names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
+    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with "
+            f"{written!r}; "
+            "a model that writes the latter is cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None, clock=None):

@@ -33,8 +33,7 @@ RULES = {
         "easier or harder prompts, a finer reward, or more num_generations (now {num_generations})"),
     "completions/clipped_ratio": (1, lambda first, best, s: 0.2,
         "Many completions are cut off at the length limit.",
-        "a reward that does not pay for length, more max_completion_length (now {max_completion_length}), or "
-        "the eos_token_id with which the chat template ends a turn"),
+        "a reward that does not pay for length, or more max_completion_length (now {max_completion_length})"),
     "actor/skipped_updates": (1, lambda first, best, s: 0.0,
         "Updates are skipped, because their gradient is not finite.",
         "a smaller learning_rate (now {learning_rate}), or dtype=float32 (now {dtype})"),

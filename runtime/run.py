@@ -125,7 +125,7 @@ class Run:
                   f"{file or 'task=' + s.task}: the {what} prompts are not those of {self.resumed}, so this "
                   "would not be the same run")
             self.state["checksums"][key] = found
-        self.notes = [forecast_note(s, self.world_size)]
+        self.notes = [forecast_note(s, self.world_size), folders.note]
         found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(s, key)))
                        if os.path.isfile(path)] for key in ("reward", "environment", "tools", "agent")}
         for key in ("model", "reference_model", "reward_model"):        # all of their weights take too long

@@ -115,7 +115,7 @@ def split_rows(s, split):
     if not path:
         raise ValueError("task file needs train_file, or for an evaluation alone eval_file")
     # With an environment rows need no prompt, because its reset may give one.
-    named = file_rows(path, s.prompt_column, s.answer_column, s.chat, NO_PROMPT if s.environment else None)
+    named = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
     if s.eval_file:
         return named
     side = [(name, row) for name, row in named if held_out(
@@ -127,35 +127,37 @@ def split_rows(s, split):
     return side
 
 
-def file_rows(path, prompt_column="", answer_column="", chat=True, default=None):
-    # All rows of a file, as pairs (file:line, row). default: the prompt of a row without one.
+@functools.lru_cache(maxsize=1)
+def file_rows(path, prompt_column="", answer_column="", chat=True, optional=False):
+    # All rows of a file, as pairs (file:line, row). It is read once for both splits. optional: whether a row
+    # needs no prompt.
     rows, answers = {}, (answer_column,) if answer_column else ANSWERS
     for where, row in read_rows(path):
         row = {"conversations": row} if isinstance(row, list) else row      # as in Open-Reasoner-Zero's files
         if not isinstance(row, dict):
             raise ValueError(f"{where}: not an object")
         column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
-        prompt = default if row.get(column) is None else row[column]
-        if prompt is None:
+        prompt = row.get(column)
+        if prompt is None and not optional:
             nearest = next((key for key in QUESTIONS if key in row), "...")
             raise ValueError(f"{where}: no column {column}; the columns are {', '.join(row) or 'none'}: "
                              f"--prompt_column={nearest}")
         if isinstance(prompt, str) and prompt_column and chat:
             prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list) and prompt is not default:
+        if isinstance(prompt, list):
             prompt = [as_message(where, message) for message in prompt]
             if column != "prompt" and prompt and prompt[-1].get("role") == "assistant":
                 # The policy is to find it. Open-Reasoner-Zero's files have the true answer there.
                 truth = prompt.pop().get("ground_truth")
                 row = {"answer": truth.get("value") if isinstance(truth, dict) else truth} | row
-        if not isinstance(prompt, (str, list)):
+        elif not isinstance(prompt, (str, type(None))):
             raise ValueError(f"{where}: prompt must be a string or a list of messages, not {prompt!r:.100}")
-        text = whole_text(prompt)
-        if prompt is not default and not text.strip():
+        text = "?" if prompt is None else whole_text(prompt)
+        if not text.strip():
             raise ValueError(f"{where}: empty prompt")
         if text != text.encode(errors="ignore").decode():
             raise ValueError(f"{where}: half a surrogate pair, which cannot be encoded")
-        row = row | {"prompt": prompt}
+        row = row | {"prompt": NO_PROMPT if prompt is None else prompt}
         source, answer = row.get("data_source", row.get("source")), answer_of(where, row, answers)
         rows[where] = row | ({"source": source} if source is not None else {})
         if answer is not None or answer_column:
@@ -205,18 +207,14 @@ def answer_of(where, row, columns):
     for key in columns:
         truth = truths.get(key)
         several = truth if isinstance(truth, list) else [truth]
-        if several and all(map(is_answer, several)):
+        # A text that says something, or a number other than NaN and infinity
+        if several and all(one.strip() if isinstance(one, str) else isinstance(one, numbers.Number)
+                           and abs(one) < math.inf for one in several):
             return [*map(str, truth)] if isinstance(truth, list) else str(truth)
         # What verl's form holds may be anything that a reward understands; then it is no answer.
         if truth is not None and key != "reward_model.ground_truth":
             raise ValueError(f"{where}: {key} must be text or a finite number, not {truth!r:.100}; "
                              "a list may hold several; a column of another name goes to the reward as it is")
-
-
-def is_answer(value):
-    # A text that says something, or a number other than NaN and infinity.
-    return bool(value.strip()) if isinstance(value, str) else (
-        isinstance(value, numbers.Number) and abs(value) < math.inf)
 
 
 def read_rows(path):
@@ -241,14 +239,9 @@ def read_rows(path):
 def parquet_rows(path, whole):
     try:
         import pyarrow.parquet
-        table = pyarrow.parquet.read_table(whole)
+        return pyarrow.parquet.read_table(whole).to_pylist()
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
-    for place, column in enumerate(table.schema):
-        if column.type == pyarrow.float32():                    # 0.1 is to be 0.1, and not 0.10000000149
-            shortest = table[place].cast(pyarrow.string()).cast(pyarrow.float64())
-            table = table.set_column(place, column.name, shortest)
-    return table.to_pylist()
 
 
 def parsed(where, text):
@@ -283,14 +276,12 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
     a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
-    prompts, not_embedded = [], getattr(tokenizer, "not_embedded", {})
+    prompts = []
     for (name, row), ids in zip(named, encoded):
+        if not ids:
+            raise ValueError(f"{name}: its prompt has no tokens")
         plain = not chat or isinstance(row["prompt"], str)
         prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
-        strange = [token for token, number in not_embedded.items() if number in ids]
-        if strange or not ids:
-            what = f"{strange[0]}, a token that the model does not have" if strange else "no tokens"
-            raise ValueError(f"{name}: its prompt has {what}")
     return prompts
 
 
@@ -395,10 +386,6 @@ def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **change
     while len(encoded) < total and len(fitting) < wanted:
         encoded += prompts.encoded(order[len(encoded):len(encoded) + 512])
         fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
-    first = encoded[:32]
-    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
-        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
-                         f"{tokenizer.decode(first[0].ids)!r:.200}")
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
@@ -422,9 +409,6 @@ def check_kinds(tokenizer, prompts):
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
         kinds.setdefault(tuple((m["role"], "tool_calls" in m) for m in messages), (name, row["prompt"]))
     for kind, (name, prompt) in kinds.items():
-        if (s.environment or s.tools) and (not kind or kind[-1][0] == "assistant"):
-            raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
-                             "last one not the assistant's")
         text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, prompts.tools)
         if s.system_prompt.strip() not in text:
             raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")

@@ -27,6 +27,7 @@ import math
 import re
 import zlib
 from collections import deque
+from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -520,6 +521,7 @@ class Table:
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
         self.threads = Threads(self.settings.call_workers, self.settings.call_timeout)
+        self.calls = {}                         # {Future of a call in a thread: the number of its episode}
         self.numbers = itertools.count()        # of the episodes, in the order in which they begin
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
@@ -553,8 +555,10 @@ class Table:
         for answer in self.engine.step() if self.asked else ():
             self.asked -= 1
             self._go_on(answer.name, answer)
-        for number, *ended in self.threads.finished(wait=self.playing and not self.asked):
-            self._go_on(number, ended)
+        # Without a request for the engine the next thing to happen is the end of a call.
+        ended, _ = wait(self.calls, 0 if self.asked else None, FIRST_COMPLETED)
+        for call in ended:
+            self._go_on(self.calls.pop(call), call.result())
         complete = [key for key, group in self.groups.items() if None not in group]
         return {key: self.groups.pop(key) for key in complete}
 
@@ -575,4 +579,4 @@ class Table:
             self.engine.add(wish._replace(name=number))
             self.asked += 1
         else:
-            self.threads.start(number, wish)
+            self.calls[self.threads.submit(wish)] = number

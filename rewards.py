@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, read
-from runtime.user_code import (STARTED_IN, Failed, Threads, TimeUp, UserProcess, accepted, load_from,
-                               logging_into, name_of, number, outcome, shown, source_of, specs)
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, load_from, logging_into,
+                               name_of, number, outcome, outcomes, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -99,10 +99,7 @@ def load_reward(spec, task):
         spec = "rewards:math_verify"
     spec += ":compute_score" if spec.endswith(".py") else ""
     function = load_from(spec, "reward", "function", " or math_verify")
-    try:
-        parameters = inspect.signature(function).parameters.keys()
-    except ValueError as error:                                 # some of Python's own have none
-        raise ValueError(f"reward={spec}: {error}") from error
+    parameters = inspect.signature(function).parameters.keys()
     form = ("TRL" if {"prompts", "completions", "completion_ids"} & parameters else
             "verl" if "solution_str" in parameters else
             "verl batch" if "solution_strs" in parameters else "TRL")
@@ -145,30 +142,23 @@ def only(columns, i):
 
 
 def judge(reward, columns, workers=0, timeout=0.0, end=math.inf):
-    """Call a reward and return (parts, steps, logged) for each completion, as in `score`.
+    """Call a reward and return (parts, steps, logged) for each completion, as in `score`, or the call's error.
 
-    The completions of an async reward have calls of their own, of which `workers` run at the same time (0:
-    64), and each has `timeout` seconds (0: no limit). If such a call fails, Failed or TimeUp stands in place
-    of its values, and TimeUp for what is left at the time `end`. Raises Failed if any other reward fails.
+    The error is Failed or TimeUp. The completions of an async reward have calls of their own, of which
+    `workers` run at the same time (0: 64), and each has `timeout` seconds (0: no limit). TimeUp stands for
+    what is left at the time `end`.
     """
-    function = reward.function
+    function, count = reward.function, len(columns["completions"])
     if not callable(function):
         function = load_from(function, "reward", "function")
-    if not reward.at_once:
-        given, logged = arguments(reward, function, columns)
-        returned, error, _ = outcome(functools.partial(function, **given))
-        if error:
-            raise error
-        return checked(reward, returned, columns["completions"], logged)
-    calls, results, logs = Threads(workers or 64, timeout), [], []
-    for i in range(len(columns["completions"])):
-        given, logged = arguments(reward, function, only(columns, i))
-        calls.start(i, functools.partial(function, **given))
-        results.append(TimeUp())
-        logs.append(logged)
-    while time.monotonic() < end and (ended := calls.finished(wait=True)):
-        for i, returned, error, _ in ended:
-            results[i] = error or checked(reward, returned, columns["completions"][i:i + 1], logs[i])[0]
+    batches = [only(columns, i) for i in range(count)] if reward.at_once else [columns]
+    given = [arguments(reward, function, some) for some in batches]
+    calls = [functools.partial(function, **keywords) for keywords, _ in given]
+    ended = (outcomes(calls, workers or 64, timeout, end - time.monotonic()) if reward.at_once
+             else [outcome(calls[0])])
+    results = []
+    for some, (_, logged), (returned, error, _) in zip(batches, given, ended):
+        results += [error] * len(logged) if error else checked(reward, returned, some["completions"], logged)
     return results
 
 
@@ -195,54 +185,44 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
     completions, results, failure = columns["completions"], [], None
 
     def call(some):
-        # Calls the reward once for some of the completions; an async one, once for each.
-        if time.monotonic() >= end:
-            raise TimeUp
+        # Calls the reward for some of the completions; returns what judge does.
         arguments = reward, some, workers, timeout, end
-        if not process:
-            return judge(*arguments)
-        # The calls of an async reward have limits of their own.
-        return process.call(None if reward.at_once else timeout or None, judge, *arguments)
+        try:
+            if time.monotonic() >= end:
+                raise TimeUp
+            # The calls of an async reward have limits of their own.
+            found = judge(*arguments) if not process else process.call(
+                None if reward.at_once else timeout or None, judge, *arguments)
+        except (TimeUp, Failed) as error:
+            found = [error] * len(some["completions"])
+        for one, completion in zip(found, some["completions"]):
+            if isinstance(one, Failed) and not unscored and (reward.at_once or len(found) == 1):
+                raise ValueError(f"reward {reward.name} {one}; the completion is "
+                                 f"{content(completion)[:500]!r}") from one
+        return found
 
     # One call for all, unless the reward scores one completion at a time.
-    if len(completions) > 1 and (reward.at_once or reward.form != "verl"):
-        try:
-            results = call(columns)
-        except (TimeUp, Failed) as error:
-            failure = error
-            print(f"reward {reward.name} {error} for {len(completions)} completions: each is scored by a "
+    if reward.at_once or len(completions) > 1 and reward.form != "verl":
+        results = call(columns)
+        if isinstance(results[0], Exception) and not reward.at_once:
+            failure, results = results[0], []
+            print(f"reward {reward.name} {failure} for {len(completions)} completions: each is scored by a "
                   "call of its own", file=sys.stderr)
     # If that failed, or there was none: one call after the other, of which some may be late or fail.
     while len(results) < len(completions):
-        try:
-            results += call(only(columns, len(results)))
-        except (TimeUp, Failed) as error:
-            results.append(error)
-            if isinstance(error, Failed) and not unscored:
-                break
-    # Who is to blame: a completion whose own call raised, or all of them together.
+        results += call(only(columns, len(results)))
     late = any(isinstance(one, TimeUp) for one in results)
     if late and process:
         process.end()                                           # because calls of an async reward may go on
-    failed = [(one, f"; the completion is {content(completion)[:500]!r}")
-              for one, completion in zip(results, completions) if isinstance(one, Failed)]
-    if isinstance(failure, Failed) and not (failed or late):
-        failed = [(failure, f" for {len(completions)} completions in one call and for none alone")]
-    if failed and not unscored:
-        error, where = failed[0]
-        raise ValueError(f"reward {reward.name} {error}{where}") from error
+    if isinstance(failure, Failed) and not (late or unscored):
+        raise ValueError(f"reward {reward.name} {failure} for {len(completions)} completions in one call and "
+                         "for none alone") from failure
     # A completion without a score gets all parts that others have.
     scored = [one for one in results if isinstance(one, tuple)]
     names = dict.fromkeys(name for parts, *_ in scored for name in parts) or [reward.name]
     without = dict.fromkeys(names, math.nan if unscored else 0.0)
     return [(*one, "") if isinstance(one, tuple) else (without, [], {}, f"the reward {one}")
             for one in results]
-
-
-def known(values):
-    # Returns the sum of those that are not NaN, or NaN if there is none.
-    some = [value for value in values if not math.isnan(value)]
-    return sum(some) if some else math.nan
 
 
 def checked(reward, returned, completions, logged):
@@ -284,7 +264,7 @@ def parts_of(name, returned, text):
 class Scorer:
     """Scores rollouts by the rewards and the reward model that a run's settings name.
 
-    scorer(rollouts) sets score, parts, rewards, extra and problem of each rollout. The score is the sum of
+    scorer(rollouts) sets score, parts, rewards, extra and problem of rollouts that have none yet. The score is the sum of
     what the environment gave, what the rewards returned, and the reward model's score. Each part is first
     multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
     used. A reward that returned None counts as 0. A completion has no score if the reward model cannot score
@@ -360,24 +340,18 @@ class Scorer:
         if steps and self.player.make:
             raise ValueError(f"reward {min(named)} scores characters of a completion, but an episode has "
                              "several messages")
+        if twice := r.parts.keys() & named:
+            raise ValueError(f"reward={self.settings.reward}: two parts of the score are called {min(twice)}")
         counted = {"score": named["score"]} if "score" in named else named
-        r.score = known([r.score, *(self._weight(name) * value for name, value in counted.items())])
+        values = [r.score, *(self._weight(name) * value for name, value in counted.items())]
+        values = [value for value in values if not math.isnan(value)]
+        r.score = sum(values) if values else math.nan
         r.parts, r.extra = r.parts | named, r.extra | logged
         if any(map(self._weight, counted)):
             r.problem = r.problem or problem
 
     def _weight(self, name):
         return self.weights.get(name, 1.0)
-
-    def _said(self, rollouts):
-        # Returns a list of (parts, steps, logged, problem) for each reward, and for the reward model.
-        s, columns, end = self.settings, self._columns(rollouts), time.monotonic() + self.budget
-        said = [score(reward, columns, process, s.call_timeout, end, s.call_workers, self.unscored)
-                for reward, process in self.rewards]
-        if self.model:
-            by_model = self.model.score(columns["prompts"], columns["completions"])
-            said.append([({"reward_model": value}, [], {}, "") for value in by_model])
-        return said
 
     def check_with(self, prompts):
         """Try a first turn and two made-up completions, so that what is broken shows before training.
@@ -389,24 +363,18 @@ class Scorer:
         trial = []
         for prompt, text in zip(prompts * 2, ("Answer: 0", "")):
             message = [{"role": "assistant", "content": text}]
-            ids = self.tokenizer(text).input_ids if self.tokenizer else []
+            ids = np.array(self.tokenizer(text).input_ids if self.tokenizer else [])
             trial.append(SimpleNamespace(
                 row=prompt.row, completion=text if isinstance(prompt.row["prompt"], str) else message,
-                ids=np.array(ids), spans=np.array([[0, 0]]), versions=((0, 0),)))
-        # A judge may fail now and then, so where failures are accepted it is tried again.
-        for _ in range(3 if self.unscored else 1):
-            said = self._said(trial)
-            problems = [problem for (*_, problem), (*_, other) in said if problem and other]
-            if not problems:
-                break
-        else:
-            raise ValueError(f"{problems[0]} for a made-up completion: reward={self.settings.reward}, "
+                ids=ids, sampled_ids=ids, logprobs=ids, spans=np.array([[0, 0]]), versions=((0, 0),),
+                finish_reason="stop", score=math.nan, parts={}, problem="", rewards={}, extra={}))
+        self._score(trial)
+        # A judge may fail now and then.
+        if all(r.problem for r in trial):
+            raise ValueError(f"{trial[0].problem} for a made-up completion: reward={self.settings.reward}, "
                              f"call_timeout={self.settings.call_timeout:g}")
-        names = Counter(name for one in said for name in {name for parts, *_ in one for name in parts})
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"reward={self.settings.reward}: two parts of the score are called {twice[0]}")
         # The parts of a reward that reads environments are not known yet.
-        names = {*names, *(reward.name for reward, _ in self.rewards), self.environment} - {""}
+        names = {*trial[0].parts, *trial[1].parts, *(reward.name for reward, _ in self.rewards)}
         if (strange := self.weights.keys() - names) and not self.judging:
             raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
                              f"{', '.join(sorted(names))}")
@@ -422,14 +390,17 @@ class Scorer:
 
     def _score(self, rollouts):
         # Scores by any rewards, with or without an environment and a reward model.
-        for r, *said in zip(rollouts, *self._said(rollouts)):
-            # What the rewards said that have read the environment is there already.
-            if not self.judging:
-                r.parts, r.problem, r.score = {}, "", math.nan
+        s, columns, end = self.settings, self._columns(rollouts), time.monotonic() + self.budget
+        found = [score(reward, columns, process, s.call_timeout, end, s.call_workers, self.unscored)
+                 for reward, process in self.rewards]
+        if self.model:
+            by_model = self.model.score(columns["prompts"], columns["completions"])
+            found.append([({"reward_model": value}, [], {}, "") for value in by_model])
+        for r, *said in zip(rollouts, *found):
             own = defaultdict(float)                            # {sampled token: what it earned for a step}
             for named, steps, *more in said:
                 self._add(r, named, steps, *more)
-                for token, one in self._at_tokens(r, steps) if steps else ():
+                for token, one in self._at_tokens(r, steps):
                     own[token] += self._weight(min(named)) * one
             if self.environment:
                 # NaN if get_reward returned None: the environment gave nothing.
@@ -509,8 +480,8 @@ def evaluation(rollouts, k, name="eval"):
         answers = [extract_answer(content(r.completion)) for r in scored]
         # An answer votes by its exact value, or by its text if it has none.
         answers = [None if answer is None else read(answer)[0] for answer in answers]
-        votes = Counter(answer for answer in answers if answer is not None)
-        winner = answers.index(votes.most_common(1)[0][0]) if votes else 0
+        votes = [answer is not None and answers.count(answer) for answer in answers]
+        winner = votes.index(max(votes))
         source = rollouts[i].row.get("source")
         for prefix in [name] if source in (None, "") else [name, f"{name}/{source}"]:
             values[f"{prefix}/mean@{k}"].append(mean(scores))

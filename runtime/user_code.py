@@ -15,7 +15,6 @@ import importlib.util
 import inspect
 import io
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import threading
 import time
 import traceback
 import types
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection, Pipe
 
 # The folder in which the run was started. Code of the user's may change the current folder.
@@ -193,33 +192,31 @@ class Threads:
     """
 
     def __init__(self, count, timeout):
-        self.free, self.timeout = asyncio.Semaphore(count), timeout or threading.TIMEOUT_MAX
-        self.open, self.ended = 0, queue.SimpleQueue()          # open: how many calls have not been returned
+        self.free, self.timeout = asyncio.Semaphore(count), timeout
 
-    def start(self, name, function):
-        """Call a function as soon as a thread is free. name: how `finished` names its result."""
-        self.open += 1
-        asyncio.run_coroutine_threadsafe(self._call(name, function), event_loop("of Threads"))
+    def submit(self, function):
+        """Call a function as soon as a thread is free, and return a Future of what `outcome` returns for it."""
+        return asyncio.run_coroutine_threadsafe(self._call(function), event_loop("of Threads"))
 
-    async def _call(self, name, function):
+    async def _call(self, function):
         async with self.free:
             future = Future()
             work = lambda: future.set_result(outcome(function, self.timeout))
             # Not from a pool of threads, because the process would wait at its end for a call that hangs.
             threading.Thread(target=work, daemon=True).start()
-            await asyncio.wait([asyncio.wrap_future(future)], timeout=self.timeout)
-            self.ended.put((name, *(future.result() if future.done() else (None, TimeUp(), self.timeout))))
+            await asyncio.wait([asyncio.wrap_future(future)], timeout=self.timeout or None)
+            return future.result() if future.done() else (None, TimeUp(), self.timeout)
 
-    def finished(self, wait):
-        """Return (name, value, error, seconds) for each call that has ended or run out of time.
 
-        wait: whether to wait for the first one if there is none yet.
-        """
-        results = []
-        while self.open and (wait and not results or not self.ended.empty()):
-            results.append(self.ended.get())
-            self.open -= 1
-        return results
+def outcomes(functions, count, timeout, seconds):
+    """Call functions in Threads and return what `outcome` does for each, TimeUp if it is not there in time.
+
+    count, timeout: as in Threads. seconds: how long to wait for all of them at most.
+    """
+    threads = Threads(count, timeout)
+    futures = [threads.submit(function) for function in functions]
+    wait(futures, min(seconds, threading.TIMEOUT_MAX))
+    return [future.result() if future.done() else (None, TimeUp(), seconds) for future in futures]
 
 
 def closer(instance, name):
@@ -230,12 +227,8 @@ def closer(instance, name):
 
 def close(instances, seconds):
     """Close environments by close(), or else by release(), and wait `seconds` at most; with 0 not at all."""
-    calls = Threads(len(instances), seconds)
-    for instance in instances:
-        if method := closer(instance, "close") or closer(instance, "release"):
-            calls.start(id(instance), method)
-    while seconds and calls.finished(wait=True):
-        pass
+    methods = [closer(one, "close") or closer(one, "release") for one in instances]
+    outcomes([*filter(None, methods)], len(methods), 0, seconds)
 
 
 def make_lenient():
@@ -243,21 +236,20 @@ def make_lenient():
 
     What such a console would have shown goes to the null device.
     """
-    def lenient(call, number):
-        def call_or_drop(*text):
-            try:
-                return call(*text)
-            except (OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        return call_or_drop
+    def lenient(number, call, *text):
+        try:
+            return call(*text)
+        except (OSError, ValueError):
+            os.dup2(null.fileno(), number)
 
+    null = open(os.devnull, "w")
     for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:                          # it was closed when the process began
-            setattr(sys, name, open(os.devnull, "w"))
-        stream = getattr(sys, name)
+        stream = getattr(sys, name) or null                     # None if it was closed when the process began
+        setattr(sys, name, stream)
         if type(stream) is io.TextIOWrapper:                    # a notebook has streams of its own
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
-            stream.write, stream.flush = lenient(stream.write, number), lenient(stream.flush, number)
+            for call in ("write", "flush"):
+                setattr(stream, call, functools.partial(lenient, number, getattr(stream, call)))
 
 
 class UserProcess:

@@ -864,32 +864,24 @@ def test_the_engine_goes_on_while_an_environment_works(games):
 
 def test_a_thread_that_hangs_leaves_the_others_theirs():
     threads, release = user_code.Threads(2, 1.0), threading.Event()
-    for name, function in enumerate([lambda: release.wait(60), lambda: 1, lambda: 2 / 0, lambda: 3]):
-        threads.start(name, function)
-    results = {}
-    while len(results) < 4:
-        results |= {name: (value, type(error)) for name, value, error, _ in threads.finished(wait=True)}
-    assert results == {0: (None, user_code.TimeUp), 1: (1, type(None)), 2: (None, user_code.Failed),
-                       3: (3, type(None))}
+    calls = [threads.submit(function) for function in (
+        lambda: release.wait(60), lambda: 1, lambda: 2 / 0, lambda: 3)]
+    results = [(value, type(error)) for value, error, _ in (call.result(9) for call in calls)]
+    assert results == [(None, user_code.TimeUp), (1, type(None)), (None, user_code.Failed), (3, type(None))]
     # What the call that hung returns later is dropped.
     release.set()
-    threads.start(5, lambda: 5)
-    assert [name for name, *_ in threads.finished(wait=True)] == [5]
-    assert threads.finished(wait=True) == threads.finished(wait=False) == []
+    assert threads.submit(lambda: 5).result(9)[0] == 5 and calls[0].result()[0] is None
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_call_has_its_own_time_however_late_the_engine_looks(wait):
+def test_a_call_has_its_own_time_however_late_the_engine_looks():
     """As after a long step of an engine: one call has long ended, one took too long, and one still runs."""
     threads, release = user_code.Threads(3, 0.3), threading.Event()
-    for name, function in enumerate([lambda: 1, lambda: time.sleep(0.5), lambda: release.wait(60)]):
-        threads.start(name, function)
+    calls = [threads.submit(function) for function in (
+        lambda: 1, lambda: time.sleep(0.5), lambda: release.wait(60))]
     time.sleep(1)
-    results = {}
-    while len(results) < 3:
-        results |= {name: (value, type(error)) for name, value, error, _ in threads.finished(wait)}
     late = (None, user_code.TimeUp)
-    assert results == {0: (1, type(None)), 1: late, 2: late}
+    assert [(value, type(error)) for value, error, _ in (call.result(9) for call in calls)] == [
+        (1, type(None)), late, late]
     release.set()
 
 

@@ -447,10 +447,17 @@ def scorer(tmp_path, monkeypatch):
             texts = map(rewards.content, completions)
             return [sum(c.isdigit() for c in text) if text else NAN for text in texts]
 
+    class Again(rewards.Scorer):
+        def __call__(self, rollouts):
+            """Scores rollouts as if they had no score."""
+            for r in rollouts:
+                r.parts, r.problem, r.score = {}, "", NAN
+            super().__call__(rollouts)
+
     def scorer(source="", **settings):
         (tmp_path / "my_reward.py").write_text(source)
         spec = {"reward": f"{tmp_path}/my_reward.py:reward"} if source else {}
-        return rewards.Scorer(SimpleNamespace(**SETTINGS | spec | settings), torch.device("cpu"),
+        return Again(SimpleNamespace(**SETTINGS | spec | settings), torch.device("cpu"),
                               torch.float32, SimpleNamespace(rewards_as="", make=None, check_with=lambda prompts: None))
     monkeypatch.setattr(reward_model, "RewardModel", Digits)
     return scorer
@@ -959,10 +966,8 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
     scores(rollouts)
     assert [r.score for r in rollouts] == [0.0] * 4 and not any(r.problem for r in rollouts)
     assert math.isnan(rollouts[1].parts["right"])
-    # One of the two made-up completions may fail, and both at times.
+    # One of the two made-up completions may fail.
     (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
-    scorer(**settings).check_with(prompts_of(ROWS))
-    (tmp_path / "judge.py").write_text("tries = []\n" + LATER.replace('text == "broken"', "tries.append(1) or len(tries) <= 2"))
     scorer(**settings).check_with(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text(LATER)
     with pytest.raises(ValueError, match="reward_weights: no part rigth; the parts are most, right, trl"):

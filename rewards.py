@@ -400,7 +400,7 @@ class Scorer:
             own = defaultdict(float)                            # {sampled token: what it earned for a step}
             for named, steps, *more in said:
                 self._add(r, named, steps, *more)
-                for token, one in self._at_tokens(r, steps):
+                for token, one in self._at_tokens(r, steps) if steps else ():
                     own[token] += self._weight(min(named)) * one
             if self.environment:
                 # NaN if get_reward returned None: the environment gave nothing.

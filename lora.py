@@ -36,7 +36,7 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 
 
 def merge(weight, A, B, scale):
-    """weight + scale * B A in the weight's dtype, which is float32 or bfloat16.
+    """weight + scale * B A in the weight's dtype.
 
     A bfloat16 is the first half of a float32's bits. If the sum were rounded to the nearest one, it would be
     the base weight until B A reaches half a step, which is 1 / 500 of the weight, and most of a small adapter
@@ -47,7 +47,7 @@ def merge(weight, A, B, scale):
     """
     exact = torch.addmm(weight.float(), B, A, alpha=scale)
     if weight.dtype != torch.bfloat16:
-        return exact
+        return exact.to(weight.dtype)
     bits = exact.view(torch.int32).add_(spread(weight)).add_(2 ** 15)
     return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -44,6 +45,25 @@ class Network(nn.Module):
     def __init__(self, hf):
         super().__init__()
         self.hf, self.decoder = hf, (text_model(hf),)   # in a tuple, or PyTorch would list its weights twice
+        self.loss_scale = 1.0
+
+    def set_loss_scale(self, scale):
+        """From now on, compute gradients `scale` times as large, and divide them by it once they are float32.
+
+        In float16 the layers' gradients would otherwise be 0 below 6e-8. What FSDP hands to its hook is
+        float32 and summed over the ranks, of one micro-batch.
+        """
+        self.loss_scale = scale
+        for part in self.modules():
+            if isinstance(part, FSDPModule):
+                part.set_all_reduce_hook(lambda gradient: gradient.div_(scale))
+
+    def scaled(self, output):
+        """Return an output whose gradient comes back `loss_scale` times as large."""
+        if self.loss_scale != 1 and output.requires_grad:
+            # For an entropy that is only logged the gradient is None.
+            output.register_hook(lambda gradient: None if gradient is None else gradient * self.loss_scale)
+        return output
 
     def hidden_states(self, batch):
         """Return the last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
@@ -104,7 +124,8 @@ class Policy(Network):
         head = self.hf.get_output_embeddings()
         logp, entropy = LogprobsFromHidden.apply(self.hidden_states(batch), head.weight, head.bias,
                                                  batch.targets, temperature, *self.head_form)
-        return (logp, entropy) if batch.cut is None else (join(logp, batch.cut), join(entropy, batch.cut))
+        # The scale acts before the gradient of the logits is rounded to the layers' dtype.
+        return tuple(self.scaled(x if batch.cut is None else join(x, batch.cut)) for x in (logp, entropy))
 
 
 class Critic(Network):
@@ -117,7 +138,7 @@ class Critic(Network):
         """
         head = self.hf.score
         values = self.hidden_states(batch).float() @ head.weight[0].float() + head.bias.float()
-        return values if batch.cut is None else join(values, batch.cut)
+        return self.scaled(values if batch.cut is None else join(values, batch.cut))
 
 
 def text_model(hf):

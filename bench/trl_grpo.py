@@ -3,13 +3,14 @@ TRL's GRPOTrainer in the place of train_grpo.py, on a CPU in float32: the row tr
 starts this script with the interpreter that has TRL (bench/against_trl.py says how to make one).
 
     python -m bench.methods --methods=trl --trl=out/trl/bin/python
+    out/trl/bin/python -m bench.trl_grpo config/tasks/smollm2.py --model=out/smollm2    # docs/real_model.md
 
 Model, task, prompts of each step, reward, optimizer, learning rate of each update and both evaluations are
 those of train_grpo.py with the same settings. Two things differ. TRL samples with transformers' generate,
 and draws random numbers of its own. And its default loss, dapo, divides an update's sum over tokens by the
 mean number of tokens of the step's updates, where train_grpo.py divides by the number of the update's own.
 
-The script leaves config.json and metrics.jsonl in out_dir, as a run does. timing_s/step counts all that TRL
+The script leaves config.json, metrics.jsonl and the last model in out_dir. timing_s/step counts all that TRL
 does for a step: generation, reward, old logprobs, updates and logs. It counts neither start nor evaluations.
 """
 import json
@@ -24,6 +25,7 @@ import rollout
 from configurator import configure
 from episodes import Player
 from runtime.check_model import check_model, end_tokens, load_tokenizer
+from runtime.user_code import load_from
 # ------------------------------------------------------------------------------------------------------------
 # as in train_grpo.py
 model = "tiny"
@@ -40,7 +42,9 @@ learning_rate = 1e-4
 max_steps = 60
 seed = 0
 out_dir = "out/trl_grpo"
-from config.shared import *     # only data, eval_samples and AdamW's settings are used
+from config.shared import *     # only data, evaluations and AdamW's settings are used
+temperature = 1.0
+skip_zero_advantage = False     # TRL computes all completions either way; the gradient is the same
 updates_per_step = 1
 epsilon = 0.2
 warmup_steps = 5
@@ -48,6 +52,7 @@ lr_decay = "linear"
 grad_clip = 1.0
 # of TRL
 loss_type = "dapo"              # its default; with bnpo the gradients are those of train_grpo.py
+micro_batches = 1               # per update: with more, TRL takes less memory
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals())
 
@@ -74,12 +79,13 @@ rows, position = [], 0                                          # in the order i
 for _ in range(max_steps):
     picked, position = train_set.draw(position, prompts_per_step, seed)
     rows += [prompt.row for prompt in picked]
-lines = []                                                      # of metrics.jsonl, one per step
+lines, evaluations = [], {}                     # of metrics.jsonl, one per step; {step: what is added to it}
 
 
 def evaluate():
     """mean@k, pass@k, maj@k as a run finds them, with its held-out prompts and its seeds."""
-    rollouts = sample(eval_set, eval_samples, [f"eval {i}" for i in range(len(eval_set))], temperature=1.0)
+    evaluator.load_weights(policy.named_parameters(), version=len(lines))
+    rollouts = sample(eval_set, eval_samples, [f"eval {i}" for i in range(len(eval_set))])
     scorer(rollouts)
     return rewards.evaluation(rollouts, eval_samples)
 
@@ -94,23 +100,30 @@ class Log(TrainerCallback):
         if "reward" in logs:                                    # TRL's last log is a summary of the run
             now = time.perf_counter()
             lines.append({"step": len(lines), **logs, "timing_s/step": now - self.began})
-            self.began = now
+            if eval_interval and len(lines) % eval_interval == 0 and len(lines) < max_steps:
+                evaluations[len(lines)] = evaluate()
+                print(evaluations[len(lines)])
+            self.began = time.perf_counter()
 
 
 config = GRPOConfig(
     out_dir, seed=seed, use_cpu=True, bf16=False, gradient_checkpointing=False,
-    max_steps=max_steps * updates_per_step, steps_per_generation=updates_per_step,
-    per_device_train_batch_size=prompts_per_step * num_generations // updates_per_step,
+    max_steps=max_steps * updates_per_step, steps_per_generation=updates_per_step * micro_batches,
+    per_device_train_batch_size=prompts_per_step * num_generations // updates_per_step // micro_batches,
+    gradient_accumulation_steps=micro_batches,
     num_generations=num_generations, max_completion_length=max_completion_length, shuffle_dataset=False,
-    loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon, max_grad_norm=grad_clip,
-    logging_steps=updates_per_step, disable_tqdm=True, report_to=[], save_strategy="no")
-trainer = GRPOTrainer(policy, rewards.load_reward(reward, task).function, config, Dataset.from_list(rows),
-                      processing_class=tokenizer, callbacks=[Log()], optimizers=(optimizer, scheduler))
-before = evaluate()
+    temperature=temperature, loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon,
+    max_grad_norm=grad_clip, logging_steps=updates_per_step, disable_tqdm=True, report_to=[], save_strategy="no")
+function = rewards.load_reward(reward, task).function
+function = function if callable(function) else load_from(function, "reward", "function")
+trainer = GRPOTrainer(policy, function, config, Dataset.from_list(rows), processing_class=tokenizer,
+                      callbacks=[Log()], optimizers=(optimizer, scheduler))
+evaluations[0] = evaluate()
 trainer.train()
-evaluator.load_weights(policy.named_parameters(), version=max_steps)
-lines[0] |= before
 lines.append({"step": max_steps, **evaluate()})
+for step, figures in evaluations.items():
+    lines[step] |= figures
+trainer.save_model(out_dir)
 with open(f"{out_dir}/config.json", "w") as file:
     json.dump(vars(settings), file)
 with open(f"{out_dir}/metrics.jsonl", "w") as file:

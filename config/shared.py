@@ -12,7 +12,7 @@ reward_model = ""               # a folder or hub id of a sequence-classificatio
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; with 1, each rank has its own
 logprob_gap = 0.0               # nats: the run stops if the mean |trainer - engine| is larger than this;
-                                # 0 stands for 1e-3; in bfloat16 for three times the first step's, at least
+                                # 0 stands for 1e-3; in 16 bits for three times the first step's, at least
                                 # 0.05, and for 0.15 in that step
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
@@ -20,7 +20,8 @@ lora_rank = 0                   # train adapters of this rank and nothing else, 
 warmup_steps = 5                # the learning rate rises linearly, from learning_rate / warmup_steps
 lr_decay = "linear"             # after that: constant, or a linear or cosine fall to 0 at max_steps
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
-dtype = "auto"                  # float32, bfloat16, or auto: bfloat16 on CUDA; master weights are float32
+dtype = "auto"                  # float32, bfloat16, float16 (with a loss scale), or auto: bfloat16 on CUDA;
+                                # master weights are float32
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences
 shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; with 0, all ranks

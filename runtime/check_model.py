@@ -265,7 +265,8 @@ def forecast(s, ranks, memory, cuda):
     # A script of your own may have dropped these settings.
     s = SimpleNamespace(**{"kl_coef": 0, "reference_model": "", "updates_per_step": 1, "num_epochs": 1}
                         | vars(s))
-    b = 2 if s.dtype == "bfloat16" or s.dtype == "auto" and cuda else 4     # bytes of a number in a layer
+    # Bytes of a number in a layer.
+    b = 2 if s.dtype in ("bfloat16", "float16") or s.dtype == "auto" and cuda else 4
     m, shards = sizes(s.model), s.shard_ranks or ranks
     trained = [s.lora_rank * m.adapters or m.whole]
     weights = b * m.whole + 4 * trained[0] if s.lora_rank else 4 * m.whole

@@ -19,7 +19,7 @@ NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_
     train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout
     call_timeout call_workers show""".split()
 SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()
-CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16"),
+CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
            "reward_errors": ("stop", "unscored")}
 # Defaults of the scripts that suit the tiny model, whose config says so in `suits`, and no larger one.

@@ -40,6 +40,7 @@ SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "tr
         "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "lora_rank")
 MAX_SKIPPED = 5                 # the run stops after so many updates in a row whose gradient is not finite
+FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
@@ -84,7 +85,7 @@ class Run:
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings),
-                      "world_size": self.world_size, "clock": clock, "first_gap": None} | state
+                      "world_size": self.world_size, "clock": clock, "first_gap": None, "loss_scale": {}} | state
         self.arrays, self.signalled, self.stopped = {}, 0.0, False
         if self.resumed:
             self._read_state(critic)
@@ -163,6 +164,8 @@ class Run:
         except OSError as error:
             fail(f"out_dir={self.out_dir} cannot be written: {error}")
         self.engine, self.networks = engine, networks
+        for name in ("actor", "critic")[:len(networks)] if self.settings.dtype == "float16" else ():
+            self._scale_loss(name, self.state["loss_scale"].get(name, FIRST_SCALE))
         engine.version, engine.stop = self.first_step, self._stop
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
@@ -215,10 +218,25 @@ class Run:
             self.save(self.networks, self.tokenizer)
             self.end()
 
+    def _scale_loss(self, name, exponent):
+        # In float16: the loss scale is 2 to the power of the whole part.
+        self.state["loss_scale"][name], scale = exponent, 2.0 ** int(exponent)
+        self.networks.get(name, self.networks[""])[0].set_loss_scale(scale)
+        return scale
+
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
-        is not finite. Raises RuntimeError after MAX_SKIPPED in a row."""
+        is not finite. Raises RuntimeError after MAX_SKIPPED in a row. In float16 the loss scale doubles every
+        hundred updates, and while it is above 1 it is first halved, without counting the update."""
         finite, in_a_row = math.isfinite(norm), self.state["skipped_updates"]
+        if self.settings.dtype == "float16":
+            exponent = self.state["loss_scale"][name]
+            scale = self._scale_loss(name, exponent + 0.01 if finite else max(0, int(exponent) - 1))
+            self.log.metrics[f"{name}/loss_scale"] = scale
+            if not finite and exponent >= 1:
+                self.log.say(f"step {self.state['step']}: a gradient of the {name} is too large for float16, "
+                             f"so its update is skipped and the loss scale becomes {scale:g}")
+                return False
         self.log.add(means={"grad_norm" if name == "actor" else f"{name}/grad_norm": [norm]},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
         in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1

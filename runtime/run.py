@@ -84,8 +84,8 @@ class Run:
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
-                      "eval_scores": {}, "evaluated": {}, "settings": vars(settings),
-                      "world_size": self.world_size, "clock": clock, "first_gap": None, "loss_scale": {}} | state
+                      "eval_scores": {}, "evaluated": {}, "settings": vars(settings), "loss_scale": {},
+                      "world_size": self.world_size, "clock": clock, "first_gap": None} | state
         self.arrays, self.signalled, self.stopped = {}, 0.0, False
         if self.resumed:
             self._read_state(critic)
@@ -164,8 +164,10 @@ class Run:
         except OSError as error:
             fail(f"out_dir={self.out_dir} cannot be written: {error}")
         self.engine, self.networks = engine, networks
-        for name in ("actor", "critic")[:len(networks)] if self.settings.dtype == "float16" else ():
-            self._scale_loss(name, self.state["loss_scale"].get(name, FIRST_SCALE))
+        scales, self.state["loss_scale"] = self.state["loss_scale"], {}
+        for name, key in (("actor", ""), ("critic", "critic")):
+            if self.settings.dtype == "float16" and key in networks:
+                self._scale_loss(name, scales.get(name, FIRST_SCALE))
         engine.version, engine.stop = self.first_step, self._stop
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
@@ -229,7 +231,7 @@ class Run:
         is not finite. Raises RuntimeError after MAX_SKIPPED in a row. In float16 the loss scale doubles every
         hundred updates, and while it is above 1 it is first halved, without counting the update."""
         finite, in_a_row = math.isfinite(norm), self.state["skipped_updates"]
-        if self.settings.dtype == "float16":
+        if name in self.state["loss_scale"]:                    # in float16
             exponent = self.state["loss_scale"][name]
             scale = self._scale_loss(name, exponent + 0.01 if finite else max(0, int(exponent) - 1))
             self.log.metrics[f"{name}/loss_scale"] = scale

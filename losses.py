@@ -354,15 +354,13 @@ def gae(rewards, values, lengths, gamma, lam):
     # A rank may have no sequences, and pad_sequence rejects an empty list.
     if len(rewards) == 0:
         return rewards, values
-    # A GPU would wait for three launches per token.
-    device, rewards, values = values.device, rewards.cpu(), values.cpu()
     r, v = (pad_sequence(x.split(lengths), batch_first=True) for x in (rewards, values))    # [n, L]
     delta = r + gamma * F.pad(v[:, 1:], (0, 1)) - v
     adv, later = torch.empty_like(delta), torch.zeros_like(delta[:, 0])
     for t in reversed(range(delta.shape[1])):
         adv[:, t] = later = delta[:, t] + gamma * lam * later
     flat = torch.cat([row[:length] for row, length in zip(adv, lengths)])
-    return flat.to(device), (flat + values).to(device)
+    return flat, flat + values
 
 
 def whiten(values, mean):

@@ -197,16 +197,15 @@ def token_logprobs(policy, rollouts, chosen, token_budget, temperature):
 
 
 def gathered_logprobs(policy, rollouts, token_budget, temperature):
-    """Return a policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on every rank.
+    """Return a policy's logprobs of the sampled tokens of all rollouts, {s: [len]}, on the CPU of every rank.
     A collective."""
     (share,) = deal_to_ranks(rollouts, [range(len(rollouts))])
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
-    device, found = next(policy.parameters()).device, {}
     # A copy for each rollout would take as long as the computation of a small model.
-    flat = torch.cat([torch.empty(0, device=device), *(logps[s] for s in share)]).cpu().numpy()
+    flat, found = torch.cat([logps[s] for s in share] or [torch.empty(0)]).cpu().numpy(), {}
     for share, logp in distributed.gathered([(share, flat)]):
         lengths = [len(rollouts[s].logprobs) for s in share]
-        found |= zip(share, torch.from_numpy(logp).to(device).split(lengths))
+        found |= zip(share, torch.from_numpy(logp).split(lengths))
     return found
 
 

@@ -51,13 +51,13 @@ class MicroBatch:
 
     def flat(self, tensors):
         """Tensors [len], a dict or list with one per rollout -> the values of the tokens here, [C]."""
-        return torch.cat([tensors[s] for s in self.sequences] or [torch.empty(0, device=self.index.device)])
+        return torch.cat([tensors[s] for s in self.sequences] or [torch.empty(0)]).to(self.index.device)
 
     def spread(self, values):
         """A value per rollout, [N], or per token, {s: [len]} -> the value of each sampled token here, [C]."""
         if not isinstance(values, dict) and values.dim() != 1:
             raise ValueError(f"values of the shape {[*values.shape]}: there has to be one per rollout, [N]")
-        return self.flat(values) if isinstance(values, dict) else values[self.owner]
+        return self.flat(values) if isinstance(values, dict) else values.to(self.owner.device)[self.owner]
 
     def mean(self, values):
         """For each token the mean of the values of its sequence; [C] -> [C], with gradient."""

@@ -189,9 +189,9 @@ for step in range(run.first_step, max_steps):
         rollouts, figures = bridge.take("step", step, picked)   # of all engines, on every rank
     log.metrics |= figures | staleness(rollouts, step)
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64, device=device)  # [N]; NaN: none
-    lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
-    engine_logps = {s: torch.from_numpy(r.logprobs).to(device) for s, r in enumerate(rollouts)}  # {s: [len]}
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
+    engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
 
     # ------------------------------------------------------------ 3 advantage
     if reference:

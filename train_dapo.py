@@ -165,14 +165,14 @@ for step in range(run.first_step, max_steps):
     kept = sorted((different + (stds == 0).nonzero()[:, 0].tolist())[:prompts_per_step])
     rollouts = [sampled[p * G + g] for p in kept for g in range(G)]
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64, device=device)  # [N]; NaN: none
-    lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
-    engine_logps = {s: torch.from_numpy(r.logprobs).to(device) for s, r in enumerate(rollouts)}  # {s: [len]}
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
+    engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
 
     # ------------------------------------------------------------ 3 advantage
-    left_out = (stds[kept] == 0).repeat_interleave(G).to(device) & (max_num_gen_batches > 0)    # [N]     DAPO
+    left_out = (stds[kept] == 0).repeat_interleave(G) & (max_num_gen_batches > 0)    # [N]     DAPO
     if overlong_buffer:                                                                 # DAPO
-        behind = torch.tensor([len(r.ids) - len(r.prompt_ids) for r in rollouts], device=device)
+        behind = torch.tensor([len(r.ids) - len(r.prompt_ids) for r in rollouts])
         scores = scores + losses.overlong_penalty(behind, max_completion_length, overlong_buffer)
     if reference:
         with log.timed("ref"):
@@ -188,7 +188,7 @@ for step in range(run.first_step, max_steps):
                                        parts=[r.parts for r in rollouts], weights=scorer.weights)
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
-    cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)          # DAPO
+    cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts])                         # DAPO
     counted = (~left_out & ~(cut_off & mask_truncated)).nonzero()[:, 0].tolist()        # DAPO: in the loss
     log.metrics |= {"train/num_gen_batches": gen_batch + 1, "train/frac_counted": len(counted) / N}
 

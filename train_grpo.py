@@ -155,9 +155,9 @@ for step in range(run.first_step, max_steps):
         scorer(own_rollouts)                                    # sets the score of each
     rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64, device=device)  # [N]; NaN: none
-    lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
-    engine_logps = {s: torch.from_numpy(r.logprobs).to(device) for s, r in enumerate(rollouts)}  # {s: [len]}
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
+    engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
 
     # ------------------------------------------------------------ 3 advantage
     if reference:

@@ -149,8 +149,8 @@ for step in range(run.first_step, max_steps):
         scorer(own_rollouts)                                    # sets the score of each
     rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64, device=device)  # [N]; NaN: none
-    lengths = torch.tensor([len(r.logprobs) for r in rollouts], device=device)          # [N], sampled tokens
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
 
     # ------------------------------------------------------------ 3 shares; old logprobs, values, reference
     order = random.Random(f"{seed} {step}").sample(range(N), N)
@@ -167,7 +167,8 @@ for step in range(run.first_step, max_steps):
                      if reference else old_logps)                                       # {s: [len]}
 
     # ------------------------------------------------------------ 4 rewards to advantages
-    flat = lambda tensors: torch.cat([tensors[s] for s in all_shares] or [torch.empty(0, device=device)])
+    # On the CPU, because a GPU would wait for three launches per token of gae.
+    flat = lambda tensors: torch.cat([tensors[s] for s in all_shares] or [torch.empty(0)]).cpu()
     old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
     lens = lengths[all_shares].tolist()
     kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]

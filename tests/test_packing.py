@@ -102,6 +102,13 @@ def test_a_group_is_cut_where_a_rank_would_have_too_little():
     assert loads == [4 + 3 * 8] * 2
 
 
+def test_values_of_rollouts_go_to_the_device_as_those_of_a_micro_batch():
+    (batch,) = pack(random_rollouts(3, 50), range(3), 10 ** 6)
+    lengths, batch = batch.lengths, batch.to("meta")
+    each = {s: torch.zeros(length) for s, length in zip(batch.sequences, lengths)}
+    assert {batch.flat(each).device.type, batch.spread(torch.zeros(3)).device.type} == {"meta"}
+
+
 def test_pack_by_hand():
     """The prompt 5 6 of two completions, of which a third's is the beginning, stands in the row once."""
     rollouts = [single([5, 6], [7, 8]), single([5], [9]), single([5, 6], [9, 8])]

@@ -116,8 +116,8 @@ def test_the_metrics_of_episodes():
 
 def end_step(log, rollouts, n=2):
     """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
-    run = SimpleNamespace(log=log, state={"step": log.metrics["step"], "num_tokens": 100}, first_step=-1,
-                          engine=SimpleNamespace(allocated=0))
+    state = {"step": log.metrics["step"], "num_tokens": 100, "first_gap": None}
+    run = SimpleNamespace(log=log, state=state, first_step=-1, engine=SimpleNamespace(allocated=0))
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
     Run.end_step(run, rollouts, rollout_metrics(rollouts, n, group_std, 1), sample_lines(rollouts, n, numbers))
     return run.state
@@ -137,7 +137,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
             sampled(row, [{"role": "assistant", "content": f"{step} {row['answer']} {g}"}], float(g),
                     {"score": float(g)}, problem=TIMED_OUT * (g == i == 0))
             for i, row in enumerate(rows) for g in range(2)])
-        assert state == {"step": step + 1, "num_tokens": 100 + 18 * 5}
+        assert state == {"step": step + 1, "num_tokens": 100 + 18 * 5, "first_gap": None}
     log.start(2)
     log.evaluation({"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
     log.write()

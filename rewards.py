@@ -367,10 +367,15 @@ class Scorer:
             trial.append(SimpleNamespace(
                 row=prompt.row, completion=text if isinstance(prompt.row["prompt"], str) else message,
                 ids=ids, sampled_ids=ids, logprobs=ids, spans=np.array([[0, 0]]), versions=((0, 0),),
-                finish_reason="stop", score=math.nan, parts={}, problem="", rewards={}, extra={}))
-        self._score(trial)
-        # A judge may fail now and then.
-        if all(r.problem for r in trial):
+                finish_reason="stop", rewards={}, extra={}))
+        # A judge may fail now and then, so where failures are accepted it is tried again.
+        for _ in range(3 if self.unscored else 1):
+            for r in trial:
+                r.parts, r.problem, r.score = {}, "", math.nan
+            self._score(trial)
+            if not all(r.problem for r in trial):
+                break
+        else:
             raise ValueError(f"{trial[0].problem} for a made-up completion: reward={self.settings.reward}, "
                              f"call_timeout={self.settings.call_timeout:g}")
         # The parts of a reward that reads environments are not known yet.

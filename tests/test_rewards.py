@@ -966,8 +966,11 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
     scores(rollouts)
     assert [r.score for r in rollouts] == [0.0] * 4 and not any(r.problem for r in rollouts)
     assert math.isnan(rollouts[1].parts["right"])
-    # One of the two made-up completions may fail.
+    # One of the two made-up completions may fail, and both at times.
     (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
+    scorer(**settings).check_with(prompts_of(ROWS))
+    (tmp_path / "judge.py").write_text(
+        "tries = []\n" + LATER.replace('text == "broken"', "tries.append(1) or len(tries) <= 2"))
     scorer(**settings).check_with(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text(LATER)
     with pytest.raises(ValueError, match="reward_weights: no part rigth; the parts are most, right, trl"):

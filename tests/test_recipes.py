@@ -79,3 +79,10 @@ def test_a_base_is_made(base, tmp_path):
     forked(tmp_path / "log", "tiny/pretrain.py", f"--base={base}", f"--out={tmp_path}/base",
            *runs.with_defaults([], small))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config.num_hidden_layers == 1
+
+
+def test_dppo_takes_stale_rollouts(reward_file, tmp_path):
+    """Its ratio corrects for them, so the recipe turns train_async.py's own correction off."""
+    metrics, _ = runs.train("train_async.py", tmp_path / "run", ["config/methods/dppo.py", reward_file],
+                            SMALL | {"max_steps": 3, "max_staleness": 1}, ranks=2)
+    assert all(line["grad_norm"] > 0 for line in metrics[:3])

@@ -11,4 +11,5 @@ loss_type = "dppo"
 epsilon = 0.15
 epsilon_high = 0.15
 old_logprobs = "engine"
+engine_correction = "none"      # train_async.py has another default; here the ratio itself corrects
 updates_per_step = 4

@@ -138,7 +138,7 @@ if smollm2:
     real_runs = read(smollm2)
     lengths = curves(real_runs, "step", "eval/mean_length")
     picture("smollm2.svg", "SmolLM2 learns sums: held-out accuracy and the length of completions, by step",
-            panel(LEFT[0], "Sums of two numbers, held-out, a line per run", "step", [
+            panel(LEFT[0], "Sums and differences, held-out, a line per run", "step", [
                 ("mean@2", ORANGE, curves(real_runs, "step", "eval/mean@2"))], 1),
             panel(LEFT[1], "Tokens per completion, a line per run", "step", [("", BLUE, lengths)],
                   1.1 * max(y for run in lengths for _, y in run)))

@@ -104,6 +104,8 @@ if output:
             mean = rewards.evaluation(group, samples).get(f"eval/mean@{samples}")
             line = group[0].row | {f"mean@{samples}": mean, "samples": shown}
             file.write(json.dumps(line, default=str) + "\n")
+if problems := rewards.failures(rollouts):
+    print(f"{len(problems)} of {len(rollouts)} completions were not scored; the first: {problems[0]}")
 for name, value in rewards.evaluation(rollouts, samples).items():
     print(f"{name:40} {value:.4f}")
 distributed.leave()

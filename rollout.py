@@ -121,8 +121,11 @@ def engine_class(engine):
 
 
 def text_of(tokenizer, sampled, finish_reason):
-    """Return the text of sampled ids, without the token that ended them."""
-    return tokenizer.decode(sampled[:-1] if finish_reason == "stop" else sampled)
+    """Return the text of sampled ids, without the token that ended them and without padding at the end."""
+    sampled = sampled[:-1] if finish_reason == "stop" else sampled
+    while len(sampled) and sampled[-1] == tokenizer.pad_token_id:
+        sampled = sampled[:-1]
+    return tokenizer.decode(sampled)
 
 
 class Sampler:

@@ -788,12 +788,12 @@ def test_a_thought_in_an_argument_is_a_part_of_it(games, text, before):
 
 @pytest.mark.parametrize("way", ["single", "played"])
 def test_rewards_and_environments_see_special_tokens(games, way):
-    """All but the one that ends the turn."""
+    """All but the one that ends the turn, and padding at the end."""
     tokenizer = pretrain.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"], "pad_token": "<|pad|>"})
     said = tokenizer.convert_tokens_to_ids(["<think>", "4", "<|user|>", "<|pad|>", "<|end|>"])
-    for ids, reason, text in ((said, "stop", "<think>4<|user|><|pad|>"), (said[:2], "length", "<think>4"),
-                              (said[:3], "length", "<think>4<|user|>"), (said[-1:], "stop", "")):
+    for ids, reason, text in ((said, "stop", "<think>4<|user|>"), (said[:2], "length", "<think>4"),
+                              (said[:4], "length", "<think>4<|user|>"), (said[-1:], "stop", "")):
         engine = Says(["x"])
         engine.step = lambda: [Answer(engine.added.pop().name, ids, [0.0] * len(ids), reason)]
         (prompt,) = prompts_for([{}], tokenizer=tokenizer)

@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from configurator import check, configure, read_config
 # ------------------------------------------------------------------------------------------------------------
-methods = ""                    # with commas between them; empty: all, under stress four; none runs nothing
+methods = ""                    # with commas between them; empty: all, under stress five; none runs nothing
 seeds = ""                      # with commas between them; empty: 0,1,2,3,4, under stress 0,1,2
 learning_rates = "2.5e-4,5e-4,1e-3"  # of which each method's best is chosen
 tuning_seed = 100               # the seed that chooses; it is not in the table
@@ -56,7 +56,7 @@ METHODS = {
     "gspo": f"{GRPO} config/methods/gspo.py", "cispo": f"{GRPO} config/methods/cispo.py",
     "dr_grpo": f"{GRPO} config/methods/dr_grpo.py", "trl": f"-m bench.trl_grpo {RECIPE}",
     "dppo": f"{GRPO} config/methods/dppo.py"}
-UNDER_STRESS = "grpo,rloo,reinforce++,cispo"
+UNDER_STRESS = "grpo,rloo,reinforce++,cispo,dppo"
 BASE = (f"evaluate_model.py --model={SHARED['model']} --task={SHARED['task']} --samples=64 --show=0 "
         f"--eval_prompts={SHARED['eval_prompts']} --max_completion_length={SHARED['max_completion_length']} "
         "--engine=hf")

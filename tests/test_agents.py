@@ -120,6 +120,21 @@ def test_calls_of_tools_are_those_of_an_environment(write):
     assert r.counts["calls"] == 3 and r.counts["failures"] == 0
 
 
+def test_a_call_that_cannot_be_made_is_text(write):
+    """As is one that was cut off; an agent's framework may not know what to do with it."""
+    agent = write("""
+        TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
+        def solve(base_url, api_key, row):
+            said = ask(base_url, api_key, row["prompt"], tools=TOOLS)
+            return float(said["content"] == row["text"] and not said["tool_calls"])
+    """)
+    text = '<tool_call>{"name": "leap", "arguments": {}}</tool_call>'
+    (r,) = played(player(agent), [[text + "<|end|>"]], [{"text": text}])
+    assert r.score == 1 and r.counts["calls"] == r.counts["failures"] == 1
+    (r,) = played(player(agent, max_completion_length=9), [[text]], [{"text": text[:9]}])
+    assert r.score == 1 and r.finish_reason == "length"
+
+
 def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
     """Every row of the policy and its logprobs are those of a full forward; the longest is the rollout."""
     agent = write("""

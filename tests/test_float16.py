@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 import runs
 from model import load_critic, load_policy, micro_batches
-from runs import lines, on_ranks, without_times
+from runs import change_state, lines, on_ranks, without_times
 from test_lora import some_rollouts
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -70,6 +70,10 @@ def test_a_gradient_that_overflows_halves_the_scale(folder, tmp_path, script, ra
     assert last["grad_norm"] > 0 and sum(line.get(f"{name}/skipped_updates", 0) for line in metrics) == 0
     resumed, _ = run("resumed", max_steps=8, resume=f"{tmp_path}/run/checkpoint-3")
     assert without_times(resumed) == without_times(metrics)[-len(resumed):] and len(resumed) == 6
+    change_state(tmp_path / "run" / "checkpoint-3", lambda state: state | {
+        "loss_scale": dict.fromkeys(state["loss_scale"], 3.995)})
+    grown, _ = run("grown", max_steps=4, resume=f"{tmp_path}/run/checkpoint-3")
+    assert grown[0][f"{name}/loss_scale"] == 16
     if ranks == 1 and "grpo" in script:
         _, said = run("endless", "endless", code=1, max_steps=40)
         assert "5 updates of the actor in a row were skipped" in said

@@ -152,6 +152,14 @@ class Failed(Exception):
     """Says that a function of the user's raised an error, its __cause__, or that it ended its process."""
 
 
+async def awaited(value):
+    # Returns the value and None, or None and SystemExit, which would end the loop with all its other calls.
+    try:
+        return await value, None
+    except SystemExit as error:
+        return None, error
+
+
 def outcome(function, seconds=0):
     """Call a function of the user's and return (its value, its error or None, the seconds that it took).
 
@@ -162,8 +170,10 @@ def outcome(function, seconds=0):
     try:
         value = function()
         if inspect.isawaitable(value):
-            future = asyncio.run_coroutine_threadsafe(value, event_loop("of user code"))
-            value = future.result(seconds or None)
+            future = asyncio.run_coroutine_threadsafe(awaited(value), event_loop("of user code"))
+            value, ended = future.result(seconds or None)
+            if ended:
+                raise ended
     except KeyboardInterrupt:
         raise
     # sys.exit, for example, must not end the run as if it had come to its end.

@@ -592,6 +592,17 @@ def test_a_timeout_of_its_own_is_an_error_and_ctrl_c_is_none():
         user_code.outcome(stops, 5.0)
 
 
+def test_an_async_function_that_exits_ends_no_other_call():
+    async def leaves():
+        raise SystemExit(3)
+
+    async def stays():
+        return 7
+    _, error, _ = user_code.outcome(leaves, 5.0)
+    assert str(error) == "raised SystemExit: 3"
+    assert user_code.outcome(stays, 5.0)[:2] == (7, None)
+
+
 # ---------------------------------------------------------------- scores
 
 def test_scores_of_episodes(games, tmp_path):

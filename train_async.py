@@ -175,7 +175,7 @@ for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
+    stopping = run.stopping()                                   # by a signal; one in sample() ends there
     if run.due(eval_interval) and not stopping:
         evaluate(step)
     if run.due(save_interval) or stopping:
@@ -189,7 +189,7 @@ for step in range(run.first_step, max_steps):
         rollouts, figures = bridge.take("step", step, picked)   # of all engines, on every rank
     log.metrics |= figures | staleness(rollouts, step)
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
     engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
 

@@ -106,7 +106,7 @@ with input_errors():                                            # a ValueError b
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
+    # With lora_rank a resumed run loads the initial model, and load_policy adds the trained adapters to it.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
@@ -137,7 +137,7 @@ for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
+    stopping = run.stopping()                                   # by a signal; one in sample() ends there
     if run.due(eval_interval) and not stopping:
         rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
     if run.due(save_interval) or stopping:
@@ -151,7 +151,7 @@ for step in range(run.first_step, max_steps):
     for gen_batch in range(max(1, max_num_gen_batches)):
         with log.timed("gen"):
             picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-            own = range(rank * B, (rank + 1) * B)               # this rank's prompts; step and i seed each
+            own = range(rank * B, (rank + 1) * B)               # this rank's prompts; a text seeds each
             first = gen_batch * prompts_per_step
             own_rollouts = sample([picked[i] for i in own], G, [f"{step} {first + i}" for i in own])
         with log.timed("reward"):
@@ -165,7 +165,7 @@ for step in range(run.first_step, max_steps):
     kept = sorted((different + (stds == 0).nonzero()[:, 0].tolist())[:prompts_per_step])
     rollouts = [sampled[p * G + g] for p in kept for g in range(G)]
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
     engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
 
@@ -235,7 +235,7 @@ for step in range(run.first_step, max_steps):
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # These logprobs precede the step, so the engine had the same weights: a gap stops the run.
+                # Before the first update the engine has the same weights: a gap above gap_bound stops the run.
                 log.metrics |= compare_logprobs(rollouts, new_logps, run.gap_bound, tokenizer, version=step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted

@@ -105,7 +105,7 @@ with input_errors():                                            # a ValueError b
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
+    # With lora_rank a resumed run loads the initial model, and load_policy adds the trained adapters to it.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
@@ -119,24 +119,23 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
 # N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and
-# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set) and r.score, with
-# r.rewards by token and r.parts by name where the reward gives them. {s: [len]} is a dict with a tensor for
+# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set), r.score, r.rewards,
+# {token: reward}, whose sum is the score, and r.parts, {name: value}. {s: [len]} is a dict with a tensor for
 # each rollout, which has an entry for each sampled token.
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
-# (packing.py). C of its tokens were sampled. Forward and backward are collectives, so a rank with fewer
-# micro-batches than another gets empty micro-batches, C = 0. In a sequence_group each rank computes a part of
-# every rank's micro-batches, and only the rank they belong to gets the results; on the others C = 0. For a
-# micro-batch of the rollouts 0 and 1 of three, with two sampled tokens each:
+# (packing.py). C of its tokens were sampled. For the rollouts 0 and 1 of three, with two sampled tokens each:
 #     batch.flat({0: [a, b], 1: [c, d], ...})  -> [a, b, c, d]              {s: [len]} to [C]
 #     batch.split([a, b, c, d])                -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
-#     batch.spread([x, y, z])                  -> [x, x, y, y]              [N] to [C]; or {s: [len]} to [C]
+#     batch.spread([x, y, z])                  -> [x, x, y, y]              [N] to [C]; a dict as in flat
 #     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
+# C may be 0. Forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and in
+# a sequence_group every rank computes a part of a micro-batch whose results only one of them gets.
 for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
+    stopping = run.stopping()                                   # by a signal; one in sample() ends there
     if run.due(eval_interval) and not stopping:
         rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
     if run.due(save_interval) or stopping:
@@ -147,7 +146,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; step and i seed each
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; a text seeds each
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward
@@ -155,7 +154,7 @@ for step in range(run.first_step, max_steps):
         scorer(own_rollouts)                                    # sets the score of each
     rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
     engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
 
@@ -163,7 +162,7 @@ for step in range(run.first_step, max_steps):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1 of each sampled token, {s: [len]}
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1 by the engine's logprobs
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
@@ -216,7 +215,7 @@ for step in range(run.first_step, max_steps):
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # These logprobs precede the step, so the engine had the same weights: a gap stops the run.
+                # Before the first update the engine has the same weights: a gap above gap_bound stops the run.
                 log.metrics |= compare_logprobs(rollouts, new_logps, run.gap_bound, tokenizer, version=step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite

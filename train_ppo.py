@@ -93,7 +93,7 @@ with input_errors():                                            # a ValueError b
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run loads the initial model, to which run.adapter adds the trained adapters.
+    # With lora_rank a resumed run loads the initial model, and load_policy adds the trained adapters to it.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
     critic_start = f"{run.resumed}/critic" if run.resumed else folders.critic
@@ -130,7 +130,7 @@ for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # after Ctrl-C or SIGTERM
+    stopping = run.stopping()                                   # by a signal; one in sample() ends there
     if run.due(eval_interval) and not stopping:
         rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
     if run.due(save_interval) or stopping:
@@ -141,7 +141,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; step and i seed each
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; a text seeds each
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward
@@ -149,7 +149,7 @@ for step in range(run.first_step, max_steps):
         scorer(own_rollouts)                                    # sets the score of each
     rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: none
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
 
     # ------------------------------------------------------------ 3 shares; old logprobs, values, reference

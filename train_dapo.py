@@ -235,7 +235,7 @@ for step in range(run.first_step, max_steps):
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # Before the first update the engine has the same weights: a gap above gap_bound stops the run.
+                # Before the first update the engine has the same weights: a gap over gap_bound stops the run.
                 log.metrics |= compare_logprobs(rollouts, new_logps, run.gap_bound, tokenizer, version=step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()) and update:   # DAPO: nor where nothing is counted

@@ -59,14 +59,42 @@ def check_run(settings, trainers):
                                  engines=engines, passes=getattr(settings, "num_epochs", 1)))
 
 
+def read_state(resumed, state, settings, script, critic):
+    # Returns state and arrays of a checkpoint, if a run with this state and these settings may resume it.
+    loaded = json.loads(Path(resumed, "trainer", "state.json").read_bytes())
+    if strange := sorted(loaded.keys() - state.keys()):
+        fail(f"{resumed} holds {', '.join(strange)}, which {os.path.basename(script)} would lose: resume it "
+             "with the script that wrote it, or name what it holds in Run(...)")
+    has_critic = os.path.isdir(f"{resumed}/critic")
+    check(has_critic == critic, f"{resumed} has {'a' if has_critic else 'no'} critic, unlike runs of "
+                                f"{os.path.basename(script)}")
+    for key in SAME:
+        now, then = getattr(settings, key, ""), loaded["settings"].get(key, "")
+        # A path may be spelled in another way.
+        one, other = (os.path.realpath(located(str(value))) for value in (now, then))
+        check(one == other, f"{key}={now}, but {resumed} comes from a run with {key}={then}")
+    check(loaded["step"] <= settings.max_steps, f"max_steps={settings.max_steps}, but {resumed} has made "
+                                                f"{loaded['step']} steps already")
+    arrays = f"{resumed}/trainer/arrays.safetensors"
+    return loaded, load_file(arrays) if os.path.exists(arrays) else {}
+
+
+def checksums_of_files(settings):
+    # Returns {setting: checksums} of the files of your own, and of the models' files, which may change.
+    found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(settings, key)))
+                   if os.path.isfile(path)] for key in ("reward", "environment", "tools", "agent")}
+    for key in ("model", "reference_model", "reward_model"):    # all of their weights take too long
+        files = sorted(Path(located(getattr(settings, key, "") or os.devnull)).glob("*"))
+        found[key] = [checkpoint.checksum(path, 2 ** 20) for path in files if path.is_file()]
+    return found
+
+
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
-    settings: what configure returned. script: the training script's __file__. critic: whether the script
-    trains a critic. state: what a script of your own wants to find again in run.state when it is resumed,
-    with the values of a new run; run.state is saved as JSON with each checkpoint, and run.arrays, {name:
-    NumPy array}, as a file of its own. Stops the script with a message if the settings do not fit each other,
-    the folder or the checkpoint. A collective.
+    critic: whether the script trains one. state: what a script of your own wants to find in run.state again,
+    with the values of a new run. Each checkpoint has run.state as JSON, and run.arrays, {name: NumPy array},
+    as a file. Stops a script whose settings do not fit each other or the checkpoint. A collective.
     """
 
     def __init__(self, settings, script, critic=False, **state):
@@ -88,32 +116,13 @@ class Run:
                       "world_size": self.world_size, "clock": clock, "first_gap": None} | state
         self.arrays, self.signalled, self.stopped = {}, 0.0, False
         if self.resumed:
-            self._read_state(critic)
+            loaded, self.arrays = read_state(self.resumed, self.state, settings, script, critic)
+            self.state |= loaded
         self.first_step = self.state["step"]
 
-    def _read_state(self, critic):
-        loaded = json.loads(Path(self.resumed, "trainer", "state.json").read_bytes())
-        if strange := sorted(loaded.keys() - self.state.keys()):
-            fail(f"{self.resumed} holds {', '.join(strange)}, which {os.path.basename(self.script)} would "
-                 "lose: resume it with the script that wrote it, or name what it holds in Run(...)")
-        self.state |= loaded
-        if os.path.exists(path := f"{self.resumed}/trainer/arrays.safetensors"):
-            self.arrays = load_file(path)
-        has_critic = os.path.isdir(f"{self.resumed}/critic")
-        check(has_critic == critic, f"{self.resumed} has {'a' if has_critic else 'no'} critic, unlike runs "
-                                    f"of {os.path.basename(self.script)}")
-        for key in SAME:
-            now, then = getattr(self.settings, key, ""), loaded["settings"].get(key, "")
-            # A path may be spelled in another way.
-            one, other = (os.path.realpath(located(str(value))) for value in (now, then))
-            check(one == other, f"{key}={now}, but {self.resumed} comes from a run with {key}={then}")
-        check(self.state["step"] <= self.settings.max_steps, f"max_steps={self.settings.max_steps}, but "
-              f"{self.resumed} has made {self.state['step']} steps already")
-
     def check_data(self, folders, train_set, eval_set):
-        """Refuse prompts that are not those of the resumed run, whose file may have changed, and a model that
-        no device can hold or that the default settings do not suit. folders: what open_folders returned.
-        Raises ValueError."""
+        """Raise ValueError for prompts that are not those of the resumed run, and for a model that no device
+        can hold or that the default settings do not suit."""
         s, before = self.settings, self.state["settings"]
         check_suits(s, folders.suits)
         self.tokenizer = folders.tokenizer
@@ -127,12 +136,7 @@ class Run:
                   "would not be the same run")
             self.state["checksums"][key] = found
         self.notes = [forecast_note(s, self.world_size), folders.note]
-        found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(s, key)))
-                       if os.path.isfile(path)] for key in ("reward", "environment", "tools", "agent")}
-        for key in ("model", "reference_model", "reward_model"):        # all of their weights take too long
-            files = sorted(Path(located(getattr(s, key, "") or os.devnull)).glob("*"))
-            found[key] = [checkpoint.checksum(path, 2 ** 20) for path in files if path.is_file()]
-        for key, files in found.items():                        # they may change
+        for key, files in (found := checksums_of_files(s)).items():
             if self.state["checksums"].get(key, files) != files:
                 self.notes.append(f"{key}: its file has changed since {self.resumed} was written")
         self.state["checksums"] |= found
@@ -150,8 +154,7 @@ class Run:
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
 
-        networks: {subfolder of a checkpoint: (model, optimizer or None)}. data_note: a sentence about the
-        prompts. updates: the updates of a step, in words.
+        networks: {subfolder of a checkpoint: (model, optimizer or None)}. updates: those of a step, in words.
         """
         with input_errors():
             if self.resumed:
@@ -172,31 +175,15 @@ class Run:
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
-        s, B, G = self.settings, self.settings.prompts_per_step, self.settings.num_generations
-        million, before = sum(p.numel() for p in policy.parameters()) / 1e6, self.state["world_size"]
-        self.log.say("\n".join(filter(None, [
-            f"{self.out_dir}: {s.model}, {million:.2f} M parameters, on {self.world_size} x "
-            f"{next(policy.parameters()).device.type}, engine {engine.name}",
-            f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and "
-            f"makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
-            printable(data_note), *self.notes,
-            (s.environment or s.tools or s.agent) and s.call_workers and
-            "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
-            self.resumed and f"resumes {self.resumed}",
-            s.dtype == "bfloat16" and not (
-                torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()) and
-            "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32",
-            before != self.world_size and
-            f"{before} ranks wrote it: sums round differently on {self.world_size}, so the steps are not bit "
-            "for bit those of an unbroken run"])))
+        self.log.say(opening(self, policy, data_note, updates))
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
         return self.log
 
     def _signalled(self, number, frame):
-        # A launcher may pass on a signal that the process has already received. Only a Ctrl-C that comes more
-        # than a second after the first signal ends the run, as soon as Python runs again.
+        # A launcher may pass on a signal that the process has already received, so only a Ctrl-C that comes
+        # more than a second later ends the run.
         if not self.signalled:
             self.signalled, self.engine.signalled = time.monotonic(), True
             self.log.say("The run saves and stops: now if it samples, otherwise when this step is finished. "
@@ -250,10 +237,7 @@ class Run:
         return finite
 
     def end_step(self, rollouts, figures, samples):
-        """Write the figures of the step and a few samples, and continue with the next step.
-
-        rollouts: those of all ranks. figures, samples: what rewards.py makes of them for the logs.
-        """
+        """Write the figures of the step and a few samples, which rewards.py made of all ranks' rollouts."""
         log, step, tokens = self.log, self.state["step"], sum(len(r.ids) for r in rollouts)
         seconds = time.perf_counter() - log.started
         # Bytes of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
@@ -272,17 +256,8 @@ class Run:
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
         log.write(samples)
-        if not log.master:
-            return
-        if any(name.startswith("eval") for name in log.metrics):        # samples are shown as often
-            log.say("\n".join(
-                f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
-                f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
-        if step + 1 == health.FIRST:
-            log.say(health.same_scores(log.lines, plain_text(samples[0]["completion"]), samples[0]["truth"]))
-        shown = "".join(f"{word} {log.metrics[name]:{form}}  " for word, name, form in CONSOLE
-                        if name in log.metrics)
-        print(f"step {step:3d}  {shown}{seconds:.1f} s")
+        if log.master:
+            log.show(step, samples, seconds)
 
     def save(self, networks, tokenizer):
         """Write a checkpoint of this step, unless the run has begun with it. A collective.
@@ -314,6 +289,28 @@ class Run:
             self.log.say((done.stdout or done.stderr).strip())
         self.engine.close()
         distributed.leave()
+
+
+def opening(run, policy, data_note, updates):
+    # Returns the lines with which a run begins.
+    s, before = run.settings, run.state["world_size"]
+    B, G = s.prompts_per_step, s.num_generations
+    million = sum(p.numel() for p in policy.parameters()) / 1e6
+    return "\n".join(filter(None, [
+        f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x "
+        f"{next(policy.parameters()).device.type}, engine {run.engine.name}",
+        f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and makes "
+        f"{updates}, in micro-batches of at most {s.token_budget} tokens.",
+        printable(data_note), *run.notes,
+        (s.environment or s.tools or s.agent) and s.call_workers and
+        "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
+        run.resumed and f"resumes {run.resumed}",
+        s.dtype == "bfloat16" and not (
+            torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()) and
+        "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32",
+        before != run.world_size and
+        f"{before} ranks wrote it: sums round differently on {run.world_size}, so the steps are not bit for "
+        "bit those of an unbroken run"]))
 
 
 class RunLog:
@@ -398,6 +395,19 @@ class RunLog:
         self.say("\n    ".join([f"step {step:3d}  {''.join(rows[:1])}", *rows[1:]]))
         for text in health.news(self.lines, self.settings, self.told):
             self.say(text)
+
+    def show(self, step, samples, seconds):
+        """Print the line of a step, with samples after an evaluation, and say if all scores are the same."""
+        if any(name.startswith("eval") for name in self.metrics):
+            self.say("\n".join(
+                f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
+                f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
+        if step + 1 == health.FIRST:
+            self.say(health.same_scores(self.lines, plain_text(samples[0]["completion"]),
+                                        samples[0]["truth"]))
+        shown = "".join(f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE
+                        if name in self.metrics)
+        print(f"step {step:3d}  {shown}{seconds:.1f} s")
 
     def write(self, samples=()):
         """Write the line of this step to metrics.jsonl and TensorBoard. A collective.

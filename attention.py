@@ -8,6 +8,7 @@ sequences.
 import inspect
 import math
 from dataclasses import dataclass, replace
+from operator import sub
 
 import numpy as np
 import torch
@@ -81,14 +82,18 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
         size, keys, mask = q.shape[2], k.shape[2], None
         # A plain segment needs no mask. PyTorch wants a query for each key of it.
         plain = not explicit and size == keys <= window
-        if not plain:       # [size, keys], to add to scores: 0 where a token sees a key, otherwise -inf
-            kind = size, keys, window, q.dtype
-            if kind not in segments.masks:                      # made once for all layers
-                place = torch.arange(keys, device=q.device, dtype=torch.int32)
-                distance = place[keys - size:, None] - place
+        if not plain:
+            # One mask for all segments and layers, to add to scores: 0 where a token sees a key, otherwise
+            # -inf. Its first row is a token with `most` keys before it.
+            if (kind := (window, q.dtype)) not in segments.masks:
+                longest, most = max(segments.sizes), max(map(sub, segments.key_sizes, segments.sizes))
+                place = torch.arange(-most, longest, device=q.device, dtype=torch.int32)
+                distance = place[most:, None] - place
                 hidden = (distance < 0) | (distance >= window)
                 segments.masks[kind] = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
-            mask = segments.masks[kind]
+            rows, columns = segments.masks[kind].shape
+            mask = segments.masks[kind][:size, columns - rows + size - keys:columns - rows + size]
+            mask = mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels need aligned rows
         outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
                        F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling,
                                                       enable_gqa=True))

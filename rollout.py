@@ -165,7 +165,7 @@ class Engine:
 
     version: the version of the weights, as in Rollout. incoming: a function that returns the named tensors
     of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have. signalled:
-    whether a signal has ended sampling, which then returns no rollouts; stop: ends the run if so; see Run.
+    whether a signal has come, after which sampling returns no rollouts; stop: ends the run if so; see Run.
     """
     version, incoming, max_length = 0, None, math.inf
     signalled, stop = False, staticmethod(lambda: None)

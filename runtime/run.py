@@ -118,7 +118,7 @@ class Run:
         if self.resumed:
             loaded, self.arrays = read_state(self.resumed, self.state, settings, script, critic)
             self.state |= loaded
-        self.first_step = self.state["step"]
+        self.first_step = self.saved = self.state["step"]
 
     def check_data(self, folders, train_set, eval_set):
         """Raise ValueError for prompts that are not those of the resumed run, and for a model that no device
@@ -148,8 +148,7 @@ class Run:
         first = self.state["first_gap"]
         if self.settings.logprob_gap or distributed.compute_dtype(self.settings.dtype) == torch.float32:
             return self.settings.logprob_gap or 1e-3
-        # How much bfloat16 rounds off depends on the model, and shows before the first update.
-        return 0.15 if first is None else max(0.05, 3 * first)
+        return 0.15 if first is None else max(0.05, 3 * first)  # what 16 bits round off depends on the model
 
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.
@@ -186,7 +185,7 @@ class Run:
         # more than a second later ends the run.
         if not self.signalled:
             self.signalled, self.engine.signalled = time.monotonic(), True
-            self.log.say("The run saves and stops: now if it samples, otherwise when this step is finished. "
+            self.log.say("The run saves and stops: soon if it samples, otherwise when this step is finished. "
                          "Ctrl-C again ends it at once.")
         elif number == signal.SIGINT and time.monotonic() - self.signalled > 1:
             os._exit(130)
@@ -265,7 +264,7 @@ class Run:
         If a save fails, on whichever rank, the script stops, and the older checkpoints stand.
         """
         step = self.state["step"]
-        if step > self.first_step:
+        if step > self.saved:
             with self.log.timed("save"):
                 try:
                     checkpoint.save_checkpoint(
@@ -273,6 +272,7 @@ class Run:
                         self.settings.keep_checkpoints, self.arrays)
                 except Exception as error:      # on a full disk libraries raise all kinds of errors
                     fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
+            self.saved = step
         if step == self.settings.max_steps and not self.stopped:
             self.log.write()
         elif self.stopped:
@@ -389,6 +389,7 @@ class RunLog:
         if len(failures) <= count / 10:
             self.state["eval_scores"] |= {str(step): value for name, value in results.items()
                                           if name.startswith("eval/mean@")}
+        self.begun = copy.deepcopy(self.state)                  # so that a stop in rollouts saves it
         shown = [f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == least]
         # Three fit into 80 columns.
         rows = ["  ".join(shown[place:place + 3]) for place in range(0, len(shown), 3)]

@@ -200,7 +200,7 @@ def score(prompts, completions, **_):
             time.sleep(0.01)
     return [0.5 * (i % 2) for i in range(len(completions))]
 """
-NOTICE = ("The run saves and stops: now if it samples, otherwise when this step is finished. "
+NOTICE = ("The run saves and stops: soon if it samples, otherwise when this step is finished. "
           "Ctrl-C again ends it at once.")
 
 

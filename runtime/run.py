@@ -299,8 +299,8 @@ def opening(run, policy, data_note, updates):
     return "\n".join(filter(None, [
         f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x "
         f"{next(policy.parameters()).device.type}, engine {run.engine.name}",
-        f"Each step samples {B} x {G} = {B * G} completions (prompts_per_step x num_generations) and makes "
-        f"{updates}, in micro-batches of at most {s.token_budget} tokens.",
+        f"Each of {s.max_steps} steps samples {B} x {G} = {B * G} completions (prompts_per_step x "
+        f"num_generations) and makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
         printable(data_note), *run.notes,
         (s.environment or s.tools or s.agent) and s.call_workers and
         "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",

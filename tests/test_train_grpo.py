@@ -71,11 +71,10 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_dapo.py", "train_async.py"])
 def test_intervals_of_0_leave_the_first_and_the_last(folder, reward_file, tmp_path, script):
     more = ["--critic_warmup_steps=0"] if "ppo" in script else []
-    metrics, output = train(folder, tmp_path / "run", reward_file, "--eval_interval=0", "--save_interval=0",
+    metrics, _ = train(folder, tmp_path / "run", reward_file, "--eval_interval=0", "--save_interval=0",
                             *more, script=script, ranks=1 + ("async" in script))
     assert [line["step"] for line in metrics if "eval/mean@2" in line] == [0, 2]
     assert [name for name in os.listdir(tmp_path / "run") if "checkpoint" in name] == ["checkpoint-2"]
-    assert "evaluates its first and last model, eval_samples" in output
 
 
 def test_a_checkpoint_is_a_model_folder(plain_run, folder):
@@ -242,7 +241,7 @@ def bad(tmp_path_factory, folder):
     (["--advantage=gae"], "advantage=gae: choose grpo, dr_grpo, "),
     (["--loss_type=ppo"], "loss_type=ppo: choose clip, gspo, "),
     (["--kl_estimator=k4"], "kl_estimator=k4: choose k2, k3, "),
-    (["--dtype=float16"], "dtype=float16"),
+    (["--dtype=float8"], "dtype=float8"),
     (["--engine=sglang"], "engine=sglang: choose auto, vllm, hf"),
     (["--engine=vllm", "HIDE_VLLM"], "engine=vllm needs vLLM: install requirements.txt"),
     (["--reward=BAD/nonsuch.py:score"], "nonsuch.py"),

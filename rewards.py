@@ -142,7 +142,7 @@ def only(columns, i):
 
 
 def judge(reward, columns, workers=0, timeout=0.0, end=math.inf):
-    """Call a reward and return (parts, steps, logged) for each completion, as in `score`, or the call's error.
+    """Call a reward and return (parts, steps, logged) for each completion, as in `score`, or its error.
 
     The error is Failed or TimeUp. The completions of an async reward have calls of their own, of which
     `workers` run at the same time (0: 64), and each has `timeout` seconds (0: no limit). TimeUp stands for
@@ -185,32 +185,36 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
     completions, results, failure = columns["completions"], [], None
 
     def call(some):
-        # Calls the reward for some of the completions; returns what judge does.
+        # Returns what judge does for some of the completions, and None, or the error of a call for several.
         arguments = reward, some, workers, timeout, end
         try:
             if time.monotonic() >= end:
                 raise TimeUp
-            # The calls of an async reward have limits of their own.
+            # The calls of an async reward have limits and errors of their own.
             found = judge(*arguments) if not process else process.call(
                 None if reward.at_once else timeout or None, judge, *arguments)
+            if not reward.at_once and isinstance(found[0], Exception):
+                raise found[0]
         except (TimeUp, Failed) as error:
-            found = [error] * len(some["completions"])
+            # One of several may have ended the process, and nobody knows which.
+            if len(some["completions"]) > 1:
+                return [], error
+            found = [error]
         for one, completion in zip(found, some["completions"]):
-            if isinstance(one, Failed) and not unscored and (reward.at_once or len(found) == 1):
+            if isinstance(one, Failed) and not unscored:
                 raise ValueError(f"reward {reward.name} {one}; the completion is "
                                  f"{content(completion)[:500]!r}") from one
-        return found
+        return found, None
 
     # One call for all, unless the reward scores one completion at a time.
     if reward.at_once or len(completions) > 1 and reward.form != "verl":
-        results = call(columns)
-        if isinstance(results[0], Exception) and not reward.at_once:
-            failure, results = results[0], []
+        results, failure = call(columns)
+        if failure:
             print(f"reward {reward.name} {failure} for {len(completions)} completions: each is scored by a "
                   "call of its own", file=sys.stderr)
     # If that failed, or there was none: one call after the other, of which some may be late or fail.
     while len(results) < len(completions):
-        results += call(only(columns, len(results)))
+        results += call(only(columns, len(results)))[0]
     late = any(isinstance(one, TimeUp) for one in results)
     if late and process:
         process.end()                                           # because calls of an async reward may go on
@@ -264,7 +268,7 @@ def parts_of(name, returned, text):
 class Scorer:
     """Scores rollouts by the rewards and the reward model that a run's settings name.
 
-    scorer(rollouts) sets score, parts, rewards, extra and problem of rollouts that have none yet. The score is the sum of
+    scorer(rollouts) sets score, parts, rewards, extra and problem where there are none. The score sums up
     what the environment gave, what the rewards returned, and the reward model's score. Each part is first
     multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
     used. A reward that returned None counts as 0. A completion has no score if the reward model cannot score

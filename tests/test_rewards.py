@@ -932,6 +932,17 @@ def test_a_batch_that_fails_is_unscored_where_it_fails(tmp_path):
     assert [bool(problem) for *_, problem in results] == [False, True, True, False]
 
 
+def test_a_call_at_once_that_ends_the_process_is_found_by_calls_of_its_own(tmp_path):
+    source = ("import asyncio, os\nasync def trl(completions):\n"
+              "    return os._exit(3) if completions == ['x'] else [1.0]")
+    reward, problem = judged(tmp_path, source, "trl"), "ended its process with status 3"
+    results = found(reward, ROWS, ["a", "x", "b", "c"], 5.0, unscored=True)
+    assert [own["trl"] for own, *_ in results] == pytest.approx([1.0, NAN, 1.0, 1.0], nan_ok=True)
+    assert [problem for *_, problem in results] == ["", f"the reward {problem}", "", ""]
+    with pytest.raises(ValueError, match=f"reward trl {problem}; the completion is 'x'"):
+        found(reward, ROWS, ["a", "x", "b", "c"], 5.0)
+
+
 def test_calls_at_once_have_a_budget_and_may_block(tmp_path):
     """What was scored before the budget was spent counts."""
     reward, started = judged(tmp_path, LATER, "trl"), time.monotonic()

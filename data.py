@@ -239,9 +239,14 @@ def read_rows(path):
 def parquet_rows(path, whole):
     try:
         import pyarrow.parquet
-        return pyarrow.parquet.read_table(whole).to_pylist()
+        table = pyarrow.parquet.read_table(whole)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
+    for place, column in enumerate(table.schema):
+        if column.type == pyarrow.float32():                    # 0.1 is to be 0.1, and not 0.10000000149
+            shortest = table[place].cast(pyarrow.string()).cast(pyarrow.float64())
+            table = table.set_column(place, column.name, shortest)
+    return table.to_pylist()
 
 
 def parsed(where, text):
@@ -409,6 +414,10 @@ def check_kinds(tokenizer, prompts):
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
         kinds.setdefault(tuple((m["role"], "tool_calls" in m) for m in messages), (name, row["prompt"]))
     for kind, (name, prompt) in kinds.items():
+        # An observation or a call of a tool would have no place in them.
+        if (s.environment or s.tools) and (not kind or kind[-1][0] == "assistant"):
+            raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
+                             "last one not the assistant's")
         text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, prompts.tools)
         if s.system_prompt.strip() not in text:
             raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")

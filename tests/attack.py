@@ -668,7 +668,7 @@ def environment_cases(add):
     of_file("its tools alone with reward=none", "environment", TOOL, "--reward=none")
     of_file("prompts that are strings", "environment.*lists of messages", game_source(), "--task=file",
             "--train_file={dir}/rows.jsonl", "--train_prompts=0", files={"rows.jsonl": jsonl(*STRINGS)})
-    of_file("a prompt that ends with the assistant", r"rows\.jsonl:4: environment=", game_source(),
+    of_file("a prompt that ends with the assistant", r"rows\.jsonl:4: an environment", game_source(),
             "--task=file", "--train_file={dir}/rows.jsonl", "--train_prompts=0", files={
                 "rows.jsonl": jsonl(*GOOD[:3], message("So", "assistant"), *GOOD[3:])})
     for name, words, template in (

@@ -319,7 +319,7 @@ def test_an_answer_may_be_a_number_that_no_float_holds(tmp_path):
     assert read(path) == [("10^400?", str(10 ** 400))]
 
 
-def test_parquet_gives_the_prompts_that_were_written(tmp_path):
+def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
     """Arrow gives each message every field of all messages, and each object of arguments every key."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
@@ -330,6 +330,9 @@ def test_parquet_gives_the_prompts_that_were_written(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert read(tmp_path / "rows.parquet") == read(write(tmp_path / "rows.jsonl", *rows)) == [
         (row["prompt"], None) for row in rows]
+    numbers = pyarrow.table({"prompt": ["a", "b"], "answer": pyarrow.array([0.1, 3.0], pyarrow.float32())})
+    pyarrow.parquet.write_table(numbers, tmp_path / "rows.parquet")
+    assert [answer for _, answer in read(tmp_path / "rows.parquet")] == ["0.1", "3.0"]
 
 
 def test_a_home_folder(tmp_path, monkeypatch):
@@ -596,6 +599,14 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
     text = text_of(data.load_rows("algebra", "train", 1)[0])
     with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template fails: System role not"):
         data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
+    # An environment and tools have nothing to add to a string or an answer. An agent begins by itself.
+    for last in ("1+1?", [*prompts[0], {"role": "assistant", "content": "So"}]):
+        write(other, *rows, {"prompt": last})
+        changed = settings | {"train_file": str(other)}
+        for more in ({"environment": "game.py:Game"}, {"tools": "tools.py:add"}):
+            with pytest.raises(ValueError, match=f"^{other}:9001: an environment and tools need prompts that "):
+                data.load_prompts(tokenizer, SimpleNamespace(**changed | more))
+        data.load_prompts(tokenizer, SimpleNamespace(**changed | {"agent": "agent.py:solve"}))
 
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,

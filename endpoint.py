@@ -14,12 +14,12 @@ Neither are rows of the model "opponent", which is the policy as another player.
 import asyncio
 import copy
 import json
-import queue
-import secrets
 import threading
 import zlib
 from concurrent.futures import Future
 from functools import lru_cache, partial
+from queue import SimpleQueue
+from secrets import token_hex
 
 from aiohttp import web
 
@@ -71,8 +71,11 @@ class Agents:
         asyncio.run_coroutine_threadsafe(self._serve(), event_loop("of the endpoint")).result()
 
     def give_back(self, episode, spent):
-        """Listen to an episode no longer."""
+        """Listen to an episode no longer, and refuse what it has not answered."""
+        # In this order, because the endpoint's thread may be about to append another one: see _hear.
         del self.playing[episode.key]
+        for future in (one for one in episode.open if not one.done()):
+            future.set_result(refusal(401, "the episode of this key has ended"))
 
     def broken(self, problem, row):
         """Return the error that says how the agent failed."""
@@ -86,14 +89,16 @@ class Agents:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
     async def _hear(self, request):
-        episode = self.playing.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
-        if not episode:
-            return refusal(401, "this key belongs to no episode that is being played")
-        if request.method == "GET":
-            return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
-        future, body = Future(), await request.read()
-        episode.mail.put((future, body))
-        return await asyncio.wrap_future(future)
+        key, body = request.headers.get("Authorization", "").removeprefix("Bearer "), await request.read()
+        if episode := self.playing.get(key):
+            if request.method == "GET":
+                return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+            episode.open.append(future := Future())
+            episode.mail.put((future, body))
+            # If the episode ends after this, give_back finds the future; before this, it may have missed it.
+            if key in self.playing:
+                return await asyncio.wrap_future(future)
+        return refusal(401, "this key belongs to no episode that is being played")
 
 
 class AgentEpisode(Episode):
@@ -101,24 +106,25 @@ class AgentEpisode(Episode):
 
     score: what the agent returned. rows: the Conversation of each answered request, up to its answer. It also
     has the attributes player (whether it is the opponent, and its tools as JSON), messages, begin (how many
-    of these precede the row's first answer), new (whether it continues none, or one that had been continued)
-    and continued. first: the Conversation of the data set's row. key: what the agent shows. longest: how many
-    tokens may precede the first answer. full: whether a limit has refused or cut off a turn.
+    of these precede the row's first answer), read (the messages, each through as_read) and before (the
+    Conversation that it continues, or None). first: the Conversation of the data set's row. key: what the
+    agent shows. mail: what came, requests and in the end the agent's outcome. open: the Futures of all
+    requests. longest: how many tokens may precede the first answer. full: whether a limit has refused or cut
+    off a turn.
     """
 
     def __init__(self, player, prompt, seed, sampling):
         super().__init__(player, prompt, seed, sampling)
-        self.first, self.key, self.mail, self.rows = self.talk, secrets.token_hex(), queue.SimpleQueue(), []
+        self.first, self.key, self.mail, self.rows, self.open = self.talk, token_hex(), SimpleQueue(), [], []
         self.full, self.last, self.longest = False, 0, max(self.settings.max_prompt_length, len(prompt.ids))
 
     def _begin(self):
-        # All that the agent does.
+        # All that the agent does. Its thread, which may never end, does not keep the episode.
         self.instance = self.world.playing[self.key] = self
-        solve = partial(self.world.make, self.world.url, self.key, copy.deepcopy(self.row))
-        hear = partial(self.mail.get, timeout=self.settings.call_timeout or None)
-        threading.Thread(target=lambda: self.mail.put((None, outcome(solve))), daemon=True).start()
+        solve, mail = partial(self.world.make, self.world.url, self.key, copy.deepcopy(self.row)), self.mail
+        threading.Thread(target=lambda: mail.put((None, outcome(solve))), daemon=True).start()
         try:
-            while (heard := (yield from self._call(hear)))[0]:
+            while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
                 future, body = heard
                 try:
                     row = self._row(said := json.loads(body))
@@ -145,26 +151,25 @@ class AgentEpisode(Episode):
         for tool in body.get("tools") or ():
             tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
         player = body.get("model") == "opponent", json.dumps(body.get("tools") or None)
-        messages = [*map(as_read, body["messages"])]
-        if earlier := [row for row in self.rows if row.player == player
-                       and [*map(as_read, row.messages)] == messages[:len(row.messages)]]:
-            before = max(earlier, key=lambda row: len(row.messages))
-            row = copy.deepcopy(before, {id(before.template): before.template})
-            row.new, row.continued, before.continued = before.continued, False, True
-            row.messages += messages[len(before.messages):]
-            fits = row.extend(before.messages[-1], messages[len(before.messages):])
+        read = [*map(as_read, body["messages"])]
+        # The longest first: if the agent says all that was said each time, there is one comparison.
+        if before := next((row for row in sorted(self.rows, key=lambda row: -len(row.read))
+                           if row.player == player and row.read == read[:len(row.read)]), None):
+            row, new = copy.copy(before), read[len(before.read):]
+            row.spans, row.logprobs, row.versions = [*row.spans], [*row.logprobs], {**row.versions}
+            row.messages, read, fits = row.messages + new, row.read + new, row.extend(row.messages[-1], new)
         else:
             template = template_for(self.player.tokenizer, (*self.player.eos_ids,), player[1])
             # The author of the agent wrote what the system says, but anybody may have written the rest.
             safe = [one if one["role"] == "system" else json.loads(template.defused(json.dumps(
-                one, ensure_ascii=False))) for one in messages]
+                one, ensure_ascii=False))) for one in read]
             row = Conversation(template.opening(safe), self.first.left, self.first.seed, template)
-            vars(row).update(player=player, messages=messages, begin=len(messages), new=True, continued=False)
-            fits = len(row.ids) <= self.longest
+            row.messages, row.begin, fits = [*read], len(read), len(row.ids) <= self.longest
+        row.player, row.before, row.read, self.full = player, before, read, self.full or not fits
         if not fits:
-            self.full = True
             raise ValueError(f"the maximum context length is {self.longest} + {self.first.left} tokens")
-        if row.new and self.rows:                                 # no two answers are sampled with one seed
+        # No two answers are sampled with one seed. What was refused is not in rows and takes none.
+        if any(one.before is before for one in self.rows):
             row.seed = zlib.crc32(f"{self.first.seed} row {len(self.rows)}".encode())
         return row
 
@@ -181,13 +186,14 @@ class AgentEpisode(Episode):
         told = said | {"tool_calls": [{"index": i} | tool_call(
             self.counts["calls"] + i, call["function"]["name"], json.dumps(call["function"]["arguments"]))
             for i, (call, _) in enumerate(calls)]}
-        row.messages = [*row.messages, said | ({"tool_calls": [call for call, _ in calls]} if calls else {})]
+        row.messages.append(said | ({"tool_calls": [call for call, _ in calls]} if calls else {}))
+        row.read.append(as_read(row.messages[-1]))
         if not row.player[0] and len(row.logprobs) > len(self.talk.logprobs):
             self.talk, self.messages, self.full = row, row.messages[row.begin:], cut
             self.row = self.row | {"prompt": row.messages[:row.begin]}
         own = [one for one in self.rows if not one.player[0]]
         sampled = sum(end - start for one in own for start, end in one.spans[-1:])
-        self.counts |= {"requests": len(self.rows), "rows": sum(one.new for one in own),
+        self.counts |= {"requests": len(self.rows), "rows": len({*own} - {one.before for one in own}),
                         "untrained_tokens": sampled - len(self.talk.logprobs),
                         "calls": self.counts["calls"] + len(calls) + wrong,
                         "failures": self.counts["failures"] + wrong}

@@ -1,16 +1,24 @@
 """Agents: whose tokens are trained, how their episodes end, what they are refused, whole runs."""
+import asyncio
+import gc
 import json
 import math
 import socket
 import textwrap
+import threading
+import time
 import urllib.error
 import urllib.request
+import weakref
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import endpoint
 import runs
 from rewards import Scorer, rollout_metrics
 from runs import kept_rollouts, lines, refused, without_times
@@ -179,6 +187,45 @@ def test_another_history_begins_another_row(write):
     (r,) = played(player(agent), [["the longest of all<|end|>", "b<|end|>", "c<|end|>", "d<|end|>"]])
     assert parts_of(r)[1:] == ["the longest of all<|end|>"] and r.counts["rows"] == 4
     assert r.counts["untrained_tokens"] == 6 and math.isnan(r.score) and r.parts == {}
+
+
+def test_a_refused_continuation_did_not_happen(write):
+    """What follows the answer after it is still the first that does: no new row, and no other seed."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            messages = row["prompt"] + [ask(base_url, api_key, row["prompt"])]
+            for text in row["refused"]:
+                try:
+                    ask(base_url, api_key, messages + [user(text)])
+                except urllib.error.HTTPError as error:
+                    assert "maximum context length" in json.load(error)["error"]["message"]
+            ask(base_url, api_key, messages + [user("short")])
+    """)
+    says = Says(["a<|end|>", "b<|end|>"], ["a<|end|>", "b<|end|>"])
+    rows = prompts_for([{"refused": []}, {"refused": ["x" * 300] * 2}])
+    both = player(agent, max_completion_length=60).play(says, rows, 1, [7, 7], 60, 1.0)
+    for r in both:
+        assert r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0, r.counts
+        assert r.finish_reason == "stop"
+        assert parts_of(r)[1::2] == ["a<|end|>", "b<|end|>"]
+    assert np.array_equal(both[0].ids, both[1].ids)
+    assert len({request.seed for request in says.asked}) == 2 and len(says.asked) == 4
+
+
+def test_a_message_is_read_once_per_request(write, monkeypatch):
+    """However many rows there are, and none shares with the row that it continues what grows."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            messages = list(row["prompt"])
+            for turn in range(20):
+                messages += [ask(base_url, api_key, messages), user(str(turn))]
+    """)
+    read, as_read = [], endpoint.as_read
+    monkeypatch.setattr(endpoint, "as_read", lambda message: read.append(message) or as_read(message))
+    plays = player(agent)
+    (r,) = played(plays, [[f"{turn}<|end|>" for turn in range(20)]])
+    assert r.counts["rows"] == 1 and len(r.spans) == 20 and len(r.completion) == 39
+    assert len(read) == sum(range(1, 40, 2)) + 20               # those of each request, and each answer
 
 
 def test_an_opponent_is_the_policy_and_is_not_trained(write):
@@ -365,6 +412,71 @@ def test_another_episodes_key_and_sockets_that_never_close(write):
     port = int(plays.environment.url.split(":")[2].split("/")[0])
     with pytest.raises(OSError):                                # it listens on one address
         socket.create_connection(("127.0.0.2", port), timeout=2)
+
+
+def until(condition):
+    """Whether it comes true within ten seconds."""
+    end = time.monotonic() + 10
+    while not (true := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return true
+
+
+def test_a_request_of_an_episode_that_has_ended_is_refused(write):
+    """One that waits when the agent returns, and one of which half has come; neither keeps the episode."""
+    agent = write("""
+        import threading
+        go, told = threading.Event(), []
+        def solve(base_url, api_key, row):
+            def first():
+                told.append(ask(base_url, api_key, row["prompt"])["content"])
+            threading.Thread(target=first, daemon=True).start()
+            go.wait(20)
+            return 1.0
+    """)
+    plays = player(agent)
+    world, its, found = plays.environment, plays.environment.make.__globals__, {}
+    address = "127.0.0.1", int(world.url.split(":")[2].split("/")[0])
+
+    def second(key):
+        try:
+            its["ask"](world.url, key, [its["user"]("b")])
+        except urllib.error.HTTPError as error:
+            found["code"], found["told"] = error.code, json.load(error)["error"]["message"]
+
+    class Late(Says):
+        def step(self):
+            (key, episode), = world.playing.items()
+            found["episode"] = weakref.ref(episode)
+            found["half"] = socket.create_connection(address)
+            found["half"].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+                                  b"Authorization: Bearer %b\r\n\r\n{" % key.encode())
+            its["go"].set()
+            assert until(lambda: episode.mail.qsize() == 1)     # what the agent returned
+            found["second"] = threading.Thread(target=second, args=(key,), daemon=True)
+            found["second"].start()
+            assert until(lambda: episode.mail.qsize() == 2)
+            return super().step()
+
+    (r,) = plays.play(Late(["abc<|end|>"]), prompts_for([{}]), 1, [0], 5000, 1.0)
+    found["second"].join(10)
+    assert found["code"] == 401 and "has ended" in found["told"]
+    assert until(lambda: its["told"]) == ["abc"] and r.counts["requests"] == 1 and r.finish_reason == "stop"
+    found["half"].sendall(b"}")
+    found["half"].settimeout(10)
+    assert b" 401 " in found["half"].recv(100)
+    assert until(lambda: gc.collect() >= 0 and found["episode"]() is None)
+
+
+def test_a_request_that_comes_while_its_episode_ends_is_refused(write):
+    """The key was found, but give_back has already looked for what is open."""
+    async def read():
+        return b"{}"
+
+    world, episode = player(write(TALK)).environment, SimpleNamespace(open=[], mail=SimpleQueue())
+    world.playing = type("Ending", (dict,), {"get": lambda self, key: episode})()
+    request = SimpleNamespace(headers={"Authorization": "Bearer x"}, method="POST", read=read)
+    assert asyncio.run(asyncio.wait_for(world._hear(request), 10)).status == 401
 
 
 # ---------------------------------------------------------------- whole runs

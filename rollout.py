@@ -303,7 +303,8 @@ class VLLMEngine(Engine):
                 self._step(requests)
         results = self.group.broadcast_object(results)
         before = sum(map(len, everyones[:place]))
-        self._sleep()
+        if len(results) == sum(map(len, everyones)):            # not if a signal left requests open
+            self._sleep()
         return results[before:before + len(jobs)]
 
     def so_far(self):

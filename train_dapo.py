@@ -120,19 +120,18 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
 # N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and
-# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set) and r.score, with
-# r.rewards by token and r.parts by name where the reward gives them. {s: [len]} is a dict with a tensor for
+# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set), r.score, r.rewards,
+# {token: reward}, whose sum is the score, and r.parts, {name: value}. {s: [len]} is a dict with a tensor for
 # each rollout, which has an entry for each sampled token.
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
-# (packing.py). C of its tokens were sampled. Forward and backward are collectives, so a rank with fewer
-# micro-batches than another gets empty micro-batches, C = 0. In a sequence_group each rank computes a part of
-# every rank's micro-batches, and only the rank they belong to gets the results; on the others C = 0. For a
-# micro-batch of the rollouts 0 and 1 of three, with two sampled tokens each:
+# (packing.py). C of its tokens were sampled. For the rollouts 0 and 1 of three, with two sampled tokens each:
 #     batch.flat({0: [a, b], 1: [c, d], ...})  -> [a, b, c, d]              {s: [len]} to [C]
 #     batch.split([a, b, c, d])                -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
-#     batch.spread([x, y, z])                  -> [x, x, y, y]              [N] to [C]; or {s: [len]} to [C]
+#     batch.spread([x, y, z])                  -> [x, x, y, y]              [N] to [C]; a dict as in flat
 #     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
+# C may be 0. Forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and in
+# a sequence_group every rank computes a part of a micro-batch whose results only one of them gets.
 for step in range(run.first_step, max_steps):
     log.start(step)
 
@@ -177,7 +176,7 @@ for step in range(run.first_step, max_steps):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1 of each sampled token, {s: [len]}
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1 by the engine's logprobs
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])

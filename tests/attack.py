@@ -609,22 +609,22 @@ OPENINGS = {
     "reset returned so much .* max_prompt_length=64": "return 'x' * 99",
     runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
 STEPS = {
-    "environment Game: (it|step|the reward)": """
+    "environment Game: (it|step|in turn . the reward)": """
         raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise GeneratorExit;
         raise StopIteration; raise asyncio.CancelledError; return None; return ''; return '', 0.5; return '',
         0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5, 0.5, False; return b'', 0.5, False;
         return ['', 0.5, True]; return '', None, True; return '', float('nan'), True;
         return '', float('-inf'), True; return '', 10 ** 400, True; return '', 1e39, True; return '', 1j,
-        True; return '', numpy.ones(2), True; return '', torch.tensor(torch.inf), True; yield '', 0.5,
+        True; return '', numpy.ones(2), True; return '', '1', True; return '', torch.tensor(torch.inf), True; yield '', 0.5,
         True""",
     runs(): r"""
-        return None, 1, True; return '', True, True; return '', '1', True; return '', numpy.float32(1), numpy.bool_(True); return
+        return None, 1, True; return '', True, True; return '', numpy.float32(1), numpy.bool_(True); return
         '', torch.ones(()), True; return '', decimal.Decimal('0.5'), True; return 5, 0.5, True; return
         '\ud800\0\n', 0.5, False; return '<|end|>', 0.5, False; return '😀' * 99, 0.5, False;
         sys.stdout.close(); sys.stdout = sys.stderr = None; print('x' * 10 ** 6); return '', 1e38, True;
         asyncio.run(asyncio.sleep(0))"""}
 LATE_STEPS = {
-    later("environment Game: (it|step|the reward)"): r"""
+    later("environment Game: (it|step|in turn . the reward)"): r"""
         raise ValueError; raise ValueError('a\nb'); sys.exit(0); return None; return '',
         float('nan'), True""",
     still(): "time.sleep(1000); while True: pass; linger()"}

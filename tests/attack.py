@@ -615,8 +615,8 @@ STEPS = {
         0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5, 0.5, False; return b'', 0.5, False;
         return ['', 0.5, True]; return '', None, True; return '', float('nan'), True;
         return '', float('-inf'), True; return '', 10 ** 400, True; return '', 1e39, True; return '', 1j,
-        True; return '', numpy.ones(2), True; return '', '1', True; return '', torch.tensor(torch.inf), True; yield '', 0.5,
-        True""",
+        True; return '', numpy.ones(2), True; return '', '1', True; return '', torch.tensor(torch.inf), True;
+        yield '', 0.5, True""",
     runs(): r"""
         return None, 1, True; return '', True, True; return '', numpy.float32(1), numpy.bool_(True); return
         '', torch.ones(()), True; return '', decimal.Decimal('0.5'), True; return 5, 0.5, True; return

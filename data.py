@@ -281,10 +281,12 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
     a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
-    prompts = []
+    prompts, not_embedded = [], getattr(tokenizer, "not_embedded", {})
     for (name, row), ids in zip(named, encoded):
-        if not ids:
-            raise ValueError(f"{name}: its prompt has no tokens")
+        strange = [token for token, number in not_embedded.items() if number in ids]
+        if strange or not ids:
+            what = f"{strange[0]}, a token that the model does not have" if strange else "no tokens"
+            raise ValueError(f"{name}: its prompt has {what}")
         plain = not chat or isinstance(row["prompt"], str)
         prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
     return prompts
@@ -391,6 +393,10 @@ def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **change
     while len(encoded) < total and len(fitting) < wanted:
         encoded += prompts.encoded(order[len(encoded):len(encoded) + 512])
         fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
+    first = encoded[:32]
+    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
+        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
+                         f"{tokenizer.decode(first[0].ids)!r:.200}")
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "

@@ -525,7 +525,7 @@ class Table:
         self.numbers = itertools.count()        # of the episodes, in the order in which they begin
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
         self.groups, self.playing, self.waiting = {}, {}, deque()
-        # Only so many episodes are played at a time as there may be environments.
+        # No more episodes are played at a time than there may be environments.
         self.most = (self.settings.max_environments if player.make else 0) or math.inf
         self.asked = 0                          # Requests that wait for an Answer
 

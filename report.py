@@ -19,7 +19,7 @@ import sys
 from runtime.health import findings, series
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# With at most so many points of curves and bytes of samples, a page stays under 5 MB.
+# These numbers of points and of bytes of samples keep a page under 5 MB.
 POINTS, SAMPLE_BYTES = 60_000, 3_200_000
 
 # The panels: a title, the metrics in it as a regular expression, and a scale: "", "log", or "share" (0 to 1).
@@ -77,7 +77,7 @@ def thinned(points, most):
 
 
 def summary(lines, metrics):
-    """Return what a run came to, as texts: its first and last scores, what was not scored, steps and minutes."""
+    """Return what came out of a run, as texts: first and last scores, what has none, steps and minutes."""
     scores = [f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}"
               for pattern in (r"eval/mean@\d+", r"eval/(pass|maj)@\d+", "reward")
               for metric in filter(re.compile(pattern).fullmatch, metrics)

@@ -151,12 +151,12 @@ class Sampler:
             rollouts = self.player.play(self.engine, prompts, n, seeds, length, temperature)
         else:
             rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, length, temperature)
+            for i, r in enumerate(rollouts):
+                r.row = prompts[i // n].row
+                text = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
+                r.completion = text if isinstance(r.row["prompt"], str) else [
+                    {"role": "assistant", "content": text}]
         self.engine.stop()                                      # does not return if a signal has come
-        for i, r in enumerate(rollouts if not self.player.make else ()):
-            r.row = prompts[i // n].row
-            text = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
-            r.completion = text if isinstance(r.row["prompt"], str) else [
-                {"role": "assistant", "content": text}]
         return rollouts
 
 

@@ -175,7 +175,7 @@ for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # by a signal; one in sample() ends there
+    stopping = run.stopping()                                   # a signal came, on any rank
     if run.due(eval_interval) and not stopping:
         evaluate(step)
     if run.due(save_interval) or stopping:

@@ -136,7 +136,7 @@ for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # by a signal; one in sample() ends there
+    stopping = run.stopping()                                   # a signal came; in sample() it ends the run
     if run.due(eval_interval) and not stopping:
         rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
     if run.due(save_interval) or stopping:
@@ -150,7 +150,7 @@ for step in range(run.first_step, max_steps):
     for gen_batch in range(max(1, max_num_gen_batches)):
         with log.timed("gen"):
             picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-            own = range(rank * B, (rank + 1) * B)               # this rank's prompts; a text seeds each
+            own = range(rank * B, (rank + 1) * B)               # this rank's prompts; a text each, as a seed
             first = gen_batch * prompts_per_step
             own_rollouts = sample([picked[i] for i in own], G, [f"{step} {first + i}" for i in own])
         with log.timed("reward"):

@@ -130,7 +130,7 @@ for step in range(run.first_step, max_steps):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # by a signal; one in sample() ends there
+    stopping = run.stopping()                                   # a signal came; in sample() it ends the run
     if run.due(eval_interval) and not stopping:
         rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
     if run.due(save_interval) or stopping:
@@ -141,7 +141,7 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; a text seeds each
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; a text each, as a seed
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward

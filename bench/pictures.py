@@ -5,8 +5,9 @@ episodes.svg. And, by Chromium, what report.py makes of a healthy run and of a b
     for seed in 0 1 2; do torchrun train_grpo.py --seed=$seed --out_dir=out/grpo$seed; done
     for seed in 0 1 2; do torchrun train_ppo.py --seed=$seed --out_dir=out/ppo$seed; done
     python -m bench.pictures --grpo=out/grpo0,out/grpo1,out/grpo2 --ppo=out/ppo0,out/ppo1,out/ppo2
-    for seed in 0 1 2; do torchrun train_grpo.py config/tasks/smollm2.py --seed=$seed --out_dir=out/sums$seed; done
-    python -m bench.pictures --smollm2=out/sums0,out/sums1,out/sums2
+    for seed in 0 1 2; do torchrun train_grpo.py config/tasks/smollm2.py --model=out/smollm2 --seed=$seed \
+        --out_dir=out/real$seed; done
+    python -m bench.pictures --smollm2=out/real0,out/real1,out/real2
     python train_grpo.py --learning_rate=5e-3 --out_dir=out/broken
     python -m bench.pictures --healthy=out/grpo0 --broken=out/broken
     python -m bench.pictures --guess=out/game0,out/game1,out/game2 --calculator=out/sums0,out/sums1,out/sums2

@@ -1,4 +1,4 @@
-"""What no algorithm changes. Import a file of this package before PyTorch, which reads GOMP_SPINCOUNT early."""
+"""What no algorithm changes. Import a file of it before PyTorch, which reads GOMP_SPINCOUNT early."""
 import os
 
 # OpenMP's threads wait for one another by spinning. If another process wants a core as well, they use up the

@@ -95,7 +95,10 @@ class Template:
                              f"{turn['content']!r}")
         if reply["content"] not in replied:
             raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
-        self.between(turn, [reply])
+        inserted = self.between(turn, [reply])
+        if self.opening(whole)[-len(inserted):] != inserted:
+            raise ValueError("the chat template writes the same reply in different ways: " + parted(
+                self.tokenizer.decode(inserted), replied))
 
     @functools.lru_cache(maxsize=64)
     def _until_end(self, calls):

@@ -100,6 +100,8 @@ def longest_row(config):
     kind, factor = rope.get("rope_type"), rope.get("factor") or 1
     original = (rope.get("original_max_position_embeddings")
                 or getattr(config, "original_max_position_embeddings", None) or longest)
+    if chunk := getattr(config, "attention_chunk_size", None):
+        return chunk, "beyond them its attention is cut into chunks, which is not supported"
     if kind in ("dynamic", "longrope"):
         return original, (f"beyond them its positions depend on the batch (rope_type={kind}), which is not "
                           "supported")
@@ -215,7 +217,7 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     if beyond.keys() - special:
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
-    tokenizer.not_embedded = beyond                             # no prompt may hold them: data.py
+    tokenizer.not_embedded = beyond                             # no prompt may spell them: data.py
     tokenizer.clean_up_tokenization_spaces = False              # rewards read what was written
     if settings:
         if path := settings.chat_template:

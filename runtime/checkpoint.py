@@ -112,7 +112,7 @@ def sync(path):
 
 
 def checksum(path, last=sys.maxsize):
-    # Returns the CRC-32 of a file, or of so many bytes at its end.
+    # Returns the CRC-32 of a file, or of its last bytes.
     value = 0
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - last))

@@ -39,7 +39,7 @@ SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "tr
         "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
         "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "lora_rank")
-MAX_SKIPPED = 5                 # the run stops after so many updates in a row whose gradient is not finite
+MAX_SKIPPED = 5                 # this many updates in a row with a gradient that is not finite end the run
 FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),

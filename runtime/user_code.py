@@ -205,7 +205,7 @@ class Threads:
         self.free, self.timeout = asyncio.Semaphore(count), timeout
 
     def submit(self, function):
-        """Call a function as soon as a thread is free, and return a Future of what `outcome` returns for it."""
+        """Call a function as soon as a thread is free; return a Future of what `outcome` returns for it."""
         return asyncio.run_coroutine_threadsafe(self._call(function), event_loop("of Threads"))
 
     async def _call(self, function):

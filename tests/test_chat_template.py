@@ -134,6 +134,7 @@ CLEARS_CALLS = looped("m.content", before="{% set kept = messages|length - 3 %}"
     "m.tool_calls or []", "(m.tool_calls if loop.index0 >= kept else []) or []").replace(
     "{% for c in", "{% set outer = loop %}{% for c in").replace("loop.index0", "outer.index0")
 SPEAKS_UP = looped("m.content").replace(ASK, ASK.replace("<|assistant|>", "<|assistant|>Well: "))
+NUMBERS = looped("loop.index|string + ' ' + m.content")
 COUNTS = looped("m.content", before="{{ messages|length }} ")
 NO_TOOLS = looped("m.content").replace("tools or []", "[]")
 NO_RESULTS = looped("m.content").replace("{{ '<|'", "{% if m.role != 'tool' %}{{ '<|'", 1).replace(
@@ -160,6 +161,7 @@ REWRITES = ["rewrites earlier turns"]
     (NEVER_THINKS, TOOLS, ["drops what a turn has thought", r"'\n\nbecause<call>add</call><|end|>'"]),
     (NEVER_THINKS_ALOUD, None, ["drops what a turn has thought", "'because<|end|>'", "<|channel>"]),
     (looped("m.content", end=""), None, ["ends a turn with none of the tokens", "['<|end|>']"]),
+    (NUMBERS, None, ["writes the same reply in different ways", "3 forty-two"]),
     (NO_TOOLS, TOOLS, ["has no place for tools"]),
     (NO_RESULTS, TOOLS, ["has no place for a message of the role tool"]),
     (RAISES, TOOLS, ["fails with TemplateError('No tool')", "'content': 'forty-two'"]),

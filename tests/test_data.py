@@ -538,6 +538,8 @@ def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer, tmp_path
         path = write(tmp_path / "rows.jsonl", *[{"prompt": f"{i}?"} for i in range(600)], {"prompt": last})
         with pytest.raises(ValueError, match=f"^{re.escape(path)}:601: its prompt has <img>, a token that the"):
             data.load_prompts(image, SimpleNamespace(**settings | {"train_file": path, "train_prompts": 0}))
+        with pytest.raises(ValueError, match="^rows:1: its prompt has <img>, a token that the model does not"):
+            data.encode_rows(image, named(last))
 
 
 def test_a_prompt_without_tokens_is_named(tokenizer):
@@ -568,6 +570,13 @@ def test_what_a_template_leaves_out_is_said(tokenizer, tmp_path):
         *messages[0], {"role": "assistant", "content": "<think>hm</think>1"}, *messages[1]]})
     settings |= {"train_file": path, "eval_file": path}
     assert "does not write" not in data.load_prompts(deaf, SimpleNamespace(**settings))[2]
+
+
+def test_a_template_that_leaves_out_the_prompt_is_refused():
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
+    with pytest.raises(ValueError, match="its chat template gives the same tokens for different prompts"):
+        data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS, model="m"))
 
 
 def test_encode_rows_errors(tokenizer):

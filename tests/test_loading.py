@@ -286,6 +286,8 @@ def changed(folder, path, **changes):
     ({"model_type": "mine"}, "config.json cannot be read: .*`mine`"),
     ({"model_type": "t5"}, "a t5 model is not a decoder that generates text"),
     ({"model_type": "vit"}, "a vit model is not a decoder that generates text"),
+    ({"model_type": "llama4_text", "attention_chunk_size": 10},
+     "the model takes 10: beyond them its attention is cut into chunks"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0,
                           "original_max_position_embeddings": 10}},
      r"the model takes 10: beyond them its positions depend on the batch \(rope_type=dynamic\)")])

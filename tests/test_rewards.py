@@ -952,7 +952,7 @@ def test_calls_at_once_have_a_budget_and_may_block(tmp_path):
               "    while completions == ['x']: time.sleep(1)\n    return [1.0]")
     reward, started = judged(tmp_path, blocks, "trl"), time.monotonic()
     assert score(reward, ROWS, ["a", "x", "b", "c"], 0.5)[2][1]
-    # It costs the calls beside it their time, and no later one.
+    # It costs the calls that run with it their time, and no later one.
     assert score(reward, ROWS, ["a", "b", "c", "d"], 5.0)[0] == [1.0] * 4 and time.monotonic() - started < 10
 
 

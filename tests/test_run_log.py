@@ -157,7 +157,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert log.state["eval_scores"] == {"2": 0.25}
     assert log.state["evaluated"] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
 
-    # The first completion of each of the first eight prompts, though two of them are alike.
+    # The first completion of each of the first eight prompts, though two of them are the same.
     assert lines(tmp_path / "run", "samples.jsonl") == [
         {"step": step, "prompt": row["prompt"], "completion": f"{step} {row['answer']} 0", "reward": 0.0,
          "finish_reason": "stop", "truth": row["answer"], "tokens": [["0", "1", "2"]],

@@ -38,7 +38,7 @@ SIGNS = [re.compile(pattern, re.M) for pattern in [
     rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|(?<!#)####(?!#)(?![ \t]*\**[a-z][^\n]{0,80}\n\s{0,9}\S)",
     rf"(?:{NOUN}){EDGE}[^\n.:：。!?=<>]{{0,60}}?(?:{EDGE}(?:{VERB}){EDGE}"
-    r"(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra))*\s*[:：]?|[:：])"]]
+    rf"(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra){EDGE})*\s*[:：]?|[:：])"]]
 MARK = re.compile(rf"{NOUN}|<solution>|<final_?answer>|####|\[\[|<answer>")
 # What leads to an answer in the last line, as in `So the total is 18`
 LEADING = re.compile(

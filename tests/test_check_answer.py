@@ -337,7 +337,7 @@ PHRASES = {"18": [
     "Правильный вариант: B", "A resposta correta é a letra B.", "Option (B) is correct.", "Option B.",
     "Answer is B", "The best option is B.", "The answer should be B.", "Lösung: B",
     "The answer comes out to be B.",
-]}
+], "LATER": ["The answer is LATER.", "Answer: LATER"]}
 NO_PHRASES = {"18": [
     "She has 18 eggs and then", "First, 18 eggs are", "The number 18 is", "Let x = 18", "Suppose x = 18",
     "We have 18 eggs, so next", "Step 1: 16 + 2", "We divide by 18 and", "2x = 18", "So 18 - 3 is",

@@ -139,7 +139,11 @@ def readings(text, truth):
     # has that value as well, and a policy soon finds out, so one number has to stand there alone.
     if re.fullmatch(r"-?\d+(\.\d+)?", truth or "") and len(NUMBER.findall(found.rpartition("=")[2])) == 1:
         return [truth] if check_answer(text, truth) else [found]
-    return [found, found.rstrip(".")]
+    whole = found
+    # A grid or a long text is more than extract_answer takes.
+    if "\n" in (truth or "") or len(truth or "") > 100:
+        whole = re.split(r"(?:\banswer(?: is\b)?|####)[*:\s]*", text, flags=re.I)[-1].strip("*\n ")
+    return [found, found.rstrip("."), whole, whole.removesuffix(".")]
 
 
 def gym_score(prompts, completions, question, answer, metadata, **columns):

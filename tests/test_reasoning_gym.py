@@ -85,7 +85,8 @@ def scores(function, task, texts):
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "gcd", "spell_backward", "syllogism", "leg_counting", "dice",
-                                  "calendar_arithmetic", "caesar_cipher", "base_conversion", "count_primes"])
+                                  "calendar_arithmetic", "caesar_cipher", "base_conversion", "count_primes",
+                                  "letter_counting", "number_sorting", "binary_matrix", "tower_of_hanoi"])
 def test_a_right_answer_scores_1_in_every_form(task):
     right = ["RIGHT", "Answer: RIGHT", "The answer is RIGHT.", r"So it is \boxed{RIGHT}", "**Answer:** RIGHT",
              "I think so.\n<answer>RIGHT</answer>"]

@@ -67,6 +67,7 @@ def test_what_fails_is_named_at_the_end(tmp_path):
     ("bench/gpu.py", "--parts=sped", "parts=sped: choose from tests, default"),
     ("bench/against_trl.py", "--pears=3", "did you mean --pairs?"),
     ("bench/trl_grpo.py", "--max_step=3", "did you mean --max_steps?"),
+    ("bench/peers.py", "--veral=x", "did you mean --verl?"),
     ("bench/apart.py", "--workloads=x", "workloads=x: choose from default, skewed, environment")])
 def test_what_is_refused(tmp_path, script, argument, message):
     refused([argument], message, tmp_path, script)

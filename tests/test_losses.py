@@ -463,6 +463,24 @@ def test_extreme_ratios_stay_finite(kind):
     assert loss.isfinite().all() and logp.grad.isfinite().all()
 
 
+def test_luspo_is_gspo_with_a_sum_over_the_tokens():
+    """The paper's objective and its gradient: a sequence's clipped ratio times its advantage and its length."""
+    old = -torch.rand(200, dtype=torch.float64)
+    logp = (old + 0.1 * torch.randn(200, dtype=torch.float64)).requires_grad_()
+    advs = torch.tensor([1.3, -0.7, 0.4, 0.6, -1.0], dtype=torch.float64)
+    adv = advs.repeat_interleave(torch.tensor(LENGTHS))
+    weight = losses.sequence_weights(torch.tensor(LENGTHS), "sequence_sum", range(5), 1, 999).double()
+    loss, low, high = policy_loss("gspo", logp, old, adv, mean, 0.01, 0.02)
+    assert low.any() and high.any() and not (low | high).all()
+    grad, = torch.autograd.grad((weight.repeat_interleave(torch.tensor(LENGTHS)) * loss).sum(), logp)
+    objective = 0.0
+    for new, before, a in zip(logp.split(LENGTHS), old.split(LENGTHS), advs):
+        ratio = (new - before).mean().exp()
+        objective = objective + torch.min(ratio * a, ratio.clamp(0.99, 1.02) * a) * len(new) / len(LENGTHS)
+    expected, = torch.autograd.grad(-objective, logp)
+    torch.testing.assert_close(grad, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["gspo", "gmpo"])
 def test_a_weight_of_a_token_weighs_its_own_gradient(kind):
     """GSPO-token (Zheng et al. 2025, 4.3): the sequence's ratio, the gradient of the token's own logprob."""

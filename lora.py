@@ -8,6 +8,7 @@ Only A [rank, in] and B [out, rank] are trained, so gradients, moments and maste
     merge              computes W + scale * B A, with which both trainer and engine compute
     Adapters           yields a policy's merged weights, and saves its adapters in the form of PEFT and vLLM
     Base               the policy without its adapters: a reference model that takes no memory
+    spread_masters     without adapters: moves weights that bfloat16 rounds, so that small steps are not lost
 
 Trainer and engine compute with the same bits, because the trainer multiplies by the merged weight. It does
 not add x A' B' to x W', as PEFT does.
@@ -28,11 +29,19 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from losses import product
-from runtime.check_model import check_trainable, model_class, reading
-from weights import read_model, spread, write_model
+from runtime.check_model import check_trainable, model_class, read_model, reading, write_model
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+
+
+def spread(weight):
+    """Return an int16 for each place of a weight, always the same, spread evenly over rows and columns."""
+    def along(count, step):
+        return (torch.arange(count, device=weight.device) * step).to(torch.int16)               # it wraps
+
+    columns = weight.numel() // max(len(weight), 1)
+    return (along(len(weight), 49471)[:, None] + along(columns, 37345)).view(weight.shape)
 
 
 def merge(weight, A, B, scale):
@@ -41,9 +50,9 @@ def merge(weight, A, B, scale):
     A bfloat16 is the first half of a float32's bits. If the sum were rounded to the nearest one, it would be
     the base weight until B A reaches half a step, which is 1 / 500 of the weight, and most of a small adapter
     would be lost. So a number from 0 to 65535, which is always the same for the same place of the weight
-    (weights.spread), is added to the second half before that is cut off. Of the sums that are a third of
-    the way to the next bfloat16, a third then get there. If B is 0, the result is the base weight, because
-    its second half is 0.
+    (spread), is added to the second half before that is cut off. Of the sums that are a third of the way to
+    the next bfloat16, a third then get there. If B is 0, the result is the base weight, because its second
+    half is 0.
     """
     exact = torch.addmm(weight.float(), B, A, alpha=scale)
     if weight.dtype != torch.bfloat16:
@@ -155,6 +164,23 @@ def adapt(policy, layers, rank, seed, folder=None):
         kinds = sorted({name.rpartition(".")[2] for name in linear})
         print(f"lora_rank={rank}: {len(linear)} linear layers have adapters ({', '.join(kinds)}); everything "
               "else is frozen", file=sys.stderr)
+
+
+@torch.no_grad()
+def spread_masters(parameters):
+    """Move float32 weights, in place, off the grid of bfloat16 without changing what they are rounded to.
+
+    On the grid, an optimizer step that is much smaller than the grid's would change no rounded weight, and
+    neither trainer nor engine would compute anything new. Once the weights are spread over the intervals that
+    are rounded to the same bfloat16, a step of a third of the grid's takes a third of them to the next
+    bfloat16. Zeros stay as they are, and so do parameters that are not on the grid, such as those of a run's
+    checkpoint.
+    """
+    for parameter in parameters:
+        bits = parameter.view(torch.int32)
+        if not (bits & 0xffff).any():
+            # Exactly half a step might be rounded to the next bfloat16.
+            bits.add_(torch.where(parameter == 0, 0, spread(parameter).clamp_(min=1 - 2 ** 15)))
 
 
 # ---------------------------------------------------------------- folders

@@ -10,7 +10,7 @@ Policy and critic: how they are loaded and sharded by FSDP2, and what they compu
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
     compare_logprobs compares the trainer's logprobs with the engine's
 When a model is loaded, its logprobs of short sequences are compared with those of transformers, and a model
-whose logprobs differ is refused. weights.py reads the folders and brings the weights to the ranks.
+whose logprobs differ is refused.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
 """
 import copy
@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -33,8 +34,7 @@ from losses import LogprobsFromHidden
 from packing import deal, idle, pack
 from runtime import distributed
 from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
-                                 model_class, read_config)
-from weights import put_under_fsdp, read_model, spread_masters, write_model
+                                 model_class, read_config, read_model, write_model)
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -385,7 +385,9 @@ def on_all_ranks(what, read, sequence_group):
 def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     """Put a Policy or Critic from on_all_ranks under FSDP2: each layer as a unit, the rest as the root.
 
-    Parameters that read images are frozen.
+    Each rank gets its rows of rank 0's parameters, one tensor after the other. mesh: its last dimension
+    shards. If there are two, all ranks along the first have the same rows. Parameters that read images are
+    frozen.
     """
     hf, (decoder,) = network.hf, network.decoder
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
@@ -402,9 +404,17 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
         from lora import adapt
         adapt(network, layers, *adapter)
     elif dtype == torch.bfloat16 and dist.get_rank() == 0:
+        from lora import spread_masters
         spread_masters([one for one in network.parameters() if one.requires_grad])
+    whole = network.state_dict() if dist.get_rank() == 0 else {}
     # With adapters the base is in dtype already, and the adapters compute in float32 (lora.merge).
-    put_under_fsdp(network, [*layers, *images], mesh, None if adapter else dtype)
+    precision = MixedPrecisionPolicy(None if adapter else dtype, torch.float32)
+    for part in [*layers, *images, network]:
+        fully_shard(part, mesh=mesh, mp_policy=precision)
+    # On all ranks but the first its parameters are still on the meta device.
+    network._apply(lambda x: torch.empty_like(x, device=mesh.device_type) if x.is_meta else x)
+    set_model_state_dict(network, whole, options=StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True))
     return network
 
 

@@ -30,7 +30,6 @@ import attention
 import losses
 import packing
 import rollout
-import weights
 from configurator import check, configure
 from model import load_policy, micro_batches
 from runtime import distributed

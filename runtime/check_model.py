@@ -1,11 +1,13 @@
 """
-What a model folder says about its model, and which models are refused before their weights are loaded.
+What a model folder holds: what it says about its model, which models are refused, and the weights.
 
     check_model      the folder that a name stands for, if it holds a model that can generate
     check_trainable  the same, if by its config the model can also be trained
     load_tokenizer   its tokenizer
     end_tokens       the tokens that end a completion
     end_note         a sentence, if the chat template writes none of them
+    read_model       its weights, whole
+    write_model      a folder for from_pretrained and vLLM
     forecast         how much memory a run will take, and a refusal of what no device can hold
 """
 import contextlib
@@ -29,6 +31,7 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
+FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The models that come with the repository, by the names that --model takes.
 SHIPPED = {"tiny": f"{ROOT}/tiny/algebra", "tiny_compose": f"{ROOT}/tiny/compose",
@@ -142,15 +145,6 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     return path
 
 
-def check_loaded(what, info, may_lack=()):
-    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape."""
-    if missing := sorted(set(info["missing_keys"]) - set(may_lack)):
-        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
-    for name, found, wanted in info["mismatched_keys"]:
-        raise ValueError(f"{what}: {name} has the shape {list(found)} in its weights, but by its config "
-                         f"{list(wanted)}")
-
-
 def model_class(config):
     """Return the class in transformers that generates text with such a config, or None.
 
@@ -232,6 +226,53 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
         tokenizer.apply_chat_template = functools.partial(
             tokenizer.apply_chat_template, strftime_now=now.strftime, **more)
     return tokenizer
+
+
+# ---------------------------------------------------------------- weights
+
+def read_model(what, kind, path, config, has_head=True, may_lack=()):
+    """Return the model of the class `kind` in a folder or hub id, whole, in float32 on the CPU.
+
+    has_head: False leaves out the head of a causal language model, which the folder may then lack. may_lack:
+    names of parameters that stay as the class makes them if the folder has none. Raises ValueError, with a
+    message that begins with `what`, if the weights cannot be read, do not fit the config, or have NaN or
+    infinite numbers.
+    """
+    with reading(f"{what}: its weights"):
+        hf, info = kind.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False)
+    if not has_head:
+        head = hf.get_output_embeddings()
+        for name in [name for name, part in hf.named_modules() if part is head]:
+            hf.set_submodule(name, torch.nn.Identity())
+            may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
+    check_loaded(what, info, may_lack)
+    for name, x in hf.named_parameters():
+        if not all(map(torch.isfinite, x.aminmax())):
+            raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
+    # In eval mode no dropout acts. The engine has none either.
+    return hf.eval()
+
+
+def check_loaded(what, info, may_lack=()):
+    """Raise ValueError if weights lack a tensor that is not in may_lack, or one has another shape."""
+    if missing := sorted(set(info["missing_keys"]) - set(may_lack)):
+        raise ValueError(f"{what}: no {', '.join(missing)} in its weights")
+    for name, found, wanted in info["mismatched_keys"]:
+        raise ValueError(f"{what}: {name} has the shape {list(found)} in its weights, but by its config "
+                         f"{list(wanted)}")
+
+
+def write_model(hf, tensors, folder):
+    """Write a Hugging Face model to a folder. tensors: {name: whole tensor on the CPU} of its parameters."""
+    parameters = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+    buffers = {name: x for name, x in hf.state_dict().items() if name not in parameters}
+    # A GenerationConfig's own save_pretrained refuses what some published models have: a temperature alone.
+    generation, hf.generation_config = hf.generation_config, GenerationConfig()
+    hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
+    hf.generation_config = generation
+    generation.to_json_file(f"{folder}/generation_config.json")
 
 
 # ---------------------------------------------------------------- memory

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 import attention
 import rollout
-import weights
 from attention import packed_attention
 from model import load_policy
 from packing import Segments, idle, pack

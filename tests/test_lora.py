@@ -13,7 +13,6 @@ import lora
 import losses
 import rollout
 import runs
-import weights
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
 from runs import ROOT, forked, on_ranks, without_times
@@ -134,12 +133,12 @@ def test_a_merged_weight_is_one_of_the_two_next_to_the_sum():
 
 
 def test_the_spread_is_even_over_rows_columns_and_blocks():
-    found = weights.spread(torch.empty(300, 400)).double() / 2 ** 16
+    found = lora.spread(torch.empty(300, 400)).double() / 2 ** 16
     for part in (found, found[7], found[:, 9], found[40:60, 100:120]):
         assert part.mean().abs() < 0.02 and part.std() == pytest.approx(12 ** -0.5, rel=0.05)
         counts = part.flatten().histc(10, -0.5, 0.5) / part.numel()
         assert (counts - 0.1).abs().max() < 0.04
-    assert weights.spread(torch.empty(3, 4, 5)).shape == (3, 4, 5)
+    assert lora.spread(torch.empty(3, 4, 5)).shape == (3, 4, 5)
 
 
 # ---------------------------------------------------------------- trainer and engine
@@ -416,15 +415,15 @@ def test_master_weights_between_the_steps_of_bfloat16_round_to_the_same():
     weight = weight_and_adapter(1.0)[0]
     weight[3], weight[4, :3] = 0, torch.tensor([1.0, -2.0 ** -100, 3.0e38])
     master = weight.float()
-    weights.spread_masters([master])
+    lora.spread_masters([master])
     assert torch.equal(master.bfloat16(), weight) and (master[3] == 0).all()
     places = (master.view(torch.int32) - weight.float().view(torch.int32))[5:].double() / 2 ** 16
     assert places.std() == pytest.approx(12 ** -0.5, rel=0.02) and places.mean().abs() < 1e-3
     again = master.clone()
-    weights.spread_masters([again])
+    lora.spread_masters([again])
     assert torch.equal(again, master)
     other = torch.full((3, 5), 1 / 3)
-    weights.spread_masters([other])
+    lora.spread_masters([other])
     assert (other == 1 / 3).all()
 
 
@@ -439,7 +438,7 @@ def test_all_of_a_small_step_reaches_the_rounded_weights(step):
         return ((moved * direction).mean() / step).item()
 
     master = weight.clone()
-    weights.spread_masters([master])
+    lora.spread_masters([master])
     assert share(master) == pytest.approx(1, abs=0.05) and share(weight) < 0.5
 
 

@@ -89,7 +89,7 @@ def scores(function, task, texts):
                                   "letter_counting", "number_sorting", "binary_matrix", "tower_of_hanoi"])
 def test_a_right_answer_scores_1_in_every_form(task):
     right = ["RIGHT", "Answer: RIGHT", "The answer is RIGHT.", r"So it is \boxed{RIGHT}", "**Answer:** RIGHT",
-             "I think so.\n<answer>RIGHT</answer>"]
+             "#### RIGHT", "I think so.\n<answer>RIGHT</answer>"]
     wrong = ["I do not know", "Answer: 987", "<answer>xyz</answer>", ""]
     assert scores(gym.gym_score, task, right) == [1.0] * len(right)
     assert scores(gym.full_marks, task, right + wrong) == [1.0] * len(right) + [0.0] * len(wrong)

@@ -89,7 +89,8 @@ class Agents:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
     async def _hear(self, request):
-        key, body = request.headers.get("Authorization", "").removeprefix("Bearer "), await request.read()
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        body = await request.read() if key in self.playing else b""    # memory is for those who have a key
         if episode := self.playing.get(key):
             if request.method == "GET":
                 return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})

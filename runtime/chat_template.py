@@ -127,7 +127,7 @@ class Template:
         ids, digit = self._ids(text), self._ids("1")
         for part in parts:
             both = self._ids("1" + part)
-            ids = ids + (both[len(digit):] if both[:len(digit)] == digit else self._ids(part))
+            ids += both[len(digit):] if both[:len(digit)] == digit else self._ids(part)
         return ids
 
     def _ids(self, text):

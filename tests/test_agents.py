@@ -392,10 +392,11 @@ def test_another_episodes_key_and_sockets_that_never_close(write):
         def solve(base_url, api_key, row):
             keys.append(api_key)
             host, port = base_url.split("/")[2].split(":")
-            for text in (b"", b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 99\\r\\n\\r\\n{"):
+            for text in (b"", b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 99\\r\\n\\r\\n{"):
                 held = socket.create_connection((host, int(port)))
                 held.sendall(text)
                 keys.append(held)
+            assert b" 401 " in held.recv(100)                       # what has no key is not read
             said = ask(base_url, api_key, row["prompt"])["content"]
             old = [key for key in keys if isinstance(key, str) and key != api_key]
             try:

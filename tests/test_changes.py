@@ -184,6 +184,40 @@ def test_solved_prompts_rest(folder, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_harder_rows_join_in_when_the_easier_ones_are_solved(folder, tmp_path, ranks):
+    """A level is a third of the rows; a resumed run repeats the unbroken one."""
+    (tmp_path / "often.py").write_text(
+        "def often(prompts, completions, **_):\n"
+        "    return [float(len(c[0]['content']) % 3 > 0) for c in completions]\n")
+    rows = [{"prompt": [{"role": "user", "content": f"{'abc'[i // 8]} {i}"}], "i": i} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = changed(tmp_path, diff=diff_with("rise_above"))
+    arguments = small(folder, f"--reward={tmp_path}/often.py:often", "--task=file", "--rise_above=0.55",
+                      f"--train_file={tmp_path}/rows.jsonl", f"--eval_file={tmp_path}/rows.jsonl",
+                      "--train_prompts=0", "--max_steps=12", "--lr_decay=constant", "--save_interval=6")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", keep=True, ranks=ranks)
+    level, seen, levels, drawn = 0, [], [], []
+    for step in range(12):
+        kept = kept_rollouts(tmp_path / "run", step)
+        levels.append(level + 1)
+        for group in (kept[i:i + 4] for i in range(0, 16, 4)):
+            drawn.append(group[0]["row"]["i"])
+            assert drawn[-1] // 8 <= level
+            if drawn[-1] // 8 == level:
+                seen.append(sum(row["score"] for row in group) / 4)
+        if level < 2 and len(seen) >= 4 and sum(seen[-4:]) > 4 * 0.55:
+            level, seen, start = level + 1, [], len(drawn)
+    metrics = lines(tmp_path / "run")
+    assert [line["train/level"] for line in metrics[:12]] == levels
+    # Not at once, and before the last step; then every row comes once before any comes again.
+    assert levels[-1] == 3 and levels.count(1) + levels.count(2) > 3 and len(drawn) - start > 4
+    assert len({*drawn[start:start + 24]}) == len(drawn[start:start + 24])
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-12"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=ranks)
+    assert without_times(lines(tmp_path / "again")) == without_times(metrics)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_teacher_is_the_policy_that_has_read_a_right_answer(folder, tmp_path, ranks):
     (tmp_path / "third.py").write_text(
         "def third(prompts, completions, **_):\n"

@@ -8,6 +8,7 @@ runs what has no line yet, and prints the table and draws assets/methods.svg fro
     python -m bench.methods --methods=mine --add="mine=train_mine.py config/tasks/compose.py"
     python -m bench.methods --methods=trl --tune=false          # TRL's GRPOTrainer: bench/trl_grpo.py
     python -m bench.methods --stress=true                       # rollouts four steps old, 20% wrong answers
+    python -m bench.methods --problems=512 --tune=false         # on so few problems that they come again
     python -m bench.methods --methods=none                      # only the table and the picture
 
 All methods run at the learning rate of config/tasks/compose.py. Then each runs at three learning rates with a seed
@@ -40,6 +41,7 @@ tune = True                     # run the learning rates; False leaves it at tha
 trl = "out/trl/bin/python"      # the interpreter that has TRL; where there is none, trl is not among all
 add = ""                        # a method of your own: NAME=script.py and its settings, as on a command line
 stress = False                  # train_async.py with max_staleness=4, and one training row in five is wrong
+problems = 0                    # how many to train on; 0: 4,096, of which none comes twice
 jobs = 1                        # runs at once, each on a core of its own (under stress on two)
 results = "bench/methods.jsonl" # a line for each finished run
 work = "out/methods"            # a folder for the runs themselves
@@ -143,9 +145,14 @@ def command_of(method, seed, rate):
     """The command of a run, which is also its name in the file of results."""
     command = f"{METHODS[method]} --learning_rate={rate:g} --seed={seed}"
     if not stress:
-        return command
+        return command + f" --train_prompts={problems}" * bool(problems)
     return (f"torchrun {command.replace('train_grpo.py', 'train_async.py', 1)} --max_staleness={STALENESS} "
             f"--task=file --train_file={work}/train-{seed}.jsonl --eval_file={work}/eval-{seed}.jsonl")
+
+
+def suffix():
+    """Of the names of what belongs to these runs alone."""
+    return "_stress" * stress + f"_{problems}" * bool(problems)
 
 
 def finished():
@@ -183,7 +190,7 @@ def scores_of(figures, metric):
 
 def train(method, seed, rate):
     """A run from its start to its line."""
-    folder = f"{work}/{method}-{rate:g}-{seed}{'-stress' * stress}"
+    folder = f"{work}/{method}-{rate:g}-{seed}{suffix()}"
     shutil.rmtree(folder, ignore_errors=True)
     command = command_of(method, seed, rate)
     _, processor = launch(f"{command} --out_dir={shlex.quote(folder)}", f"{folder}.log")
@@ -198,7 +205,7 @@ def train(method, seed, rate):
         settings = json.load(file)
     batches = sum(line.get("train/num_gen_batches", 1) for line in lines[:-1])
     completions = batches * settings["prompts_per_step"] * settings["num_generations"]
-    return {"method": method, "seed": seed, "learning_rate": rate, "stress": stress,
+    return {"method": method, "seed": seed, "learning_rate": rate, "stress": stress, "problems": problems,
             "before": scores_of(lines[0], "mean@4")[0], "after": after, "depths": depths,
             "pass@4": scores_of(lines[-1], "pass@4")[0], "completions": completions,
             "seconds": round(seconds, 1), "processor_seconds": round(processor, 1), "command": command}
@@ -241,22 +248,23 @@ def measure(tasks):
 # ---------------------------------------------------------------- table and picture
 def by_seed(lines, method, rate):
     """{seed: line} of a method's runs in the table."""
-    return {line["seed"]: line for line in lines if line["method"] == method and line["stress"] == stress
-            and math.isclose(line["learning_rate"], rate) and line["seed"] != tuning_seed}
+    return {line["seed"]: line for line in lines if line["method"] == method and line["seed"] != tuning_seed
+            and math.isclose(line["learning_rate"], rate)}
 
 
 def best_rate(lines, method):
     """The best learning rate by the tuning seed, or 0.0 as long as not all of them have been run."""
     found = {line["learning_rate"]: line["after"] for line in lines if line["method"] == method
-             and line["stress"] == stress and line["seed"] == tuning_seed}
+             and line["seed"] == tuning_seed}
     return max(found, key=found.get) if len(found) >= len(learning_rates.split(",")) else 0.0
 
 
 def known(lines):
-    """The lines that are still what the method's command is today, and those of methods added elsewhere."""
-    return [line for line in lines if line["method"] != "base" and (
-        line["method"] not in METHODS or line["stress"] != stress
-        or line["command"] == command_of(line["method"], line["seed"], line["learning_rate"]))]
+    """The lines of such runs, if their command is still the method's, or the method was added elsewhere."""
+    such = [line for line in lines if line["method"] != "base"
+            and (line["stress"], line.get("problems", 0)) == (stress, problems)]
+    return [line for line in such if line["method"] not in METHODS
+            or line["command"] == command_of(line["method"], line["seed"], line["learning_rate"])]
 
 
 def agreement(runs):
@@ -335,7 +343,7 @@ def draw(order, runs, tuned, base):
     labels = [(ORANGE, f"learning rate {rate}"), *[(BLUE, "best of three")] * bool(tuned)]
     for i, (color, label) in enumerate(labels):
         svg += text(LEFT + PLOT + 16, TOP + 16 + 18 * i, label, f'fill="{color}" font-weight="600"')
-    path, height = os.path.join(out, f"methods{'_stress' * stress}.svg"), bottom + 34
+    path, height = os.path.join(out, f"methods{suffix()}.svg"), bottom + 34
     with open(path, "w") as file:
         file.write(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
                    f'height="{height}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="12" '
@@ -387,13 +395,14 @@ if __name__ == "__main__":
     except ValueError as error:
         check(False, f"seeds={seeds}, learning_rates={learning_rates}: {error}")
     check(tuning_seed not in table_seeds, f"tuning_seed={tuning_seed} is one of the table's seeds")
+    check(not (stress and problems), f"problems={problems}: under stress there are 4,096")
     check(jobs > 0, f"jobs={jobs}: must be above 0")
     os.makedirs(work, exist_ok=True)
     plan = lambda seeds, rates: [(command_of(method, seed, rate), train, (method, seed, rate))
                                  for seed in seeds for rate in rates for method in wanted]
     for seed in [*table_seeds, tuning_seed] if stress and wanted else []:
         wrong_rows(seed)
-    if wanted and not stress and not add:
+    if wanted and not stress and not problems and not add:
         measure([(BASE, look_at_base, ())])
     measure(plan(table_seeds, [SHARED["learning_rate"]]))
     if tune:

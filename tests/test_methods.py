@@ -149,8 +149,8 @@ def test_it_goes_on_where_it_stopped(command, tmp_path):
     assert sorted(line["seed"] for line in lines) == [0, 1, 2, 3]
     assert all(0.3 <= line["processor_seconds"] < 30 for line in lines)
     assert {key: value for key, value in lines[0].items() if key not in ("command", "processor_seconds")} == {
-        "method": "stub", "seed": 0, "learning_rate": 5e-4, "stress": False, "before": 0.1, "after": 0.35,
-        "depths": {"depth 2": 0.35, "depth 3": 0.35}, "pass@4": 0.35, "completions": 8 * 4, "seconds": 6}
+        "method": "stub", "seed": 0, "learning_rate": 5e-4, "stress": False, "problems": 0, "before": 0.1,
+        "after": 0.35, "depths": {"depth 2": 0.35, "depth 3": 0.35}, "pass@4": 0.35, "completions": 8 * 4, "seconds": 6}
     assert "| stub | 0.0005 | 4 | 0.351 ± 0.002 |" in output
     # It runs nothing twice, and shows what is there also where nothing is to be run.
     forked(tmp_path / "log", *command, "--seeds=0,1,2,3", "--tune=false")
@@ -166,6 +166,19 @@ def test_the_learning_rate_is_chosen_by_another_seed(command, tmp_path):
     assert "| stub | 0.0005 | 2 | 0.351 ±" in output and "| stub | 0.001 | 2 | 0.401 ±" in output
     # The seed that has chosen, and the learning rates that were not, are not in the picture.
     assert (tmp_path / "methods.svg").read_text().count("<circle") == 4
+
+
+def test_runs_on_few_problems_have_a_table_of_their_own(command, tmp_path):
+    """The method there is another one than without the setting; a line from before the setting has none."""
+    forked(tmp_path / "log", *command, "--seeds=0,1", "--tune=false")
+    before = (tmp_path / "lines.jsonl").read_text().replace(', "problems": 0', "")
+    (tmp_path / "lines.jsonl").write_text(before)
+    output = forked(tmp_path / "log", *command, "--seeds=1,2,3", "--tune=false", "--problems=512")
+    assert "| stub | 0.0005 | 3 | 0.352 ±" in output and (tmp_path / "methods_512.svg").exists()
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert all(line["command"].endswith(" --train_prompts=512") for line in lines[2:]) and len(lines) == 5
+    output = forked(tmp_path / "log", *command, "--seeds=0,1", "--tune=false")
+    assert "| stub | 0.0005 | 2 | 0.350 ±" in output and len(calls(tmp_path)) == 5
 
 
 def test_wrong_rows(tmp_path, monkeypatch):
@@ -195,6 +208,7 @@ def test_every_method_has_a_script_and_its_recipe():
     (["--methods=trl", "--stress=true"], "under stress only what train_grpo.py runs, not trl"),
     (["--add=grpo=train_grpo.py"], "write NAME=script.py and its settings, with a name that is new"),
     (["--seeds=0,x"], "seeds=0,x"), (["--seeds=0,100"], "tuning_seed=100 is one of the table's seeds"),
+    (["--stress=true", "--problems=9"], "problems=9: under stress there are 4,096"),
     (["--jobs=0"], "jobs=0: must be above 0")])
 def test_what_is_refused(tmp_path, arguments, message):
     refused([f"--work={tmp_path}", f"--results={tmp_path}/lines.jsonl", *arguments], message, tmp_path,

@@ -1,5 +1,4 @@
 """tiny/: the tokenizer, the two styles of answer, the shipped models, and a model made anew."""
-import itertools
 import os
 import random
 import re
@@ -101,16 +100,6 @@ def test_the_base_of_compose_knows_the_steps_and_no_plan():
     assert right / steps > 0.9
 
 
-def test_an_interrupted_save_leaves_no_folder(tmp_path, monkeypatch):
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-    tokenizer = pretrain.make_tokenizer()
-    monkeypatch.setattr(tokenizer, "save_pretrained", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        pretrain.save(pretrain.make_model(tokenizer), tokenizer, str(tmp_path / "mine"))
-    assert not (tmp_path / "mine").exists()
-
-
 def test_a_model_of_your_own(tmp_path):
     run = [tmp_path / "log", "-m", "tiny.pretrain", "--steps=3", "--batch_size=4",
            "--train_prompts=64", "--harder_prompts=64", "--layers=1", "--hidden_size=32",
@@ -133,17 +122,11 @@ def test_styles(monkeypatch):
     monkeypatch.setattr(pretrain, "steps", 400)
     rows = data.load_rows("algebra", "train", 400)
     harder = data.load_rows("algebra", "train", 400, difficulty=2)
-    tokenizer = pretrain.make_tokenizer()
     by_text = {row["prompt"][0]["content"]: row for row in rows + harder}
     early, late = [], []
-    problems = pretrain.problems(rows, harder, random.Random(0))
-    for step, batch in enumerate(pretrain.batches(problems, tokenizer)):
-        for ids, learned in batch:
-            first = learned.index(True)
-            prompt, completion = ids[:first], ids[first:]
-            assert completion[-1] == tokenizer.eos_token_id and all(learned[first:])
-            row = by_text[tokenizer.decode(prompt[1:-2])]
-            (early if step < 340 else late).append((row, tokenizer.decode(completion[:-1])))
+    for number, (tools, messages) in enumerate(pretrain.problems(rows, harder, random.Random(0))):
+        question, answer = (message["content"] for message in messages)
+        (early if number < 340 * pretrain.batch_size else late).append((by_text[question], answer))
     assert len(early) + len(late) == 400 * pretrain.batch_size
     assert all(text == row["solution"] for row, text in early)
     quick = [(row, text) for row, text in late if text != row["solution"]]
@@ -154,14 +137,15 @@ def test_styles(monkeypatch):
     assert 0.1 - 0.03 <= right < 0.1 + 0.2
 
 
-def test_of_a_conversation_only_what_the_assistant_says_is_learned(monkeypatch):
-    monkeypatch.setattr(pretrain, "steps", 8)
+def test_of_a_conversation_only_what_the_assistant_says_is_learned():
     tokenizer, prompts, calls, rng = pretrain.make_tokenizer(), set(), 0, random.Random(0)
-    conversations = (pretrain.draw(rng) for _ in itertools.count())
-    for ids, learned in sum(pretrain.batches(conversations, tokenizer), []):
+    for _ in range(256):
+        row = pretrain.encoded(tokenizer, *pretrain.episode(rng))
+        ids, labels = row["input_ids"], row["labels"]
         text = tokenizer.decode(ids)
         said = re.findall(r"<\|assistant\|>(.*?<\|end\|>)", text)
-        assert tokenizer.decode([one for one, is_learned in zip(ids, learned) if is_learned]) == "".join(said)
+        assert all(label in (one, -100) for one, label in zip(ids, labels))
+        assert tokenizer.decode([label for label in labels if label != -100]) == "".join(said)
         prompts.add(re.search(r"<\|user\|>(.*?)<\|end\|>", text)[1])
         calls += "<tool_call>" in text
     assert len(prompts) > 20 and calls and not any(map(generate_problems.held_out, prompts))

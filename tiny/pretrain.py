@@ -27,14 +27,13 @@ import random
 
 from runtime.check_settings import SUITS_TINY, check_values     # before torch: runtime sets what torch reads
 import torch
-import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DataCollatorForTokenClassification, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM)
 
 import data
-from configurator import check, configure, given, input_errors
+from configurator import check, configure, given
 from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
 
 # ------------------------------------------------------------------------------------------------------------
@@ -111,14 +110,13 @@ def problems(rows, harder_rows, rng):
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
-    for step in range(steps):
-        for _ in range(batch_size):
-            row, text = rng.choice(harder_rows if rng.random() < harder else rows), ""
-            if step >= steps * (1 - 0.15) and rng.random() < quick:
-                right = rng.random() < 0.1
-                text = f"Answer: {row['answer'] if right else rng.choice(answers[row['source']])}"
-            text = text or row["solution"]
-            yield None, [*row["prompt"], {"role": "assistant", "content": text}]
+    for number in range(steps * batch_size):
+        row = rng.choice(harder_rows if rng.random() < harder else rows)
+        text = row["solution"]
+        if number >= 0.85 * steps * batch_size and rng.random() < quick:
+            right = rng.random() < 0.1
+            text = f"Answer: {row['answer'] if right else rng.choice(answers[row['source']])}"
+        yield None, [*row["prompt"], {"role": "assistant", "content": text}]
 
 
 # The chat template reads only this part of the calculator's schema.
@@ -166,7 +164,7 @@ def arithmetic(rng):
         {"role": "assistant", "content": f"Answer: {answer}"}]
 
 
-def draw(rng):
+def episode(rng):
     return game(rng) if rng.random() < 0.6 else arithmetic(rng)
 
 
@@ -180,64 +178,44 @@ def compose(rng):
 
 
 # Functions that draw a conversation (tools, messages) from a random generator; other bases read problems.
-TRANSCRIPTS = {"episodes": draw, "compose": compose}
+TRANSCRIPTS = {"episodes": episode, "compose": compose}
 
 
-def batches(conversations, tokenizer):
-    """Yield for each step a list of (ids, which of them are learned), those of the assistant's messages."""
-    for step in range(steps):
-        batch = []
-        for tools, messages in itertools.islice(conversations, batch_size):
-            ids, learned = [], []
-            # The template writes each message without looking at the others.
-            for number, message in enumerate(messages):
-                part = tokenizer.apply_chat_template(
-                    [message], tools=None if number else tools, return_dict=False)
-                ids += part
-                learned += [False] + [message["role"] == "assistant"] * (len(part) - 1)
-            batch.append((ids, learned))
-        yield batch
+def encoded(tokenizer, tools, messages):
+    """Return a conversation as input_ids and labels. Only what the assistant says is learned."""
+    ids, labels = [], []
+    # The template writes each message without looking at the others.
+    for number, message in enumerate(messages):
+        part = tokenizer.apply_chat_template([message], tools=None if number else tools, return_dict=False)
+        ids += part
+        labels += [-100] + (part[1:] if message["role"] == "assistant" else [-100] * (len(part) - 1))
+    return {"input_ids": ids, "labels": labels}
 
 
-def loss_of(model, batch, pad):
-    """Return the mean cross-entropy of what is learned. Padding comes last, so no token attends to it."""
-    rows, learned = zip(*batch)
-    padded = lambda lists, value: pad_sequence([torch.tensor(one) for one in lists], True, value)
-    ids, wanted = padded(rows, pad).to(model.device), padded(learned, False)[:, 1:].to(model.device)
-    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state           # [batch, width - 1, hidden]
-    return F.cross_entropy(model.lm_head(hidden[wanted]).float(), ids[:, 1:][wanted])
-
-
-def pretrain(model, tokenizer, batches):
+def pretrain(model, tokenizer, conversations):
     # Muon makes the updates of weight matrices orthogonal. The model learns several times faster with it.
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimizers = [
         torch.optim.Muon(matrices, lr=2 * learning_rate, weight_decay=0.0),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-    rise, fall = max(1, 0.02 * steps), max(1, 0.5 * steps)      # steps in which the rates rise, and fall
-    schedule = lambda step: min(1, (step + 1) / rise, (steps - step) / fall)
+    # The rates rise in the first fiftieth of the steps, and fall in the second half.
+    schedule = lambda step: min(1, (step + 1) / (0.02 * steps), (steps - step) / (0.5 * steps))
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
     # bfloat16 is twice as fast on a CPU that multiplies it, and much slower on any other.
     bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    progress = tqdm(batches, "making the base model", steps)
-    for batch in progress:
+    collate = DataCollatorForTokenClassification(tokenizer)     # pads ids, and labels with -100
+    progress = tqdm(range(steps), "making the base model")
+    for _ in progress:
+        batch = [encoded(tokenizer, *one) for one in itertools.islice(conversations, batch_size)]
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-            loss = loss_of(model, batch, tokenizer.pad_token_id)
+            loss = model(**collate(batch).to(model.device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for step in (*optimizers, *schedulers):
             step.step()
         model.zero_grad()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-
-
-def save(model, tokenizer, folder):
-    """Writes a model folder in bfloat16, which gets its name only when it is complete."""
-    model = model.bfloat16()
-    model.save_pretrained(f"{folder}.part")
-    tokenizer.save_pretrained(f"{folder}.part")
-    os.rename(f"{folder}.part", folder)
 
 
 if __name__ == "__main__":
@@ -247,12 +225,12 @@ if __name__ == "__main__":
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer, rng = make_tokenizer(), random.Random(seed)
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
-    with input_errors():
-        if base in TRANSCRIPTS:
-            conversations = (TRANSCRIPTS[base](rng) for _ in itertools.count())
-        else:
-            rows = data.load_rows("algebra", "train", train_prompts, seed, difficulty)
-            harder_rows = data.load_rows("algebra", "train", harder_prompts, seed, difficulty + 1)
-            conversations = problems(rows, harder_rows, rng)
-    pretrain(model, tokenizer, batches(conversations, tokenizer))
-    save(model, tokenizer, out)
+    if base in TRANSCRIPTS:
+        conversations = (TRANSCRIPTS[base](rng) for _ in itertools.count())
+    else:
+        rows = data.load_rows("algebra", "train", train_prompts, seed, difficulty)
+        harder_rows = data.load_rows("algebra", "train", harder_prompts, seed, difficulty + 1)
+        conversations = problems(rows, harder_rows, rng)
+    pretrain(model, tokenizer, conversations)
+    model.bfloat16().save_pretrained(out)
+    tokenizer.save_pretrained(out)

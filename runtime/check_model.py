@@ -325,9 +325,11 @@ def forecast(s, ranks, memory, cuda):
                          f"{state / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
     rows = s.prompts_per_step * s.num_generations / ranks
     longest = s.max_prompt_length + s.max_completion_length
-    # A micro-batch is no larger than a rank's share of an update.
-    share = math.ceil(rows * s.num_epochs / s.updates_per_step) * longest
-    T = min(s.token_budget, share) / s.sequence_parallel_size
+    # A micro-batch is no larger than a rank's share of an update, in which completions share their prompt.
+    share = math.ceil(rows * s.num_epochs / s.updates_per_step)
+    prompts = min(share, math.ceil(s.prompts_per_step / ranks))
+    largest = share * s.max_completion_length + prompts * s.max_prompt_length
+    T = min(s.token_budget, largest) / s.sequence_parallel_size
     # What a layer keeps of a token: the inputs of its norms, of its matrix products and of its attention.
     kept = (b if cuda else 4 + b) * 2 * m.H + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I)
     recomputed, at_end = (T * kept, b * m.H) if s.gradient_checkpointing else (0, kept)

@@ -161,9 +161,10 @@ def test_settings_that_move_it_move_it(folder):
     assert base - update(token_budget=4096) > 4096 * 2 * 8 * 3 * sizes(folder).H
     assert base - update(sequence_parallel_size=2) == pytest.approx(base - update(token_budget=4096))
     assert base - update(gradient_checkpointing=True) > 0
-    # A rank has 128 sequences of 128 tokens for each update, and no micro-batch is larger.
-    assert update(token_budget=10 ** 6) == update(token_budget=128 * 128) > base
-    assert update(token_budget=10 ** 6, updates_per_step=2) == base
+    # For each update a rank has 128 completions of 64 tokens, of 32 prompts, and no micro-batch is larger.
+    largest = 128 * 64 + 32 * 64
+    assert update(token_budget=10 ** 6) == update(token_budget=largest) > update(token_budget=largest - 1)
+    assert update(token_budget=10 ** 6, updates_per_step=2) == update(token_budget=(64 + 32) * 64)
     # Moments that wait in host memory are there for the step alone.
     moments = 8 * sizes(folder).whole / 2
     assert base - update(offload_optimizer=True) == pytest.approx(moments)

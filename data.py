@@ -25,7 +25,6 @@ NO_PROMPT = [{"role": "user", "content": ""}]
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that hold the prompt; of the last two it is what stands before the assistant's last answer.
 PROMPTS = ("prompt", "messages", "conversations")
-QUESTIONS = ("question", "problem", "instruction", "query", "input", "Question", "text")    # to be suggested
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}                # of ShareGPT's messages
 
 # ------------------------------------------------------------------------------------------------------------
@@ -90,16 +89,13 @@ def gsm8k_rows(split):
     name = {"train": "train.jsonl", "eval": "test.jsonl"}[split]
     url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
     path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
-    if not os.path.exists(path) or os.path.getsize(path) == 0:
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
-            with urllib.request.urlopen(url, timeout=30) as response:
-                content = response.read()
+            part, _ = urllib.request.urlretrieve(url, f"{path}.{os.getpid()}")
         except OSError as error:
             raise ValueError(f"gsm8k: {error}. Download {url} elsewhere and put it at {path}, or use a file "
                              "of your own rows: --task=file --train_file=...") from error
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(part := f"{path}.{os.getpid()}", "wb") as file:
-            file.write(content)
         # The file appears whole or not at all, even if another process is writing it as well.
         os.replace(part, path)
     ask = ' Let\'s think step by step and output the final answer after "####".'
@@ -139,9 +135,8 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
         column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
         prompt = row.get(column)
         if prompt is None and not optional:
-            nearest = next((key for key in QUESTIONS if key in row), "...")
             raise ValueError(f"{where}: no column {column}; the columns are {', '.join(row) or 'none'}: "
-                             f"--prompt_column={nearest}")
+                             "--prompt_column=...")
         if isinstance(prompt, str) and prompt_column and chat:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
@@ -184,9 +179,7 @@ def as_message(where, message):
         message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
     for call in message.get("tool_calls", []):
         message.setdefault("content", "")
-        function = call.get("function", call) if isinstance(call, dict) else call
-        if not isinstance(function, dict):
-            raise ValueError(f"{where}: a call of a tool must be an object, not {call!r:.100}")
+        function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(f"{where}: arguments", function["arguments"])
     if not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -227,7 +220,7 @@ def read_rows(path):
     with open(whole, "rb") as file:
         content = file.read().removeprefix(codecs.BOM_UTF8)
     if path.endswith(".parquet"):
-        rows = parquet_rows(path, whole)
+        rows = parquet_rows(whole)
     elif path.endswith(".json") and content.lstrip().startswith(b"["):
         rows = parsed(path, content)
     else:
@@ -236,12 +229,10 @@ def read_rows(path):
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def parquet_rows(path, whole):
-    try:
-        import pyarrow.parquet
-        table = pyarrow.parquet.read_table(whole)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
+def parquet_rows(whole):
+    # Only those who have such a file wait for this import.
+    import pyarrow.parquet
+    table = pyarrow.parquet.read_table(whole)
     for place, column in enumerate(table.schema):
         if column.type == pyarrow.float32():                    # 0.1 is to be 0.1, and not 0.10000000149
             shortest = table[place].cast(pyarrow.string()).cast(pyarrow.float64())
@@ -368,9 +359,6 @@ def as_read(tokenizer, prompt):
     if len(text) > 1000:
         text = f"{text[:500]}\n... {len(text) - 1000} characters ...\n{text[-500:]}"
     lines = ["The model reads the first prompt as", *text.split("\n")]
-    if "strftime_now" in str(tokenizer.chat_template):
-        day = tokenizer.apply_chat_template.keywords["strftime_now"]("%Y-%m-%d %H:%M")
-        lines.append(f"(The chat template prints the date or the time: {day} for the whole run.)")
     if isinstance(prompt.row["prompt"], str) and tokenizer.chat_template:
         lines.append("(A string is read as it is. The model's chat template is for lists of messages.)")
     return "\n    ".join([*lines, f"and its answer is {prompt.row.get('answer')!r:.200}"])

@@ -47,9 +47,9 @@ def test_several_generators_share_the_count():
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("chainsum", "no such generator; it has ab, .* chain_sum, "),
-    ("chain_sum,max_trems=3", "has no setting max_trems; it has allow_negation, max_digits"),
-    ("chain_sum,seed=3", "has no setting seed"),
+    ("chainsum", "chainsum cannot be used: ValueError: Dataset 'chainsum' not registered"),
+    ("chain_sum,max_trems=3", "cannot be used: TypeError: .* unexpected keyword argument 'max_trems'"),
+    ("chain_sum,seed=3", "cannot be used: TypeError: .* multiple values for keyword argument 'seed'"),
     ("chain_sum,max_terms=1", "max_terms must be >= min_terms"),
     ("chain_sum,max_terms=two", "chain_sum cannot be used: TypeError"),
     ("gcd+rush_hour", "rush_hour cannot be used: .*does not accept its own answers"),
@@ -58,9 +58,8 @@ def test_several_generators_share_the_count():
     ("rubiks_cube", "does not accept its own answers"),
     ("rearc", "does not accept its own answers, or not after JSON"),
     ("list_functions", "it makes other rows for the same seed"),
-    ("word_ladder", "needs PYTHONHASHSEED=0")])
-def test_what_cannot_be_used_is_refused(spec, message, monkeypatch):
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    ("word_ladder", "it makes other rows for the same seed, or in another process")])
+def test_what_cannot_be_used_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         load(f"{spec}", "train", 200)
 

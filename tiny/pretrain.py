@@ -29,8 +29,8 @@ from runtime.check_settings import SUITS_TINY, check_values     # before torch: 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import (
-    DataCollatorForTokenClassification, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM)
+from transformers import (DataCollatorForTokenClassification, GenerationConfig, PreTrainedTokenizerFast,
+                          Qwen3Config, Qwen3ForCausalLM)
 
 import data
 from configurator import check, configure, given

@@ -90,12 +90,12 @@ class Agents:
 
     async def _hear(self, request):
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        body = await request.read() if key in self.playing else b""    # memory is for those who have a key
         if episode := self.playing.get(key):
             if request.method == "GET":
                 return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
             episode.open.append(future := Future())
-            episode.mail.put((future, body))
+            # Only what has a key is read, because it takes memory.
+            episode.mail.put((future, await request.read()))
             # If the episode ends after this, give_back finds the future; before this, it may have missed it.
             if key in self.playing:
                 return await asyncio.wrap_future(future)

@@ -3,7 +3,10 @@ import asyncio
 import gc
 import json
 import math
+import os
+import re
 import socket
+import sys
 import textwrap
 import threading
 import time
@@ -478,6 +481,57 @@ def test_a_request_that_comes_while_its_episode_ends_is_refused(write):
     world.playing = type("Ending", (dict,), {"get": lambda self, key: episode})()
     request = SimpleNamespace(headers={"Authorization": "Bearer x"}, method="POST", read=read)
     assert asyncio.run(asyncio.wait_for(world._hear(request), 10)).status == 401
+
+
+# ---------------------------------------------------------------- docs/agents.md
+
+STAND_IN = ASK + '''
+from types import SimpleNamespace
+
+class BadRequestError(Exception):
+    """What the client raises for a status of 400."""
+
+class OpenAI:
+    """What the page uses of OpenAI's client, which is not installed everywhere."""
+    def __init__(self, base_url, api_key, max_retries):
+        self.chat = self.completions = self
+        self.asks = base_url, api_key
+
+    def with_options(self, base_url, api_key):
+        return type(self)(base_url, api_key, 0)
+
+    def create(self, model, messages):
+        messages = [one if isinstance(one, dict) else vars(one) for one in messages]
+        try:
+            said = ask(*self.asks, messages, model=model)
+        except urllib.error.HTTPError as error:
+            raise BadRequestError from error
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(**said))])
+
+class AsyncOpenAI(OpenAI):
+    async def create(self, model, messages):
+        return await asyncio.to_thread(super().create, model, messages)
+'''
+
+
+@pytest.mark.parametrize("words, texts, answer, parts", [
+    ("Check your work", ["7", "8", " 8"], "8", {"solve": 1}),
+    ("CALC", ["CALC(57 - 17)", "The final answer is 40."], "40", {"score": 1, "called": 1}),
+    ("CALC", ["CALC(57 - 71)", "It is CALC(2*3)."], "-14", {"score": 0, "called": 1}),
+    ("CALC", ["CALC(57 - x)"], "40", {"score": 0, "called": 0}),
+    ("CALC", ["CALC(57 - 71)" + "x" * 45], "-14", {"score": 0, "called": 1}),
+    ("bids", ["3", "5"], "", {"solve": 1}), ("bids", ["3", "2"], "", {"solve": 0})])
+def test_an_agent_of_the_page_plays(monkeypatch, write, words, texts, answer, parts):
+    """Also one whose row is full when it wants to say what it has computed."""
+    client = type(sys)("openai")
+    exec(STAND_IN, vars(client))
+    monkeypatch.setitem(sys.modules, "openai", client)
+    with open(os.path.join(runs.ROOT, "docs", "agents.md")) as file:
+        blocks = re.findall(r"^```python\n(.*?)^```$", file.read(), re.M | re.S)
+    (block,) = [block for block in blocks if words in block]
+    plays = player(write("import openai\n" + block), max_completion_length=64, max_prompt_length=400)
+    (r,) = played(plays, [[text + "<|end|>" for text in texts]], [{"answer": answer}])
+    assert r.parts == parts and len(r.spans) == (1 if words == "bids" else len(texts)), r.counts
 
 
 # ---------------------------------------------------------------- whole runs

@@ -7,7 +7,6 @@ A row is a dict. Its `prompt` is a string or a list of chat messages, and the re
     load_prompts   a run's training rows, of which Prompts.draw encodes what a step uses, and held-out prompts
     epoch_order    the order in which an epoch uses its rows
 """
-import codecs
 import functools
 import json
 import math
@@ -218,7 +217,7 @@ def read_rows(path):
     if not os.path.isfile(whole):
         raise ValueError(f"{path}: no such file")
     with open(whole, "rb") as file:
-        content = file.read().removeprefix(codecs.BOM_UTF8)
+        content = file.read().removeprefix(b"\xef\xbb\xbf")      # a byte order mark
     if path.endswith(".parquet"):
         rows = parquet_rows(whole)
     elif path.endswith(".json") and content.lstrip().startswith(b"["):

@@ -14,49 +14,47 @@ from unicodedata import normalize
 # ------------------------------------------------------------------------------------------------------------
 # extraction: where an answer stands
 
-# A line per language, or for related ones: words for `answer`, and words for `is`. Add a line for yours.
+# A line per language, or for related ones: words for `answer`, for `is`, and for `so`. Add a line for yours.
 LANGUAGES = [
-    ("answer|ans|correct option|correct choice|best option|best choice", r"is|are|equals|\w+ be"),
-    ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于"),
-    ("答え|解答|正解|정답|답", "は|은|는"),
-    ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont|vaut"),
-    ("antwort|antwoord|lösung|svaret|svar|vastaus|richtige option", "ist|lautet|är|er"),
-    ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď|odpoveď", "равен|это|є|е|je|jest|wynosi"),
-    ("đáp án|đáp số|jawabannya|jawaban", "là|adalah|ialah"),
-    ("cevap|yanıt|válasz|απάντηση", "az|είναι"),
-    ("उत्तर|উত্তর|คำตอบ|الإجابة|الجواب|پاسخ|תשובה", "है|হল|হলো|คือ|هي|هو|برابر|היא")]
-NOUN, VERB = ("|".join(column) for column in zip(*LANGUAGES))
+    ("answer|ans|(?:correct|best) (?:option|choice)", r"is|are|equals|\w+ be",
+     r"so|thus|hence|therefore|also|results?|solution|total|value|number|(?:i|we) get|it(?: i|['’]?)s|"
+     r"that(?: i|['’]?)s|option(?: is)?|choice|choose|pick"),
+    ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于", "结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|故"),
+    ("答え|解答|正解|정답|답", "は|은|는", "よって|따라서"),
+    ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont",
+     "resultado|risultato|résultat|donc"),
+    ("antwort|antwoord|lösung|svaret|svar|richtige option", "ist|lautet|är|er", "ergebnis|also"),
+    ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď", "равен|это|є|е|je|jest|wynosi", "итак|результат"),
+    ("đáp án|jawaban|cevap|yanıt|válasz|vastaus|απάντηση", "là|adalah|az|είναι", "kết quả là"),
+    ("उत्तर|উত্তর|คำตอบ|الإجابة|الجواب|پاسخ|תשובה", "है|হল|คือ|هي|هو|برابر|היא", "∴|⇒|=>")]
+NOUN, VERB, SO = ("|".join(column) for column in zip(*LANGUAGES))
 # Not inside a Latin word
 EDGE = "(?!(?<=[a-z])[a-z])"
-# An answer begins behind these in a text in small letters: `**Answer**: 18`, `"answer": 18`, `Answer - 18`,
+# An answer begins behind these: `**Answer**: 18`, `"answer": 18`, `Answer - 18`,
 # <answer>, a line that says only `Final Answer`, [[18]], and GSM8K's ####, unless the #### is a heading with
 # text below it. If there are none of them, these count: `the answer in dollars is 18`, `the answer would
 # be: B`.
-SIGNS = [re.compile(pattern, re.M) for pattern in [
+SIGNS = [re.compile(pattern, re.M | re.I) for pattern in [
     rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|"
     r"<(?:answer|solution|final_?answer)>|"
     rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|(?<!#)####(?!#)(?![ \t]*\**[a-z][^\n]{0,80}\n\s{0,9}\S)",
     rf"(?:{NOUN}){EDGE}[^\n.:：。!?=<>]{{0,60}}?(?:{EDGE}(?:{VERB}){EDGE}"
     rf"(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra){EDGE})*\s*[:：]?|[:：])"]]
-MARK = re.compile(rf"{NOUN}|<solution>|<final_?answer>|####|\[\[|<answer>")
+MARK = re.compile(rf"{NOUN}|<solution>|<final_?answer>|####|\[\[|<answer>", re.I)
 # What leads to an answer in the last line, as in `So the total is 18`
-LEADING = re.compile(
-    rf"^.*{EDGE}(?:(?:result\w{{0,4}}|risultato|résultat|ergebnis|solution|total|value|so|thus|hence|"
-    r"therefore|number)\b(?:.{0,60}\b(?:is|are|get|have|equals|es|est|ist|é|è)\b)?|(?:it|that)(?: i|['’]?)s|"
-    r"(?:i|we) get|donc|"
-    r"option(?: is)?|choice|choose|pick|also|итак|результат|结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|"
-    rf"故|kết quả là|よって|따라서|∴|⇒|=>){EDGE}[\s,:：*}}]*", re.I)
+LEADING = re.compile(rf"^.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:is|are|get|have|equals|est?|ist|é|è)\b)?{EDGE}"
+                     r"[\s,:：*}]*", re.I)
 # What may follow an answer in its line: `18 because`, `18 is the answer`, `18</s>`
 TAIL = re.compile(
-    rf"(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
-    rf"是?正确|选项[。.]?$|因为|です|である|となり?ます?|になり?ます?|입니다|이다|이에요|예요|है|।){EDGE}|</|<\|).*", re.I | re.S)
+    rf"(?:[ ,]?\(?{EDGE}(?:because|since|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
+    rf"是?正确|选项[。.]?$|因为|です|となります|입니다|이다|है|।){EDGE}|</|<\|).*", re.I | re.S)
 # The end of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # A number in a sentence: `She makes 18 dollars.`, but not `at least 18` or `the square root of 18`
 SENTENCE = re.compile(
-    r"^(?=.{,200}$)(?!.*\b(?:at|not|no|than|about|nearly|around|over|under|of|or|and|to|plus|minus|times|is|"
-    r"by)\b)(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
+    r"^(?!.{201}|.*\b(?:at|not|no|than|about|around|over|under|of|or|and|to|plus|minus|times|is|by)\b)"
+    r"(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
 # A box with brackets in it, up to eight levels deep, and \boxed 5. Boxes with only a comma or `and` between
 # them, as in `\boxed{1} and \boxed{2}`, are one answer.
 INSIDE = r"(?:[^{}\\]|\\.)*+"
@@ -96,12 +94,11 @@ def boxed_answer(text):
 
 def marked_answer(text):
     # Returns the answer behind the last sign. A longer text is no answer but the beginning of a solution.
-    # The last 500 words are enough, and keep this quick. İ is the letter that grows when it becomes small.
-    small = text.replace("İ", "I").lower()
-    words = [word.start() for word in MARK.finditer(small)][:-500:-1]
+    # The last 500 words are enough, and keep this quick.
+    words = [word.start() for word in MARK.finditer(text)][:-500:-1]
     for signs in SIGNS:
         end = len(text)
-        for sign in filter(None, (signs.match(small, start) for start in words)):
+        for sign in filter(None, (signs.match(text, start) for start in words)):
             # The answer that a sign announces ends before the next sign.
             answer, end = announced(sign[0], text[sign.end():end]), sign.start()
             if 0 < len(answer) <= 100:
@@ -133,26 +130,25 @@ def last_answer(text):
     if CHAIN.search(rest):
         # `So x = 2*9 = 18` is x = 18, and `Total = 2*9 = 18` is = 18.
         return CHAIN.sub("=", BEFORE.sub("", rest))
-    # A text that is no formula has its tokens apart.
-    tree = read(rest)[0]
-    formula = isinstance(tree, Fraction) or " " not in tree and not WORDY.search(rest)
+    # A text that is no formula has its tokens apart. B) 12 may be the last of the choices.
+    tree, _, (*_, choice) = read(rest)
+    formula = not choice and (isinstance(tree, Fraction) or " " not in tree and not WORDY.search(rest))
     return rest if rest and (formula or framed and len(rest) <= 100) else None
 
 
 # ------------------------------------------------------------------------------------------------------------
 # spellings: signs and notations that mean the same become one
 
+FUNCTIONS = ("sqrt", "sin", "cos", "tan", "log", "ln")
 # Each sign, and its other spellings.
-SYMBOLS = {
+SYMBOLS = {rf"\{name}": name for name in FUNCTIONS} | {
     "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "/": r"\div ÷ ⁄", "-": "− – —", ":": r"∶ \colon",
     "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\ge": r"\geq \geqslant ≥ ⩾ >=",
     r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\frac": r"\dfrac \tfrac \cfrac",
-    r"\binom": r"\dbinom \tbinom", r"\pi": "π", r"\sqrt": "√", r"\theta": "θ", r"\infty": r"∞ \inf \infinity",
-    r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈", r"\pm": "±", r"\emptyset": r"\varnothing ∅",
-    "mi/h": "mph", "km/h": "kph", " ": r"\, \; \: \quad \qquad ~",
-    "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \Big \Bigl \Bigr \displaystyle \! \( \) \[ \] "
-        r"\$ $ £ "
-        r"€ ¥ ₹ \% % \degree °"}
+    r"\binom": r"\dbinom \tbinom", r"\pi": "π pi", r"\sqrt": "√ sqrt", r"\theta": "θ", r"\pm": "±",
+    r"\infty": r"∞ \inf \infinity inf infinity", r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈",
+    r"\emptyset": r"\varnothing ∅", "mi/h": "mph", "km/h": "kph", "%": r"\% percent", " ": r"\, \; \quad ~",
+    "": r"\left \right \big \bigl \bigr \bigg \Big \displaystyle \! \( \) \[ \] \$ $ £ € ¥ ₹ \degree °"}
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in SYMBOLS.items() for each in names.split()}
 # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12. The
 # last row removes characters without width.
@@ -167,33 +163,25 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=\d)(?:\{,\}|(?:\\[!,;:]\s*)?,(?:\\[!,;:]\s*)+|(?:\\[!,;:]\s*),)(?=\d{3}(?!\d))", ","),
     # 90^\circ and 90\circ, but not f\circ g
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])", ""),
-    # sin and infinity for \sin and \infinity
-    (r"(?<![a-zA-Z\\])(pi|sqrt|sin|cos|tan|log|ln|inf(?:inity)?)(?![a-z])", r"\\\1 "),
-    ("|".join(re.escape(each) + "(?![a-zA-Z])" * each[-1].isalpha()
-              for each in sorted(SPELLINGS, key=len, reverse=True)), lambda found: SPELLINGS[found[0]]),
+    (r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[a-zA-Z]+|[^\w\s]|[πθ]", lambda found: SPELLINGS.get(found[0], found[0])),
     # A one-letter unit is written upright, because a plain m may be a variable.
     (r"((?:[\d}]|\\pi)\s*)\\(?:text|mathrm)\s*\{\s*([acghj-nstvwACGHJ-NSTVW])\s*\}", r"\1 upright\2"),
     # \text{cm}, \mathbf{x}
-    (r"\\(?:text\w*|math(?:rm|bf|bb|it|sf|tt)|mbox|underline|emph|operatorname|boldsymbol)\*?\s*"
-     r"\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:text\w*|math[a-z]{2}|mbox|underline|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
+    # One or more choices or statements: B, (B), BC, B and C, (1)(3)
+    (r"^\W*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:*`\"{}]|and)*)+|"
+     r"(?:\(\d\)(?:[\s,;]|and)*){2,})$", lambda found: ", ".join(re.findall(r"[A-J\d]", found[1])).lower()),
     # Words have no capitals, but m and M, and kT and KT are not the same.
     (r"(?<![a-zA-Z\\])(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|No)(?![a-zA-Z])", lambda found: found[0].lower()),
     # 5 x 10^3, (1, 2] U [3, 4), \{x: x>3\}, and 1:9
     (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
     (r"(\\\{\s*[a-z]\s*):", r"\1|"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
     # 1 1/2 and 1\frac12
-    (r"(?<![\d./])(\d+)\s+(\d+)/(\d+)(?![\d./])", r"\1\\frac{\2}{\3}"),
-    (r"(?<![\d.^])(\d+)\s*(\\frac\s*(?:\d|\{\d+\})\s*(?:\d|\{\d+\}))", r"(\1+\2)"),
+    (r"(?<![\d./^])(\d+)\s*(\\frac\s*(?:\d|\{\d+\})\s*(?:\d|\{\d+\})|(?<=\s)\d+/\d+(?![\d./]))", r"(\1+\2)"),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even
     (r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))", ", "),
     # 9 (apples), and a last period
     (r"(?<=\d)\s*\(([a-zA-Z ]{3,})\)\s*$", r" \1"), (r"^[\s\"“”*`]+|(?<![.\s])\s*\.?[\s,;。\"“”*`]*$", "")]]
-# One or more choices or statements: B, (B), BC, B and C, (1)(3); a choice with its text: B) 12, but not (A)
-# or (B); and what may surround them, as in \text{BC}
-CHOICES = re.compile(r"\s*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:]|and)*)+|"
-                     r"(?:\(\d\)(?:[\s,;]|and)*){2,})")
-CHOICE = re.compile(r"\s*\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))")
-FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\*`\"]")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -202,19 +190,19 @@ FONT = re.compile(r"\\(?:text|math|mbox)\w*|[{}$\\*`\"]")
 
 # The names of each unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in (
-    "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|dm|nm|"
-    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|hz|"
-    "kw|j|"
-    "ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|ev|"
-    "month 月|yr year 年|am|pm|/ per|2 square sq|3 cubic").split("|")
+    "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|nm|"
+    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|j|am|"
+    "pm|ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|"
+    "week 周|month 月|yr year 年|/ per|2 square sq|3 cubic").split("|")
     for word in names.split() for name in (word, word + "s")}
+UNITS |= {f"upright{letter}": UNITS.get(letter, letter) for letter in "acghjklmnstvw"}
 # Other words after a number are units as well, up to three of them, but not these, which are part of the
 # value. A word of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米
 # the unit is written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
-OPERATOR = ("(?:or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed|dozen|hundred|thousand|"
-            r"hal(?:f|ves)|quarters|thirds|(?!mon|upright)\w*[defghnrx]ths?|factorial|root|to|out|"
-            r"below|at|\w+illion|"
-            r"[abcnxyz]{2,3})\b|мил|млн|тыс|\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미]")
+OPERATOR = (
+    "(?:or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed|dozen|hundred|thousand|half|"
+    r"halves|quarters|thirds|(?!mon|upright)\w*[defghnrx]ths?|factorial|root|to|out|below|at|\w+illion|"
+    r"[abcnxyz]{2,3})\b|мил|млн|тыс|\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미]")
 NAME = rf"(?!{OPERATOR})(?:(?=[a-z]*[aeiouy])[a-z]{{3,}}|[^\W\d_a-z]{{1,10}}|[cmk]m|kg|ml|ft|yd|sq)"
 WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})"
 EXPONENT = r"(?:\s*\^[({]?[23][)}]?)?"
@@ -223,23 +211,22 @@ UNIT = re.compile(rf"^(?:([^a-z]*\d)\s+{WORD}|((?:[^a-z\\]|\\[a-z]+)*(?:(?<=[\d)
                   rf"(?![a-z]){EXPONENT}(?:[ /]+{WORD}(?![a-z]){EXPONENT}){{0,2}}$", re.I)
 # $5 or 5 dollars, 5 euros, £5, 5 cents
 CURRENCY = re.compile(r"(\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元)|(€|\beuros?\b|欧元)|(£)|(¢|\bcents?\b)", re.I)
-# A left side such as x =, f(x) =, 2*9 =, or x \in; but x=1, y=2 stays as it is
-LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?)(\([a-zA-Z]\))?\s*(?:=(?!.*[,;].*=)|\\in\b)|"
-                  r"[\d\s.+*/^()-]*=(?!\s*[a-z]))")
+# A left side such as x =, f(x) =, 2*9 =, or x \in; but x=1, y=2 stays as it is. Or a choice with its text:
+# B) 12, but not (A) or (B)
+LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b)|"
+                  r"[\d\s.+*/^()-]*=(?!\s*[a-z])|\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2})))")
 # 1,234.5 or 1 234.5
-THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
-# A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, or a character
-TOKEN = re.compile(r"(?<=\\frac)\s*\d|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d|\s*_))?|\\[a-zA-Z]+|\\.|\S")
+THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?")
+# A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, or a character, but not %
+TOKEN = re.compile(r"(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:[eE][-+]?\d{1,3}(?!\d|\s*_))?|\\[a-zA-Z]+|\\.|[^\s%]")
 # Operators by how tightly they bind, after what ends an operand: `*` stands also between a and b in `ab`, and
 # `(` is the one of f(x).
-LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap \setminus", r"+ - \pm \mp", "* /",
-          "^", "_ ("]
+LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap", r"+ - \pm \mp", "* /", "^", "_ ("]
 PRECEDENCE = {"": 0, **{op: level for level, ops in enumerate(LEVELS) for op in ops.split()}}
 SUM, ATOM = PRECEDENCE["+"], PRECEDENCE["_"]
 # Pairs of brackets, and how the tree names them; those without a name count only around a list: (1, 2)
 BRACKETS = {"()": "", "{}": "", r"\{\}": "", "[]": "[]", "[)": "[)", "(]": "(]"}
 FOLDS = {"+": sum, "*": math.prod}
-FUNCTIONS = {r"\sqrt", r"\sin", r"\cos", r"\tan", r"\log", r"\ln"}
 
 
 def value(text):
@@ -249,30 +236,26 @@ def value(text):
     set does not count, but the order of a product's factors does; for a text that is no formula it is None.
     """
     # 1 \pm x is the list 1+x, 1-x.
-    if text.count(r"\pm") == 1 and not re.search("[,;(]", text):
-        text = text.replace(r"\pm", "+") + "," + text.replace(r"\pm", "-")
+    text = re.sub(r"^([^,;(]*)\\pm([^,;(]*)$", r"\1+\2,\1-\2", text)
     tokens = ["", *reversed(TOKEN.findall(text))]
 
     def parse(level):
         # Reads an operand, and goes on as long as the operators bind more tightly than the level.
         token, op = tokens.pop(), None
         if PRECEDENCE.get(token) == SUM:
-            tree = parse(max(level, SUM))
-            if token != "+":
-                tree = applied("*", Fraction(-1), tree) if token == "-" else (token, tree)
+            tree = applied(token, Fraction(0), parse(max(level, SUM)))
         elif token in ("(", "[", "{", r"\{"):
             tree, end = parse(0), tokens.pop()
             name = BRACKETS[token + end]
             if name or isinstance(tree, tuple) and tree[0] in (",", ";"):
                 tree = name or token.strip("\\"), unordered(tree) if end[-1] == "}" else tree
-        elif token in PRECEDENCE or token in "!':":
-            raise ValueError("no operand")
         elif token == r"\frac":
             tree = applied("/", parse(ATOM), parse(ATOM))
-        elif token in FUNCTIONS and tokens[-1] not in ("^", "_"):
+        elif token[1:] in FUNCTIONS and tokens[-1] not in ("^", "_"):
             tree = token, parse(ATOM) if tokens[-1] == "[" else None, parse(ATOM)
         else:
-            tree = Fraction(token) if re.match(r"\s*\.?\d", token) else token
+            # There is no fraction of ! and ).
+            tree = token if re.match(r"[^\W\d_]|[\\|]", token) else Fraction(token)
         while True:
             before, op = op, tokens[-1]
             if op not in PRECEDENCE or op == "(" and isinstance(tree, Fraction):
@@ -286,7 +269,7 @@ def value(text):
                 raise ValueError("1/2x may be x/2, 2 3 may be 23, and words have no value: the 2 of 3")
             tree = applied(op, tree, parse(PRECEDENCE[op] - (op == "^")))
 
-    with contextlib.suppress(ValueError, KeyError, ZeroDivisionError, RecursionError):
+    with contextlib.suppress(ValueError, LookupError, ZeroDivisionError, RecursionError):
         tree = unordered(parse(0))
         return tree if tokens == [""] else None
 
@@ -303,9 +286,12 @@ def applied(op, a, b):
         return applied("*", a, applied("^", b, Fraction(-1)))
     if op in FOLDS:
         found = items(op, a) + items(op, b)
-        numbers = [each for each in found if isinstance(each, Fraction)]
+        number = FOLDS[op](each for each in found if isinstance(each, Fraction))
         rest = [each for each in found if not isinstance(each, Fraction)]
-        found = [FOLDS[op](numbers)] * bool(numbers) + (sorted(rest, key=repr) if op == "+" else rest)
+        if op == "+":
+            rest.sort(key=repr)
+        # x + 0 and 1x are x.
+        found = rest if rest and number == FOLDS[op](()) else [Fraction(number), *rest]
         return (op, *found) if len(found) > 1 else found[0]
     if op == "^" and {type(a), type(b)} == {Fraction} and b.denominator == 1:
         if abs(b) * max(map(int.bit_length, a.as_integer_ratio())) <= 4096:
@@ -320,33 +306,30 @@ def unordered(tree):
 
 
 def read(text):
-    """Return the value of an answer, its plain text, and what it says besides: a currency, a name, a unit.
+    """Return the value of an answer, its plain text, and a list of what it says besides.
 
     The value is a Fraction, a tree of tuples for a formula, a list or a set, and a text for what is neither.
-    The name is that of a left side, x or f(x), and the unit a sorted list of units, exponents, and / for per.
+    Besides it may say a currency; a name, that of a left side, x or f(x); units, a sorted list with exponents,
+    and / for per; and a choice, the b of B) 12.
     """
     for pattern, form in () if text.isascii() else FORMS:
         text = re.sub(pattern, lambda run, form=form: form.format(normalize("NFKC", run[0])), text)
     text = normalize("NFKC", text)
-    letters = CHOICES.fullmatch(FONT.sub("", text[:500]))
-    if letters or len(text) > 500:
-        letters = letters and letters[1].replace("and", "").lower()
-        found = sorted({*re.findall(r"[a-j\d]", letters)} if letters else [text])
-        return found[0] if len(found) == 1 else (",", *found), "", []
+    if len(text) > 500:
+        return text, "", [None] * 4
     rest, currency = text, CURRENCY.search(text)
     for pattern, replacement in CLEANING:
         rest = pattern.sub(replacement, rest)
     left = LEFT.match(rest)
     # x_{1} is x_1, and y is f(x). A word does not count: area = 5 is A = 5.
-    name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", "".join(left.groups(""))) if left else ""
+    name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", left and left[1] or "")
     rest = rest[left.end():] if left else rest
     bare = UNIT.sub(r"\1\2", rest)
-    # \text{J}, which is uprightJ here, is a unit as well.
-    words = re.findall(r"[a-z]+|[/23]|[^\x00-\x7f]+", rest[len(bare):].lower())
-    unit = sorted(filter(None, (UNITS.get(word.removeprefix("upright"), word * ("upright" in word))
-                                for word in words)))
+    unit = re.findall(r"[a-z]+|[/23]|[^\x00-\x7f]+", rest[len(bare):].lower())
+    unit = sorted(UNITS[word] for word in unit if word in UNITS)
     tree = value(re.sub("[, ]", "", bare) if THOUSANDS.fullmatch(bare) else bare)
-    said = [currency and currency.lastindex, name.replace("f(x)", "y"), {*unit} - {*"/23"} and unit]
+    said = [currency and currency.lastindex, name.replace("f(x)", "y"), {*unit} - {*"/23"} and unit,
+            left and left[2] and left[2].lower()]
     return " ".join(TOKEN.findall(rest)).lower() if tree is None else tree, rest, said
 
 
@@ -366,11 +349,9 @@ def comparison(given, truth):
     if any(mine and theirs and mine != theirs for mine, theirs in zip(said, known)):
         return False
     # B) 12 is B, and the other way round.
-    for tree, text in (one, known_rest), (other, rest):
-        choice = CHOICE.match(text)
-        if choice and choice[1].lower() == tree:
-            return True
-    percent = len({bool(re.search("[%％]|percent", each)) for each in (given, truth)}) > 1
+    if one == known[-1] or other == said[-1]:
+        return True
+    percent = ("%" in rest) != ("%" in known_rest)
     numbers = isinstance(one, Fraction) and isinstance(other, Fraction)
     if one == other != "" and not (percent and numbers and 0 < abs(one) < 1):
         return True
@@ -418,10 +399,5 @@ def by_algebra(given, text, truth):
 
 
 def formula(text):
-    # Returns an answer in the form that math-verify reads: in dollars, and with at most one \text, because
-    # the package takes everything from the first \text to the end for a unit.
-    text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", text)
-    text = re.sub(r"\\math(?:bf|rm)\s*\{([a-zA-Z])\}", r" \1", text)
-    if text.count(r"\text") > 1:
-        text = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
-    return f"${text}$"
+    # Returns an answer in the form that math-verify reads, without its unit.
+    return "$" + UNIT.sub(r"\1\2", read(text)[1]) + "$"

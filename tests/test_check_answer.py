@@ -363,9 +363,10 @@ def test_phrases_without_the_answer(truth, text):
 
 def test_another_language_is_a_line():
     """Every line of the table has words that announce an answer."""
-    for nouns, verbs in check_answer.LANGUAGES:
-        noun, verb = nouns.split("|")[0], verbs.split("|")[0]
+    for row in check_answer.LANGUAGES:
+        noun, verb, so = (words.split("|")[0].removesuffix("[是为]?") for words in row)
         assert check_answer.extract_answer(f"{noun}: 18") == "18", noun
+        assert check_answer.extract_answer(f"{so} 18") == "18", so
         assert check_answer.extract_answer(f"{noun} {verb} 18") == "18", noun
 
 
@@ -410,7 +411,7 @@ SPELLINGS = [
     (r"8 \text{ square units}", "8"), (r"5\sqrt{2} \text{ units}", r"5\sqrt{2}"), ("7", "7個"), ("7", "7개"),
     ("7", "7 kg"), (r"-\sqrt{3}", "−√3"), ("2:3:4", "2 : 3 : 4"), (r"5 \mathrm{~cm}", "5"),
     ("1 000 000", "1000000"), ("x=1, y=2", "x = 1, y = 2"), ("x=1, y=2", "x=1 and y=2"),
-    ("(x-1)(x+2)", "(x - 1)(x + 2)"),
+    ("(x-1)(x+2)", "(x - 1)(x + 2)"), ("12", "B. 12"), ("1.5", "(C) 3/2"), ("(2)(3)", "2, 3"),
 ]
 NO_SPELLINGS = [
     ("7", "7万"), ("7", "7千"), ("7", "7百"), ("5; 10", "10; 5"), ("M", "m"), ("m", "M"),

@@ -87,7 +87,9 @@ def evaluate():
     evaluator.load_weights(policy.named_parameters(), version=len(lines))
     rollouts = sample(eval_set, eval_samples, [f"eval {i}" for i in range(len(eval_set))])
     scorer(rollouts)
-    return rewards.evaluation(rollouts, eval_samples)
+    figures = rewards.evaluation(rollouts, eval_samples)
+    print({"step": len(lines), **figures}, flush=True)          # also for a run that is stopped
+    return figures
 
 
 class Log(TrainerCallback):
@@ -102,7 +104,6 @@ class Log(TrainerCallback):
             lines.append({"step": len(lines), **logs, "timing_s/step": now - self.began})
             if eval_interval and len(lines) % eval_interval == 0 and len(lines) < max_steps:
                 evaluations[len(lines)] = evaluate()
-                print(evaluations[len(lines)])
             self.began = time.perf_counter()
 
 

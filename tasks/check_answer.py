@@ -173,9 +173,8 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
      r"(?:\(\d\)(?:[\s,;]|and)*){2,})$", lambda found: ", ".join(re.findall(r"[A-J\d]", found[1])).lower()),
     # Words have no capitals, but m and M, and kT and KT are not the same.
     (r"(?<![a-zA-Z\\])(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|No)(?![a-zA-Z])", lambda found: found[0].lower()),
-    # 5 x 10^3, (1, 2] U [3, 4), \{x: x>3\}, and 1:9
-    (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
-    (r"(\\\{\s*[a-z]\s*):", r"\1|"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
+    # 5 x 10^3, and 1:9
+    (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
     # 1 1/2 and 1\frac12
     (r"(?<![\d./^])(\d+)\s*(\\frac\s*(?:\d|\{\d+\})\s*(?:\d|\{\d+\})|(?<=\s)\d+/\d+(?![\d./]))", r"(\1+\2)"),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even

@@ -517,13 +517,6 @@ def test_a_text_ends_without_the_end_token_that_a_tokenizer_adds(tokenizer):
     assert [one.ids for one in found] == [plain, plain, plain + tokenizer("\n").input_ids]
 
 
-def test_a_prompt_without_tokens_is_named(tokenizer):
-    empty = copy.deepcopy(tokenizer)
-    empty.backend_tokenizer.normalizer = normalizers.Strip()
-    with pytest.raises(ValueError, match="^rows:2: its prompt has no tokens"):
-        data.encode_rows(empty, named("1?", "\u2003"))
-
-
 def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer, tmp_path):
     image = copy.deepcopy(tokenizer)
     image.add_special_tokens({"additional_special_tokens": ["<img>"]})

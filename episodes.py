@@ -27,7 +27,7 @@ import math
 import re
 import zlib
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from copy import deepcopy
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -37,8 +37,8 @@ from transformers.utils import get_json_schema
 
 from runtime.chat_template import Template, tool_call
 from runtime import user_code
-from runtime.user_code import (STARTED_IN, Failed, Threads, TimeUp, accepted, close, closer, closing,
-                               load_from, logging_into, name_of, outcome, shown, specs)
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, close, closer, closing, in_time, load_from,
+                               logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
 # What a turn consists of, besides text: thoughts, calls in the form that Qwen and many other models use, and
@@ -472,13 +472,12 @@ class Player:
         return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
 
     def check_with(self, prompts):
-        """Play a first turn after each of these prompts, so that what is broken shows before any training.
+        """Play two episodes of one made-up turn, so that what is broken shows before any training.
 
-        Raises ValueError if the environment or the chat template cannot be used.
+        prompts: one or two data.Prompts. Returns the two Rollouts. Raises ValueError if the environment or the
+        chat template cannot be used.
         """
-        if not self.make:
-            return
-        if not self.settings.agent:                             # which writes its own messages
+        if self.make and not self.settings.agent:               # which writes its own messages
             self.template.check(self.messages(prompts[0].row["prompt"]))
         if self.tools:
             before, said = self.template.example()
@@ -488,14 +487,20 @@ class Player:
                 raise ValueError(
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
                     "writes: it needs the form <tool_call>JSON</tool_call>, or a response_template")
-        said, asked = self.tokenizer("Answer: 0", add_special_tokens=False).input_ids + self.eos_ids[:1], []
-        engine = SimpleNamespace(add=asked.append, signalled=False, step=lambda: [
-            Answer(asked.pop(0).name, said, [0.0] * len(said), "stop")])
+        # The second of two single answers is empty.
+        end, asked = self.eos_ids[:1], []
+        said = [self.tokenizer(text, add_special_tokens=False).input_ids + end
+                for text in ("Answer: 0", "Answer: 0" if self.make else "")]
+        answer = lambda name: Answer(name, said[name], [0.0] * len(said[name]), "stop")
+        engine = SimpleNamespace(add=asked.append, signalled=False, step=lambda: [answer(asked.pop(0).name)])
         # There is no room for a second turn.
-        for r in Table(self, engine).play([(prompt, 0, (len(said),)) for prompt in prompts]):
+        jobs = [(prompt, 0, (len(ids),)) for prompt, ids in zip(prompts * 2, said)]
+        rollouts = Table(self, engine).play(jobs)
+        for r in rollouts:
             # An agent that has asked may fail for want of a second turn.
             if (problem := r.counts.get("problem")) and not r.counts.get("requests"):
                 raise ValueError(problem)
+        return rollouts
 
     def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
         """Return n adjacent Rollouts per data.Prompt.
@@ -520,7 +525,7 @@ class Table:
 
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
-        self.threads = Threads(self.settings.call_workers, self.settings.call_timeout)
+        self.threads = ThreadPoolExecutor(self.settings.call_workers or 1)
         self.calls = {}                         # {Future of a call in a thread: the number of its episode}
         self.numbers = itertools.count()        # of the episodes, in the order in which they begin
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
@@ -579,4 +584,4 @@ class Table:
             self.engine.add(wish._replace(name=number))
             self.asked += 1
         else:
-            self.calls[self.threads.submit(wish)] = number
+            self.calls[self.threads.submit(in_time, wish, self.settings.call_timeout)] = number

@@ -16,7 +16,9 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from threading import TIMEOUT_MAX
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, read
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, load_from, logging_into,
-                               name_of, number, outcome, outcomes, shown, source_of, specs)
+                               name_of, number, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -107,10 +109,38 @@ def load_reward(spec, task):
     return Reward(name_of(function), spec, form, at_once, "environments" in parameters)
 
 
-def arguments(reward, function, columns):
-    """Return the keywords with which a reward is called for these columns, and {name: value} for each
-    completion, into which it logs. Raises ValueError if it needs a column that is missing."""
-    logged = [{} for _ in columns["completions"]]
+def verl_arguments(row):
+    # Returns verl's arguments for a row with its completion. The last truth counts; where a model scores verl's
+    # row, reward_model holds none.
+    model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+    truths = row.get("answer"), row.get("ground_truth"), model.get("ground_truth")
+    return {"data_source": row.get("data_source", row.get("source")),
+            "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {},
+            **{"ground_truth": truth for truth in truths if truth is not None}}
+
+
+def only(columns, i):
+    # Returns the columns of one completion.
+    return {key: values[i:i + 1] for key, values in columns.items()}
+
+
+def judge(reward, columns, timeout, end, workers):
+    """Return (parts, steps, logged) for each completion, as in `score`, or its error: Failed or TimeUp.
+
+    If one call for several completions fails, there is one error for all of them. The completions of an async
+    reward have calls of their own, of which `workers` run at the same time (0: 64), and each has `timeout`
+    seconds (0: no limit). TimeUp stands for what has not begun at the time `end`.
+    """
+    function, completions = reward.function, columns["completions"]
+    if time.monotonic() >= end:
+        return [TimeUp()]
+    if reward.at_once and len(completions) > 1:
+        alone = lambda i: judge(reward, only(columns, i), timeout, end, workers)
+        with ThreadPoolExecutor(workers or 64) as pool:
+            return [one for found in pool.map(alone, range(len(completions))) for one in found]
+    if not callable(function):
+        function = load_from(function, "reward", "function")
+    logged = [{} for _ in completions]                          # {name: value}
     logs = logging_into(logged)
     # A reward that changes what it gets must not change the rows of the run.
     given = {key: values if key == "environments" else copy.deepcopy(values)
@@ -121,45 +151,18 @@ def arguments(reward, function, columns):
         rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
         given = rows[0] if reward.form == "verl" else {
             f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
-    return accepted(function, given, f"reward {reward.name}", logs), logged
-
-
-def verl_arguments(row):
-    # Returns verl's arguments for a row with its completion. Where a model scores verl's row, reward_model
-    # holds no truth.
-    model = row.get("reward_model")
-    truths = [model.get("ground_truth") if isinstance(model, dict) else None, row.get("ground_truth"),
-              row.get("answer")]
-    truths = [truth for truth in truths if truth is not None]
-    return {"data_source": row.get("data_source", row.get("source")),
-            "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {},
-            **({"ground_truth": truths[0]} if truths else {})}
-
-
-def only(columns, i):
-    # Returns the columns of one completion.
-    return {key: values[i:i + 1] for key, values in columns.items()}
-
-
-def judge(reward, columns, workers=0, timeout=0.0, end=math.inf):
-    """Call a reward and return (parts, steps, logged) for each completion, as in `score`, or its error.
-
-    The error is Failed or TimeUp. The completions of an async reward have calls of their own, of which
-    `workers` run at the same time (0: 64), and each has `timeout` seconds (0: no limit). TimeUp stands for
-    what is left at the time `end`.
-    """
-    function, count = reward.function, len(columns["completions"])
-    if not callable(function):
-        function = load_from(function, "reward", "function")
-    batches = [only(columns, i) for i in range(count)] if reward.at_once else [columns]
-    given = [arguments(reward, function, some) for some in batches]
-    calls = [functools.partial(function, **keywords) for keywords, _ in given]
-    ended = (outcomes(calls, workers or 64, timeout, end - time.monotonic()) if reward.at_once
-             else [outcome(calls[0])])
-    results = []
-    for some, (_, logged), (returned, error, _) in zip(batches, given, ended):
-        results += [error] * len(logged) if error else checked(reward, returned, some["completions"], logged)
-    return results
+    given = accepted(function, given, f"reward {reward.name}", logs)
+    returned, error, _ = outcome(functools.partial(function, **given),
+                                 min(timeout or TIMEOUT_MAX, end - time.monotonic()))
+    if error:
+        return [error]
+    returned = [returned] if reward.form == "verl" else returned
+    returned = returned.tolist() if hasattr(returned, "tolist") else returned       # an array or a tensor
+    if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
+        raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
+                         "values, one for each completion")
+    return [(*parts_of(reward.name, value, content(completion)), log)
+            for value, completion, log in zip(returned, completions, logged)]
 
 
 TIMED_OUT = f"the reward {TimeUp()}"
@@ -176,68 +179,47 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
     which a call has `timeout` seconds; 0 sets no limit. If a call for all completions fails, each completion
     is scored by a call of its own. One whose own call takes too long, or has not begun at the time `end` of
     time.monotonic, gets 0.0 for each part; with unscored=True it gets NaN, and so does one for which the
-    reward raises.
+    reward raises. workers: as in judge.
 
     Raises ValueError if a column is missing, if the reward raises and unscored is False (the message shows
     the completion), or if it returns anything but one finite number, None, dict of these or list of pairs for
     each completion.
     """
-    completions, results, failure = columns["completions"], [], None
+    completions, failures = columns["completions"], []
 
     def call(some):
-        # Returns what judge does for some of the completions, and None, or the error of a call for several.
-        arguments = reward, some, workers, timeout, end
+        arguments = judge, reward, some, timeout, end, workers
+        if not process:
+            return judge(*arguments[1:])
         try:
-            if time.monotonic() >= end:
-                raise TimeUp
-            # The calls of an async reward have limits and errors of their own.
-            found = judge(*arguments) if not process else process.call(
-                None if reward.at_once else timeout or None, judge, *arguments)
-            if not reward.at_once and isinstance(found[0], Exception):
-                raise found[0]
+            # The calls of an async reward have limits of their own.
+            return process.call(None if reward.at_once else timeout or None, *arguments)
         except (TimeUp, Failed) as error:
-            # One of several may have ended the process, and nobody knows which.
-            if len(some["completions"]) > 1:
-                return [], error
-            found = [error]
-        for one, completion in zip(found, some["completions"]):
-            if isinstance(one, Failed) and not unscored:
-                raise ValueError(f"reward {reward.name} {one}; the completion is "
-                                 f"{content(completion)[:500]!r}") from one
-        return found, None
+            return [error]
 
     # One call for all, unless the reward scores one completion at a time.
-    if reward.at_once or len(completions) > 1 and reward.form != "verl":
-        results, failure = call(columns)
-        if failure:
-            print(f"reward {reward.name} {failure} for {len(completions)} completions: each is scored by a "
+    results = [] if reward.form == "verl" and not reward.at_once else call(columns)
+    if len(results) < len(completions):
+        failures = results
+        for error in failures:
+            print(f"reward {reward.name} {error} for {len(completions)} completions: each is scored by a "
                   "call of its own", file=sys.stderr)
-    # If that failed, or there was none: one call after the other, of which some may be late or fail.
-    while len(results) < len(completions):
-        results += call(only(columns, len(results)))[0]
-    late = any(isinstance(one, TimeUp) for one in results)
-    if late and process:
+        results = [one for i in range(len(completions)) for one in call(only(columns, i))]
+    if process and any(isinstance(one, TimeUp) for one in results):
         process.end()                                           # because calls of an async reward may go on
-    if isinstance(failure, Failed) and not (late or unscored):
-        raise ValueError(f"reward {reward.name} {failure} for {len(completions)} completions in one call and "
-                         "for none alone") from failure
+    if not unscored:
+        for one, completion in zip(results, completions):
+            if isinstance(one, Failed):
+                raise ValueError(f"reward {reward.name} {one}; the completion is "
+                                 f"{content(completion)[:500]!r}") from one
+        if any(isinstance(one, Failed) for one in failures):
+            raise ValueError(f"reward {reward.name} {failures[0]} for {len(completions)} completions in one "
+                             "call and for none alone") from failures[0]
     # A completion without a score gets all parts that others have.
-    scored = [one for one in results if isinstance(one, tuple)]
-    names = dict.fromkeys(name for parts, *_ in scored for name in parts) or [reward.name]
+    names = [name for one in results if isinstance(one, tuple) for name in one[0]] or [reward.name]
     without = dict.fromkeys(names, math.nan if unscored else 0.0)
     return [(*one, "") if isinstance(one, tuple) else (without, [], {}, f"the reward {one}")
             for one in results]
-
-
-def checked(reward, returned, completions, logged):
-    # Returns (parts, steps, logged) for each value that a reward returned, in a list, an array or a tensor.
-    returned = [returned] if reward.form == "verl" else returned
-    returned = returned.tolist() if hasattr(returned, "tolist") else returned
-    if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
-        raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
-                         "values, one for each completion")
-    return [(*parts_of(reward.name, value, content(completion)), log)
-            for value, completion, log in zip(returned, completions, logged)]
 
 
 def parts_of(name, returned, text):
@@ -358,32 +340,18 @@ class Scorer:
         return self.weights.get(name, 1.0)
 
     def check_with(self, prompts):
-        """Try a first turn and two made-up completions, so that what is broken shows before training.
+        """Score what Player.check_with plays, so that what is broken shows before training.
 
         prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
         the reward model cannot be used.
         """
-        self.player.check_with(prompts)
-        trial = []
-        for prompt, text in zip(prompts * 2, ("Answer: 0", "")):
-            message = [{"role": "assistant", "content": text}]
-            ids = np.array(self.tokenizer(text).input_ids if self.tokenizer else [])
-            trial.append(SimpleNamespace(
-                row=prompt.row, completion=text if isinstance(prompt.row["prompt"], str) else message,
-                ids=ids, sampled_ids=ids, logprobs=ids, spans=np.array([[0, 0]]), versions=((0, 0),),
-                finish_reason="stop", rewards={}, extra={}))
-        # A judge may fail now and then, so where failures are accepted it is tried again.
-        for _ in range(3 if self.unscored else 1):
-            for r in trial:
-                r.parts, r.problem, r.score = {}, "", math.nan
-            self._score(trial)
-            if not all(r.problem for r in trial):
-                break
-        else:
+        trial = self.player.check_with(prompts)
+        self._score(trial)
+        if all(r.problem for r in trial):
             raise ValueError(f"{trial[0].problem} for a made-up completion: reward={self.settings.reward}, "
                              f"call_timeout={self.settings.call_timeout:g}")
-        # The parts of a reward that reads environments are not known yet.
-        names = {*trial[0].parts, *trial[1].parts, *(reward.name for reward, _ in self.rewards)}
+        # An agent that fails in the trial is not judged, so its parts are not known yet.
+        names = {name for r in trial for name in r.parts} | {reward.name for reward, _ in self.rewards}
         if (strange := self.weights.keys() - names) and not self.judging:
             raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
                              f"{', '.join(sorted(names))}")

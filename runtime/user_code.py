@@ -2,7 +2,7 @@
 Functions and classes of the user's are loaded here from "file.py:name", or "package.module:name", and called
 in limited time.
 
-Threads calls them in threads of this process, and cannot end a call that does not come back. UserProcess
+in_time calls one in a thread of this process, and cannot end a call that does not come back. UserProcess
 calls them in a process of its own, and ends that process if a call takes too long. What they do to signals,
 the current folder or the interpreter stays there.
 """
@@ -152,34 +152,24 @@ class Failed(Exception):
     """Says that a function of the user's raised an error, its __cause__, or that it ended its process."""
 
 
-async def awaited(value):
-    # Returns the value and None, or None and SystemExit, which would end the loop with all its other calls.
-    try:
-        return await value, None
-    except SystemExit as error:
-        return None, error
-
-
 def outcome(function, seconds=0):
     """Call a function of the user's and return (its value, its error or None, the seconds that it took).
 
     The error is TimeUp or Failed. seconds: how long an async function may take; 0 sets no limit. Nothing can
-    stop a function that is not async, but Threads stops waiting for it.
+    stop a function that is not async, but in_time stops waiting for it.
     """
     start, value, problem = time.perf_counter(), None, None
     try:
         value = function()
-        if inspect.isawaitable(value):
-            future = asyncio.run_coroutine_threadsafe(awaited(value), event_loop("of user code"))
-            value, ended = future.result(seconds or None)
-            if ended:
-                raise ended
+        if inspect.iscoroutine(value):
+            future = asyncio.run_coroutine_threadsafe(value, event_loop("of user code"))
+            value = future.result(seconds or None)
     except KeyboardInterrupt:
         raise
     # sys.exit, for example, must not end the run as if it had come to its end.
     except BaseException as error:
         # An async function that ran out of time can be cancelled; one that raised TimeoutError has ended.
-        late = isinstance(error, TimeoutError) and inspect.isawaitable(value) and future.cancel()
+        late = isinstance(error, TimeoutError) and inspect.iscoroutine(value) and future.cancel()
         value, problem = None, TimeUp() if late else Failed(f"raised {shown(error)}")
         problem.__cause__ = error
         problem.add_note(traceback.format_exc())                # which another process cannot send otherwise
@@ -189,44 +179,35 @@ def outcome(function, seconds=0):
 @functools.cache
 def event_loop(name):
     # The whole run has one loop for the user's async functions, because a connection belongs to the loop that
-    # opened it. Threads has another one, because a function that blocks its loop must not stop the clock.
+    # opened it.
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+
+    def run():
+        while True:
+            # sys.exit in one function leaves run_forever, but must not end the calls of others.
+            with contextlib.suppress(SystemExit):
+                loop.run_forever()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
     return loop
 
 
-class Threads:
-    """Calls functions in at most `count` threads at a time, with `timeout` seconds for each; 0 sets no limit.
+def in_thread(function):
+    # Returns a Future of what the function returns, in a thread for which the end of the process does not wait.
+    future = Future()
+    threading.Thread(target=lambda: future.set_result(function()), daemon=True).start()
+    return future
+
+
+def in_time(function, seconds):
+    """Return what `outcome` does, with TimeUp if it takes longer than `seconds`; 0 sets no limit.
 
     Python cannot end a thread, so a call that takes too long goes on, and what it returns is dropped.
     """
-
-    def __init__(self, count, timeout):
-        self.free, self.timeout = asyncio.Semaphore(count), timeout
-
-    def submit(self, function):
-        """Call a function as soon as a thread is free; return a Future of what `outcome` returns for it."""
-        return asyncio.run_coroutine_threadsafe(self._call(function), event_loop("of Threads"))
-
-    async def _call(self, function):
-        async with self.free:
-            future = Future()
-            work = lambda: future.set_result(outcome(function, self.timeout))
-            # Not from a pool of threads, because the process would wait at its end for a call that hangs.
-            threading.Thread(target=work, daemon=True).start()
-            await asyncio.wait([asyncio.wrap_future(future)], timeout=self.timeout or None)
-            return future.result() if future.done() else (None, TimeUp(), self.timeout)
-
-
-def outcomes(functions, count, timeout, seconds):
-    """Call functions in Threads and return what `outcome` does for each, TimeUp if it is not there in time.
-
-    count, timeout: as in Threads. seconds: how long to wait for all of them at most.
-    """
-    threads = Threads(count, timeout)
-    futures = [threads.submit(function) for function in functions]
-    wait(futures, min(seconds, threading.TIMEOUT_MAX))
-    return [future.result() if future.done() else (None, TimeUp(), seconds) for future in futures]
+    try:
+        return in_thread(lambda: outcome(function, seconds)).result(seconds or None)
+    except TimeoutError:
+        return None, TimeUp(), seconds
 
 
 def closer(instance, name):
@@ -238,7 +219,7 @@ def closer(instance, name):
 def close(instances, seconds):
     """Close environments by close(), or else by release(), and wait `seconds` at most; with 0 not at all."""
     methods = [closer(one, "close") or closer(one, "release") for one in instances]
-    outcomes([*filter(None, methods)], len(methods), 0, seconds)
+    wait([in_thread(functools.partial(outcome, method)) for method in methods if method], seconds)
 
 
 def make_lenient():

@@ -36,9 +36,8 @@ import numpy as np
 from transformers.utils import get_json_schema
 
 from runtime.chat_template import Template, tool_call
-from runtime import user_code
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, close, closer, closing, in_time, load_from,
-                               logging_into, name_of, outcome, shown, specs)
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, close, closer, closing,
+                               in_time, load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
 # What a turn consists of, besides text: thoughts, calls in the form that Qwen and many other models use, and
@@ -171,10 +170,9 @@ def deep(value, levels=DEEP):
 def result_of(value):
     # Returns what a tool returned as the content of a message: a list or an object in values that JSON has,
     # for rewards, and anything else as text.
-    if isinstance(value, (list, dict)):
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            content = json.loads(json.dumps(value, default=str))
-            return str(value) if deep(content) else content
+    if isinstance(value, (list, dict)) and not deep(value):
+        with contextlib.suppress(ValueError, TypeError):
+            return json.loads(json.dumps(value, default=str))
     return str(value)
 
 
@@ -200,7 +198,7 @@ class Environment:
     def __init__(self, settings):
         s, self.settings, self.opened, self.idle = settings, settings, {}, []
         self.tools, self.rewards_as, self.has_step, self.has_reward = None, "", False, False
-        functions = [load_from(spec, "tools", "function") for spec in specs(s.tools) if s.tools]
+        functions = [load_from(spec, "tools", "function") for spec in specs(s.tools)]
         self.functions = {name_of(function): function for function in functions}
         self.make = (load_from(s.environment, "environment", "Class") if s.environment
                      else OnlyTools if functions else None)
@@ -221,10 +219,9 @@ class Environment:
         self.idle.append(instance)
         # As in TRL tools are bound methods, of the class or of the instance. Properties are not read, because
         # this may fail before the first reset.
-        static = partial(inspect.getattr_static, instance)
-        methods = {name: getattr(instance, name) for name in dir(instance) if not name.startswith("_")
-                   and not isinstance(static(name, None), (property, cached_property))
-                   and inspect.ismethod(getattr(instance, name, None))}
+        names = [name for name, static in inspect.getmembers_static(instance)
+                 if not (name.startswith("_") or isinstance(static, (property, cached_property)))]
+        methods = {name: getattr(instance, name) for name in names if inspect.ismethod(getattr(instance, name))}
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
@@ -262,24 +259,20 @@ class Environment:
         """Return the error that ends a run in which the environment did what it must not."""
         return ValueError(f"{self.who}: {problem}; the row is {row!r:.300}")
 
-    def checked(self, returned, turn, row):
-        """Return (observation, reward, how the episode ends or "") for what step returned."""
-        if isinstance(returned, tuple) and len(returned) in (3, 5):
-            # Gymnasium's five values say whether the episode was truncated.
-            observation, reward, done, truncated, *_ = (*returned, False)
-            if all(isinstance(one, (bool, np.bool_)) for one in (done, truncated)) and (
-                    done or truncated or isinstance(observation, str)):
-                return observation, self.number(reward, turn, row), (
-                    "stop" if done else "turns" if truncated else "")
-        raise self.broken(f"step returned {shown(returned)} in turn {turn}, not (observation, reward, done), "
-                          "a string, a number, and True or False, nor Gymnasium's five values", row)
 
-    def number(self, reward, turn, row):
-        """Return a reward as a float. Raises ValueError if it is none that float32 has."""
-        try:
-            return user_code.number(reward)
-        except ValueError as error:
-            raise self.broken(f"in turn {turn} the reward {error}", row) from error
+def read_step(returned):
+    """Return (observation, reward, how the episode ends or "") for what an environment's step returned.
+
+    Raises ValueError for what it must not return.
+    """
+    if isinstance(returned, tuple) and len(returned) in (3, 5):
+        # Gymnasium's five values say whether the episode was truncated.
+        observation, reward, done, truncated, *_ = (*returned, False)
+        if all(isinstance(one, (bool, np.bool_)) for one in (done, truncated)) and (
+                done or truncated or isinstance(observation, str)):
+            return observation, as_float(reward), "stop" if done else "turns" if truncated else ""
+    raise ValueError(f"step returned {shown(returned)}, not (observation, reward, done), a string, a number, "
+                     "and True or False, nor Gymnasium's five values")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -312,13 +305,14 @@ class Episode:
             for part in (self._begin, self._turns, self._last_reward):
                 try:
                     yield from part()
-                except (Failed, TimeUp) as error:
+                except (Failed, TimeUp, ValueError) as error:
                     turn, late = len(self.talk.spans), isinstance(error, TimeUp)
+                    if isinstance(error, ValueError):           # the environment did what it must not
+                        told = f"in turn {turn} {error}" if turn else str(error)
+                        raise self.world.broken(told, self.row) from error
                     self.ended = "timeout" if late and turn else "error"
                     self.spent = self.spent or late or not turn
-                    limit = f"call_timeout={self.settings.call_timeout:g}"
-                    told = f"took more than {limit} seconds" if late else error
-                    told = f"it {told} in turn {turn}" if turn else f"reset {told}"
+                    told = f"it {error} in turn {turn}" if turn else f"reset {error}"
                     self.counts["problem"] = str(self.world.broken(told, self.row))
             if self.ended == "error":
                 self.rewards = {self.last: math.nan}
@@ -352,15 +346,14 @@ class Episode:
         world, (*earlier, last) = self.world, self.row["prompt"]
         instance = self.instance = world.idle.pop() if world.idle else (yield from self._call(world.make))
         world.opened[id(instance)] = instance
-        columns = accepted(instance.reset, deepcopy(self.row), f"{world.who}: reset",
-                           logging_into(self.extra))
+        columns = accepted(instance.reset, deepcopy(self.row), "reset", logging_into(self.extra))
         observation = yield from self._call(instance.reset, **columns)
         if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
             observation, _ = observation
         if observation is None:
             return
         if not isinstance(observation, str):
-            raise world.broken(f"reset returned {shown(observation)}, neither a string nor None", self.row)
+            raise ValueError(f"reset returned {shown(observation)}, neither a string nor None")
         template = self.player.template
         ids = template.opening(self.player.messages(self.row["prompt"], template.defused(observation)))
         if (most := self.settings.max_prompt_length) < len(ids):
@@ -392,7 +385,7 @@ class Episode:
         turn, reply, ended = len(self.talk.spans), [], "stop"
         if self.world.has_step:
             returned = yield from self._call(self.instance.step, self.text)
-            observation, self.rewards[self.last], ended = self.world.checked(returned, turn, self.row)
+            observation, self.rewards[self.last], ended = read_step(returned)
             reply = [{"role": "user", "content": observation}]
         elif cut:
             said["content"] = self.text                         # including a call, which is not made
@@ -432,7 +425,7 @@ class Episode:
             return
         reward = yield from self._call(self.instance.get_reward)
         if reward is not None:
-            self.rewards[self.last] += self.world.number(reward, len(self.talk.spans), self.row)
+            self.rewards[self.last] += as_float(reward)
         elif not self.world.has_step:
             self.rewards[self.last] = math.nan                  # not scored, as in TRL
 

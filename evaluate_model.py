@@ -80,15 +80,17 @@ rollouts = player.play(rollout_engine, prompts, samples, seeds, max_completion_l
                        top_k)
 rollout_engine.close()
 
+# Everything after the prompt, with what the chat template writes between the turns of an episode.
+said = [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], r.finish_reason) for r in rollouts]
 if prompt:
-    for i, r in enumerate(rollouts, 1):
-        print(f"--- sample {i} of {samples}\n{printable(rewards.conversation(r.completion))}")
+    for i, text in enumerate(said, 1):
+        print(f"--- sample {i} of {samples}\n{printable(text)}")
     distributed.leave()                                         # ends the process
 
 scorer(rollouts)
 groups = [rollouts[first:first + samples] for first in range(0, len(rollouts), samples)]        # by prompt
-for group in groups[:show]:
-    row, texts = group[0].row, [rewards.conversation(r.completion) for r in group]
+for number, group in enumerate(groups[:show]):
+    row, texts = group[0].row, said[number * samples:(number + 1) * samples]
     print(printable(f"--- {rewards.content(row['prompt'])}   (truth: {row.get('answer')})"))
     # Samples that are the same are shown once, with their count.
     for text in dict.fromkeys(texts):

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import json
 import math
 import re
 import sys
@@ -25,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tasks.check_answer import check_answer, extract_answer, read
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, load_from, logging_into,
-                               name_of, number, outcome, shown, source_of, specs)
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
+                               logging_into, name_of, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -227,14 +226,14 @@ def parts_of(name, returned, text):
     value, steps = returned, []
     try:
         if isinstance(value, (list, tuple)):
-            steps = [(range(len(text)).index(character), number(one)) for character, one in value]
+            steps = [(range(len(text)).index(character), as_float(one)) for character, one in value]
             value = sum(one for _, one in steps)
         if not isinstance(value, dict):
             value = {} if value is None else {name: value}
         # Besides the score, verl's functions may return entries that are not numbers.
         elif "score" in value:
             value = {key: one for key, one in value.items() if key == "score" or hasattr(one, "__float__")}
-        return {str(key): math.nan if one is None else number(one) for key, one in value.items()}, steps
+        return {str(key): math.nan if one is None else as_float(one) for key, one in value.items()}, steps
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name} returned {shown(returned)}: not a finite number in float32, nor None, nor a dict "
@@ -372,13 +371,13 @@ class Scorer:
                  for reward, process in self.rewards]
         if self.model:
             by_model = self.model.score(columns["prompts"], columns["completions"])
-            found.append([({"reward_model": value}, [], {}, "") for value in by_model])
+            found.append([({"reward_model": value}, ()) for value in by_model])
         for r, *said in zip(rollouts, *found):
             own = defaultdict(float)                            # {sampled token: what it earned for a step}
             for named, steps, *more in said:
                 self._add(r, named, steps, *more)
-                for token, one in self._at_tokens(r, steps) if steps else ():
-                    own[token] += self._weight(min(named)) * one
+                for character, one in steps:
+                    own[self._token(r, character)] += self._weight(min(named)) * one
             if self.environment:
                 # NaN if get_reward returned None: the environment gave nothing.
                 self._add(r, {self.environment: sum(r.rewards.values())})
@@ -394,12 +393,11 @@ class Scorer:
                 own[len(r.logprobs) - 1] += rest
             r.rewards = dict(own)
 
-    def _at_tokens(self, rollout, steps):
-        # Yields (sampled token, its reward) for pairs (character of the completion, reward).
+    def _token(self, rollout, character):
+        # Returns the number of the sampled token that holds this character of the completion.
         ids, text = rollout.sampled_ids, content(rollout.completion)
-        for character, reward in steps:
-            begins = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(text[:character + 1])
-            yield bisect.bisect_left(range(len(ids)), True, key=begins), reward
+        begun = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(text[:character + 1])
+        return bisect.bisect_left(range(len(ids)), True, key=begun)
 
 
 def part_weights(text):
@@ -421,8 +419,7 @@ def part_means(parts, prefix):
     values = defaultdict(list)
     for name, value in (pair for one in parts for pair in one.items()):
         if not isinstance(value, str):
-            # Without NaN and infinity, and without what overflows as a sum.
-            values[name] += [value] if abs(value) < 1e300 else []
+            values[name] += [] if math.isnan(value) else [value]
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 
@@ -541,15 +538,3 @@ def sample_lines(rollouts, n, tokenizer):
              "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
              "logprobs": (r.logprobs.astype(float).round(3) + 0.0).tolist(),
              **({"extra": r.extra} if r.extra else {})} for r in rollouts[:8 * n:n]]
-
-
-def conversation(completion):
-    """Return a completion as one text, in which brackets surround what the policy did not say."""
-    if isinstance(completion, str):
-        return completion
-    texts = []
-    for message in completion:
-        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
-        text = " ".join([str(message["content"] or ""), *calls]).strip()
-        texts.append(text if message["role"] == "assistant" else f"[{text}]")
-    return " ".join(texts)

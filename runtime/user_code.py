@@ -115,7 +115,7 @@ def shown(value):
     return f"{value!r:.100}"
 
 
-def number(value):
+def as_float(value):
     """Return a value that is not a text as a float. Raises ValueError if float32 has no such number."""
     # float raises for an array of several numbers and for 10**400.
     with contextlib.suppress(TypeError, OverflowError, RuntimeError):
@@ -133,7 +133,7 @@ def logging_into(stores):
     def log_extra(name, values):
         for store, value in [(stores, values)] if isinstance(stores, dict) else zip(stores, values):
             try:
-                store[str(name)] = number(value)
+                store[str(name)] = as_float(value)
             except ValueError:
                 store[str(name)] = value if isinstance(value, str) else shown(value)
 
@@ -145,7 +145,7 @@ class TimeUp(TimeoutError):
     """Says that a function of the user's ran out of time."""
 
     def __str__(self):
-        return "took too long"
+        return "took too long (call_timeout)"
 
 
 class Failed(Exception):

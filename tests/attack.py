@@ -609,7 +609,7 @@ OPENINGS = {
     "reset returned so much .* max_prompt_length=64": "return 'x' * 99",
     runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
 STEPS = {
-    "environment Game: (it|step|in turn . the reward)": """
+    "environment Game: (it|in turn)": """
         raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise GeneratorExit;
         raise StopIteration; raise asyncio.CancelledError; return None; return ''; return '', 0.5; return '',
         0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5, 0.5, False; return b'', 0.5, False;
@@ -624,13 +624,13 @@ STEPS = {
         sys.stdout.close(); sys.stdout = sys.stderr = None; print('x' * 10 ** 6); return '', 1e38, True;
         asyncio.run(asyncio.sleep(0))"""}
 LATE_STEPS = {
-    later("environment Game: (it|step|in turn . the reward)"): r"""
+    later("environment Game: (it|in turn)"): r"""
         raise ValueError; raise ValueError('a\nb'); sys.exit(0); return None; return '',
         float('nan'), True""",
     still(): "time.sleep(1000); while True: pass; linger()"}
 # Threads are left to themselves.
 LATE_IN_THREADS = {runs(): "time.sleep(1000); linger()",
-                   later("environment Game: (it|step)"): "sys.exit(0); return None"}
+                   later("environment Game: (it|in turn)"): "sys.exit(0); return None"}
 ENVIRONMENT_SETTINGS = {
     ITSELF: "max_turns=-1; max_turns=1.5; call_workers=-1; call_workers=x; "
             "call_timeout=-1; call_timeout=nan",

@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -575,7 +576,7 @@ def test_a_call_that_hangs_ends_its_episode_alone(games, name, workers):
     assert [r.finish_reason for r in rollouts] == ["stop", "timeout", "stop"]
     # What it had earned before counts.
     assert [[*r.rewards.values()] for r in rollouts] == [[0.5, 0.5, 2.0], [0.5, 0.0], [0.5, 2.0]]
-    assert ("Script: it took more than call_timeout=1 seconds in turn 2; the row is {"
+    assert ("Script: it took too long (call_timeout) in turn 2; the row is {"
             in rollouts[1].counts["problem"])
     assert rollouts[1].counts["seconds"] >= 1.0
 
@@ -874,20 +875,20 @@ def test_the_engine_goes_on_while_an_environment_works(games):
 
 
 def test_a_thread_that_hangs_leaves_the_others_theirs():
-    threads, release = user_code.Threads(2, 1.0), threading.Event()
-    calls = [threads.submit(function) for function in (
+    threads, release = ThreadPoolExecutor(2), threading.Event()
+    calls = [threads.submit(user_code.in_time, function, 1.0) for function in (
         lambda: release.wait(60), lambda: 1, lambda: 2 / 0, lambda: 3)]
     results = [(value, type(error)) for value, error, _ in (call.result(9) for call in calls)]
     assert results == [(None, user_code.TimeUp), (1, type(None)), (None, user_code.Failed), (3, type(None))]
     # What the call that hung returns later is dropped.
     release.set()
-    assert threads.submit(lambda: 5).result(9)[0] == 5 and calls[0].result()[0] is None
+    assert threads.submit(user_code.in_time, lambda: 5, 1.0).result(9)[0] == 5 and calls[0].result()[0] is None
 
 
 def test_a_call_has_its_own_time_however_late_the_engine_looks():
     """As after a long step of an engine: one call has long ended, one took too long, and one still runs."""
-    threads, release = user_code.Threads(3, 0.3), threading.Event()
-    calls = [threads.submit(function) for function in (
+    threads, release = ThreadPoolExecutor(3), threading.Event()
+    calls = [threads.submit(user_code.in_time, function, 0.3) for function in (
         lambda: 1, lambda: time.sleep(0.5), lambda: release.wait(60))]
     time.sleep(1)
     late = (None, user_code.TimeUp)
@@ -956,25 +957,25 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (START.format("return 'x' * 60", ""), "reset returned so much that the prompt has 66 tokens, more than "
                                           "max_prompt_length=64; the row is {"),
     (START.replace("def", "async def").format("import asyncio; await asyncio.sleep(60)", ""),
-     "reset took more than call_timeout=0.3 seconds; the row is {"),
+     "reset took too long (call_timeout); the row is {"),
     (STEP.replace("**row", "number"), "reset needs a column number; the columns are prompt, secret"),
     (STEP.replace(", text", ""), "it raised TypeError: Game.step() takes 1 positional argument"),
     (START.format("", "raise KeyError('lost')"), "it raised KeyError: 'lost' in turn 1; the row is {"),
     (START.replace("def", "async def").format("", "import asyncio; await asyncio.sleep(60)"),
-     "it took more than call_timeout=0.3 seconds in turn 1; the row is {"),
-    (START.format("", "pass"), "step returned None in turn 1, not (observation, reward, done)"),
-    (START.format("", "return 'on', 0.0, False, 1, {}"), "step returned ('on', 0.0, False, 1, {}) in turn 1, not"),
-    (START.format("", "return 'on', 0.0"), "step returned ('on', 0.0) in turn 1, not"),
-    (START.format("", "return ['on', 0.0, True]"), "step returned ['on', 0.0, True] in turn 1, not"),
-    (START.format("", "return 5, 0.0, False"), "step returned (5, 0.0, False) in turn 1, not"),
-    (START.format("", "return None, 0.0, False"), "step returned (None, 0.0, False) in turn 1, not"),
-    (START.format("", "return 'on', 0.0, 1"), "step returned ('on', 0.0, 1) in turn 1, not"),
-    (START.format("", "return 'on', float('nan'), False"), "in turn 1 the reward nan is not a finite number"),
-    (START.format("", "return 'on', 1e39, False"), "in turn 1 the reward 1e+39 is not a finite number"),
-    (START.format("", "return 'on', None, False"), "in turn 1 the reward None is not a finite number"),
+     "it took too long (call_timeout) in turn 1; the row is {"),
+    (START.format("", "pass"), "in turn 1 step returned None, not (observation, reward, done)"),
+    (START.format("", "return 'on', 0.0, False, 1, {}"), "in turn 1 step returned ('on', 0.0, False, 1, {}), not"),
+    (START.format("", "return 'on', 0.0"), "in turn 1 step returned ('on', 0.0), not"),
+    (START.format("", "return ['on', 0.0, True]"), "in turn 1 step returned ['on', 0.0, True], not"),
+    (START.format("", "return 5, 0.0, False"), "in turn 1 step returned (5, 0.0, False), not"),
+    (START.format("", "return None, 0.0, False"), "in turn 1 step returned (None, 0.0, False), not"),
+    (START.format("", "return 'on', 0.0, 1"), "in turn 1 step returned ('on', 0.0, 1), not"),
+    (START.format("", "return 'on', float('nan'), False"), "in turn 1 nan is not a finite number"),
+    (START.format("", "return 'on', 1e39, False"), "in turn 1 1e+39 is not a finite number"),
+    (START.format("", "return 'on', None, False"), "in turn 1 None is not a finite number"),
     (START.format("", "return 'on', 10 ** 400, True"), "is not a finite number"),
     (TOOL.format("", '"""Works."""') + "    def get_reward(self):\n        return 'one'",
-     "in turn 1 the reward 'one' is not a finite number"),
+     "in turn 1 'one' is not a finite number"),
     (TOOL.format("", '"""Works."""') + "    def get_reward(self):\n        raise KeyError('lost')",
      "it raised KeyError: 'lost' in turn 1; the row is {")])
 def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told):

@@ -383,7 +383,7 @@ def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows, capsys):
     assert score(reward, ROWS, ["a", "hang", "b", "c"], 0.3)[:3] == (
         [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, [False, True, False, False])
     # The limit ran out for all of them together, which is said, and then for the one that hangs.
-    assert capsys.readouterr().err == ("reward reward took too long for 4 completions: each is scored by a call of "
+    assert capsys.readouterr().err == ("reward reward took too long (call_timeout) for 4 completions: each is scored by a call of "
                                        "its own\n")
     assert 0.6 <= time.perf_counter() - start < 20
     assert score(reward, ROWS[:1], ["hang"], 0.1)[:3:2] == ([0.0], [True])
@@ -622,7 +622,7 @@ def test_check_with_finds_what_is_broken_beforehand(scorer, tmp_path):
             ("def reward(completions): return [1.0]", r"returned \[1.0\], not a list of 2"),
             ("def reward(completions, colour): return [1.0]", "needs a column colour"),
             ("def reward(completions):\n while True: pass",
-             "the reward took too long for a made-up completion: reward=.*, call_timeout=0.2")]:
+             r"the reward took too long \(call_timeout\) for a made-up completion: reward=.*, call_timeout=0.2")]:
         with pytest.raises(ValueError, match=message):
             scorer(source, call_timeout=0.2).check_with(prompts_of(ROWS))
     twice = f"{tmp_path}/my_reward.py:reward, rewards:exact_accuracy,{tmp_path}/my_reward.py:reward"

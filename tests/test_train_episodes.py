@@ -280,7 +280,7 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
      "RuntimeError: nothing was scored; environment Broken: "
      r"it raised ValueError: deaf\nand mute in turn 2"),
     ("return '', math.nan, False",
-     "ValueError: environment Broken: in turn 2 the reward nan is not a finite number in float32")])
+     "ValueError: environment Broken: in turn 2 nan is not a finite number in float32")])
 def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games, tmp_path, body, message):
     game = broken_game(tmp_path, games, f"""
         if self.number >= 22:
@@ -319,6 +319,6 @@ def test_sample_plays_the_episodes_of_the_last_evaluation(train, games, tmp_path
     assert sum(row["mean@1"] for row in rows) / 4 == pytest.approx(metrics[1]["eval/mean@1"], rel=1e-5)
     talk = next(row["samples"][0]["completion"] for row in rows if len(row["samples"][0]["completion"]) > 1)
     assert [message["role"] for message in talk[:3]] == ["assistant", "user", "assistant"]
-    assert f"[{talk[1]['content']}] " in output
+    assert f"<|end|><|user|>{talk[1]['content']}<|end|><|assistant|>{talk[2]['content']}" in output
     output = runs.forked(tmp_path / "log", *arguments, "--prompt=Well?", "--samples=6")
-    assert output.count("--- sample") == 6 and " heard.] " in output
+    assert output.count("--- sample") == 6 and " heard.<|end|><|assistant|>" in output

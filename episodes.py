@@ -182,8 +182,7 @@ def result_of(value):
 
 class OnlyTools:
     """The environment of a run that has only functions as tools."""
-    def reset(self):
-        pass
+    reset = lambda self: None
 
 
 class Environment:
@@ -308,7 +307,7 @@ class Episode:
                 except (Failed, TimeUp, ValueError) as error:
                     turn, late = len(self.talk.spans), isinstance(error, TimeUp)
                     if isinstance(error, ValueError):           # the environment did what it must not
-                        told = f"in turn {turn} {error}" if turn else str(error)
+                        told = f"in turn {turn}: {error}" if turn else str(error)
                         raise self.world.broken(told, self.row) from error
                     self.ended = "timeout" if late and turn else "error"
                     self.spent = self.spent or late or not turn
@@ -393,14 +392,11 @@ class Episode:
             said["tool_calls"], ended = [call for call, _ in calls], ""
             for call, problem in calls:
                 reply.append((yield from self._result(call, problem)))
-        if cut:
-            ended = "length"
-        elif not ended and turn == self.settings.max_turns:
+        if not (ended or cut) and turn == self.settings.max_turns:
             ended = "turns"
-        elif not ended and self.talk.extend(said, reply):
-            self.messages += reply
-        elif not ended:
+        if cut or not (ended or self.talk.extend(said, reply)):
             ended = "length"
+        self.messages += [] if ended else reply
         self.ended = ended
 
     def _result(self, call, problem):
@@ -421,13 +417,12 @@ class Episode:
 
     def _last_reward(self):
         # Adds what the environment gives for the whole episode.
-        if not (self.world.has_reward and self._at_rest()):
-            return
-        reward = yield from self._call(self.instance.get_reward)
-        if reward is not None:
-            self.rewards[self.last] += as_float(reward)
-        elif not self.world.has_step:
-            self.rewards[self.last] = math.nan                  # not scored, as in TRL
+        if self.world.has_reward and self._at_rest():
+            reward = yield from self._call(self.instance.get_reward)
+            if reward is not None:
+                self.rewards[self.last] += as_float(reward)
+            elif not self.world.has_step:
+                self.rewards[self.last] = math.nan              # not scored, as in TRL
 
 
 # ------------------------------------------------------------------------------------------------------------

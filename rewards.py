@@ -80,7 +80,7 @@ class Reward(NamedTuple):
     """A reward function, and how it is called."""
     name: str                   # under which it is logged
     function: object            # its spec, or a function of the task's
-    form: str = "TRL"           # or verl, or verl batch
+    verl: bool = False          # it has verl's form for one completion, otherwise TRL's
     at_once: bool = False       # it is async: each completion has a call, and many run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
 
@@ -89,9 +89,9 @@ def load_reward(spec, task):
     """Return the Reward that `spec` names, or the task's own for "".
 
     spec: "file.py:function", "file.py" for its compute_score, "package.module:function", or "math_verify". A
-    function has verl's form if it takes `solution_str` and none of prompts, completions and completion_ids,
-    verl's form for a batch if it takes `solution_strs`, and otherwise TRL's. Raises ValueError if there is no
-    such function, if its file raises, or if the package of math_verify is missing.
+    function has verl's form if it takes `solution_str` and none of prompts, completions and completion_ids.
+    Raises ValueError if there is no such function, if its file raises, or if the package of math_verify is
+    missing.
     """
     if not spec:
         return Reward("accuracy", OWN.get(task.partition(":")[0], exact_accuracy))
@@ -101,11 +101,9 @@ def load_reward(spec, task):
     spec += ":compute_score" if spec.endswith(".py") else ""
     function = load_from(spec, "reward", "function", " or math_verify")
     parameters = inspect.signature(function).parameters.keys()
-    form = ("TRL" if {"prompts", "completions", "completion_ids"} & parameters else
-            "verl" if "solution_str" in parameters else
-            "verl batch" if "solution_strs" in parameters else "TRL")
+    verl = "solution_str" in parameters and not {"prompts", "completions", "completion_ids"} & parameters
     at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
-    return Reward(name_of(function), spec, form, at_once, "environments" in parameters)
+    return Reward(name_of(function), spec, verl, at_once, "environments" in parameters)
 
 
 def verl_arguments(row):
@@ -144,18 +142,19 @@ def judge(reward, columns, timeout, end, workers):
     # A reward that changes what it gets must not change the rows of the run.
     given = {key: values if key == "environments" else copy.deepcopy(values)
              for key, values in columns.items()}
-    if reward.form == "TRL":
-        given |= logs | {"trainer_state": given["trainer_state"][-1]}
+    rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
+    if reward.verl:
+        given, by_name = rows[0], logs
     else:
-        rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
-        given = rows[0] if reward.form == "verl" else {
-            f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
-    given = accepted(function, given, f"reward {reward.name}", logs)
+        given |= logs | {"trainer_state": given["trainer_state"][-1]}
+        # verl's form for a batch has these names.
+        by_name = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
+    given = accepted(function, given, f"reward {reward.name}", by_name)
     returned, error, _ = outcome(functools.partial(function, **given),
                                  min(timeout or TIMEOUT_MAX, end - time.monotonic()))
     if error:
         return [error]
-    returned = [returned] if reward.form == "verl" else returned
+    returned = [returned] if reward.verl else returned
     returned = returned.tolist() if hasattr(returned, "tolist") else returned       # an array or a tensor
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
@@ -197,7 +196,7 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
             return [error]
 
     # One call for all, unless the reward scores one completion at a time.
-    results = [] if reward.form == "verl" and not reward.at_once else call(columns)
+    results = [] if reward.verl and not reward.at_once else call(columns)
     if len(results) < len(completions):
         failures = results
         for error in failures:

@@ -95,7 +95,7 @@ def accepted(function, columns, name, by_name={}):
 
     name: how a message calls the function. Raises ValueError if the function needs another column.
     """
-    parameters, given = inspect.signature(function).parameters.values(), columns | by_name
+    parameters, given = inspect.signature(function).parameters.values(), by_name | columns
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
         if p.default is p.empty and p.name not in given:

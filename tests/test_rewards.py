@@ -326,7 +326,7 @@ def test_the_parameters_tell_the_form(tmp_path, name, form, scores):
     """A file alone stands for its compute_score, as in verl."""
     (tmp_path / "forms.py").write_text(FORMS)
     reward = in_process(f"{tmp_path}/forms.py" + (name and f":{name}"))
-    assert reward[0].form == form
+    assert reward[0].verl == (form == "verl")
     row = {"prompt": "p", "ground_truth": "a", "extra_info": {"index": 0}, "score": 9, "solution_str": "x"}
     parts, _, logged, problems = zip(*found(reward, [row, row], ["a", "b"], 5.0))
     assert [total(one) for one in parts] == scores and not any(problems)

@@ -44,8 +44,6 @@ from rollout import Answer, Request, Rollout, text_of
 # the end of a thought that the template began. What is not closed reaches to the end.
 PART = re.compile(r"<think>(?P<thought>.*?)(?:</think>|\Z)"
                   r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)|</think>", re.DOTALL)
-# How an argument that is a string is read where the tool's type hint says so.
-READ = {"integer": int, "number": float, "boolean": lambda text: {"true": True, "false": False}[text.lower()]}
 DEEP = 50               # levels of lists and objects: copying what is nested deeper ends in a RecursionError
 
 
@@ -118,8 +116,8 @@ def read_turn(tokenizer, tools, before, sampled, text):
     # A parser may raise anything for text that is not as it expects.
     except Exception as error:
         return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
-    hints = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in tools or ()}
-    return said, [read_call(hints, number, one) for number, one in enumerate(found)]
+    names = [tool["function"]["name"] for tool in tools or ()]
+    return said, [read_call(names, number, one) for number, one in enumerate(found)]
 
 
 def parsed_turn(text):
@@ -134,31 +132,21 @@ def parsed_turn(text):
     return said | ({"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}), found
 
 
-def read_call(hints, number, found):
-    # Returns a call as transformers writes it, and its problem, or "". hints: {tool: {argument: its schema}}.
-    # number: its place in the turn.
+def read_call(tools, number, found):
+    # Returns a call as transformers writes it, and its problem, or "". tools: names. number: its place in the
+    # turn.
     name, arguments, problem = "unknown", {}, ""
     try:
         found = json.loads(found) if isinstance(found, str) else found
         name, given = str(found["name"]), found.get("arguments") or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(given, dict) or deep(given):
-            problem = f"the arguments have to be an object, with at most {DEEP} levels"
-        else:
-            types = hints.get(name, {})
-            arguments = {key: as_hinted(value, types.get(key, {})) for key, value in given.items()}
-        if name not in hints:
-            problem = f"there is no tool {name}; there are {', '.join(hints)}"
+        arguments = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(arguments, dict) or deep(arguments):
+            arguments, problem = {}, f"the arguments have to be an object, with at most {DEEP} levels"
+        if name not in tools:
+            problem = f"there is no tool {name}; there are {', '.join(tools)}"
     except Exception as error:
         problem = f"this is no call of a tool: {error!r}"
     return tool_call(number, name, arguments), problem
-
-
-def as_hinted(value, schema):
-    # Returns the number, True or False that a string stands for, if the argument's type hint asks for it.
-    with contextlib.suppress(KeyError, ValueError, TypeError):
-        return READ[schema["type"]](value) if isinstance(value, str) else value
-    return value
 
 
 def deep(value, levels=DEEP):

@@ -706,19 +706,6 @@ def test_neither_arguments_nor_results_that_are_nested_deeply_end_a_run(games):
         assert r.counts["failures"] == 1 + (arguments is deep) and r.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("given, got", [
-    ({"whole": "7", "part": "2.5", "flag": "true"}, [7, 2.5, True]),
-    ({"whole": "-7", "part": "2", "flag": "False"}, [-7, 2.0, False]),
-    # Otherwise they are as the policy wrote them.
-    ({"whole": "7.5", "part": "x", "flag": "1"}, ["7.5", "x", "1"]),
-    ({"whole": 7.5, "part": 2, "flag": 0}, [7.5, 2, 0]),
-    ({"whole": None, "text": "7", "several": ["7"]}, [None, "7", ["7"]])])
-def test_strings_are_numbers_where_the_type_hint_is_one(games, given, got):
-    (r,) = played(games, "Hinted", [{}], [[call("take", json.dumps(given)) + "<|end|>", "b<|end|>"]])
-    assert r.completion[1]["content"] == repr(got)
-    assert [*r.completion[0]["tool_calls"][0]["function"]["arguments"].values()] == got
-
-
 def test_tools_are_the_bound_methods_as_in_trl(games):
     plays = player(games, "Bound")
     assert [tool["function"]["name"] for tool in plays.tools] == ["made", "look", "whose"]
@@ -756,6 +743,24 @@ PARSED = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>", "f
                    "content": "json", "transform": {"type": "function", "function": {
                        "name": "{name}", "arguments": "{content}"}}},
     "content": {"close_pattern": r"<\|end\|>", "content": "text"}}}
+
+
+@pytest.mark.parametrize("given, got", [
+    ({"whole": "7", "part": "2.5", "flag": "true"}, [7, 2.5, True]),
+    ({"whole": "-7", "part": "2", "flag": "False"}, [-7, 2, False]),
+    # Otherwise they are as the policy wrote them.
+    ({"whole": "7.5", "part": "x", "flag": "maybe"}, ["7.5", "x", "maybe"]),
+    ({"whole": 7.5, "part": 2, "flag": 0}, [7.5, 2, 0]),
+    ({"whole": None, "text": "7", "several": ["7"]}, [None, "7", ["7"]])])
+def test_strings_are_numbers_where_the_type_hint_is_one(games, given, got):
+    """With a response template, whose calls may have no other values than strings."""
+    tokenizer = pretrain.make_tokenizer()
+    tokenizer.response_template = PARSED
+    plays = player(games, "Hinted", tokenizer, max_completion_length=5000)
+    (r,) = plays.play(Says([f"CALL take {json.dumps(given)};<|end|>", "b<|end|>"]), prompts_for([{}], plays.tools), 1,
+                      [0], 5000, 1.0)
+    assert r.completion[1]["content"] == repr(got)
+    assert [*r.completion[0]["tool_calls"][0]["function"]["arguments"].values()] == got
 
 
 def test_calls_in_the_form_that_the_tokenizer_describes(games):

@@ -457,8 +457,7 @@ class Player:
             self.template.check(self.messages(prompts[0].row["prompt"]))
         if self.tools:
             before, said = self.template.example()
-            text = text_of(self.tokenizer, said, "stop")
-            _, calls = read_turn(self.tokenizer, self.tools, before, said, text)
+            _, calls = read_turn(self.tokenizer, self.tools, before, said, text_of(self.tokenizer, said, "stop"))
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "

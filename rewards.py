@@ -205,14 +205,10 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
         results = [one for i in range(len(completions)) for one in call(only(columns, i))]
     if process and any(isinstance(one, TimeUp) for one in results):
         process.end()                                           # because calls of an async reward may go on
-    if not unscored:
-        for one, completion in zip(results, completions):
-            if isinstance(one, Failed):
-                raise ValueError(f"reward {reward.name} {one}; the completion is "
-                                 f"{content(completion)[:500]!r}") from one
-        if any(isinstance(one, Failed) for one in failures):
-            raise ValueError(f"reward {reward.name} {failures[0]} for {len(completions)} completions in one "
-                             "call and for none alone") from failures[0]
+    blamed = [f"the completion is {content(one)[:500]!r}" for one in completions] + ["it fails for none alone"]
+    for error, who in zip([*results, *failures], blamed):
+        if isinstance(error, Failed) and not unscored:
+            raise ValueError(f"reward {reward.name} {error}; {who}") from error
     # A completion without a score gets all parts that others have.
     names = [name for one in results if isinstance(one, tuple) for name in one[0]] or [reward.name]
     without = dict.fromkeys(names, math.nan if unscored else 0.0)

@@ -404,8 +404,7 @@ def test_a_reward_that_raises(tmp_path, capsys):
         score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)
     # It raises for all together and for none alone, so no completion is to blame.
     reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
-    with pytest.raises(ValueError, match="reward raised AssertionError.* for 4 completions in one call and for none "
-                                         "alone$"):
+    with pytest.raises(ValueError, match="reward raised AssertionError.*; it fails for none alone$"):
         score(reward, ROWS, TEXTS, 5)
     capsys.readouterr()
     assert score(reward, ROWS, TEXTS, 5, unscored=True)[:3:2] == ([1.0] * 4, [False] * 4)

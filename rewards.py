@@ -17,7 +17,6 @@ import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from threading import TIMEOUT_MAX
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -150,8 +149,8 @@ def judge(reward, columns, timeout, end, workers):
         # verl's form for a batch has these names.
         by_name = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
     given = accepted(function, given, f"reward {reward.name}", by_name)
-    returned, error, _ = outcome(functools.partial(function, **given),
-                                 min(timeout or TIMEOUT_MAX, end - time.monotonic()))
+    limit = timeout and min(timeout, end - time.monotonic())
+    returned, error, _ = outcome(functools.partial(function, **given), limit)
     if error:
         return [error]
     returned = [returned] if reward.verl else returned

@@ -413,7 +413,8 @@ def part_means(parts, prefix):
     values = defaultdict(list)
     for name, value in (pair for one in parts for pair in one.items()):
         if not isinstance(value, str):
-            values[name] += [] if math.isnan(value) else [value]
+            # Without NaN and infinity, and without what overflows as a sum.
+            values[name] += [value] if abs(value) < 1e300 else []
     return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
 
 

@@ -15,6 +15,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
 
 import data
 import rewards
+from episodes import Player
 from tiny import pretrain
 from model import load_critic
 from runtime.reward_model import RewardModel
@@ -22,6 +23,7 @@ from runs import forked, refused
 
 ROWS = data.load_rows("algebra", "train", 64)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TOKENIZER = pretrain.make_tokenizer()
 
 
 def text_with_digits(rng):
@@ -195,10 +197,11 @@ def test_an_assistants_message_that_a_completion_continues_is_one_turn(judge):
 
 def scorer_of(path):
     settings = {"reward": "none", "task": "algebra", "call_timeout": 1.0, "call_workers": 0,
-                "reward_errors": "stop", "environment": "", "agent": "",
+                "reward_errors": "stop", "environment": "", "agent": "", "tools": "", "max_environments": 0,
                 "reward_model": str(path), "reward_weights": "reward_model:2", "token_budget": 500}
-    return rewards.Scorer(SimpleNamespace(**settings), torch.device("cpu"), torch.float32,
-                          SimpleNamespace(rewards_as="", make=None, check_with=lambda prompts: None))
+    settings = SimpleNamespace(**settings)
+    player = Player(settings, TOKENIZER, [TOKENIZER.eos_token_id])
+    return rewards.Scorer(settings, torch.device("cpu"), torch.float32, player)
 
 
 def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
@@ -206,7 +209,7 @@ def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, extra={}, rewards={},
                                 logprobs=[-1.0], finish_reason="stop", ids=np.array([5]), problem="",
                                 spans=np.array([[0, 1]]), versions=((0, 0),)) for row in rows]
-    scorer.check_with([SimpleNamespace(row=row) for row in ROWS])
+    scorer.check_with(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
     scorer(rollouts)
     expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)
     for rollout, value in zip(rollouts, expected, strict=True):
@@ -304,7 +307,7 @@ def broken(judge, tmp_path_factory):
     ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
 def test_a_broken_reward_model(broken, name, message):
     with pytest.raises(ValueError, match=f"reward_model={broken / name}.*{message}"):
-        scorer_of(broken / name).check_with([SimpleNamespace(row=row) for row in ROWS])
+        scorer_of(broken / name).check_with(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
 
 
 @pytest.mark.parametrize("script", ["train_ppo.py", "train_grpo.py"])

@@ -178,7 +178,9 @@ def as_message(where, message):
         message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
     for call in message.get("tool_calls", []):
         message.setdefault("content", "")
-        function = call.get("function", call)
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(function, dict):
+            raise ValueError(f"{where}: a call of a tool must be an object, not {call!r:.100}")
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(f"{where}: arguments", function["arguments"])
     if not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -219,7 +221,10 @@ def read_rows(path):
     with open(whole, "rb") as file:
         content = file.read().removeprefix(b"\xef\xbb\xbf")      # a byte order mark
     if path.endswith(".parquet"):
-        rows = parquet_rows(whole)
+        try:
+            rows = parquet_rows(whole)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from error
     elif path.endswith(".json") and content.lstrip().startswith(b"["):
         rows = parsed(path, content)
     else:

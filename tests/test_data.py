@@ -204,6 +204,7 @@ def test_file_errors_name_the_line(tmp_path, row, message):
     ("rows.csv", b"prompt,answer\n", "rows are read from .jsonl, .json and .parquet files"),
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
     ("rows.jsonl", b'{"prompt": "\xff"}', "1: not JSON"), ("rows.json", b'[{"prompt": "a"}', "not JSON"),
+    ("rows.parquet", b"not parquet", "cannot be read"),
 ])
 def test_file_errors(tmp_path, name, content, message):
     path = tmp_path / name
@@ -307,6 +308,10 @@ def test_messages_with_calls(tmp_path):
         {"function": {"name": "add", "arguments": "{"}}]}]})
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: arguments: not JSON"):
         read(path)
+    for calls in ("add", ["add"], [{"function": "add"}]):
+        path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": calls}]})
+        with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: a call of a tool must be an object"):
+            read(path)
 
 
 def test_an_answer_may_be_a_number_that_no_float_holds(tmp_path):

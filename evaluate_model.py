@@ -47,7 +47,6 @@ _, world_size, device, *_ = distributed.set_up()
 check(world_size == 1, "evaluate_model.py runs in one process: python evaluate_model.py")
 
 with input_errors():
-    engine_type = rollout.engine_class(engine)
     if output:
         output = os.path.abspath(output)                        # an environment may go to another folder
         # A file that cannot be written is refused before hours of sampling, not after.
@@ -72,7 +71,7 @@ with input_errors():
     # The length is known only now.
     check_model(base, length=longest)
     print(f"loading {base} into the engine", flush=True)
-    rollout_engine = engine_type(base, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization)
+    rollout_engine = rollout.load_engine(settings, base, compute_dtype, longest, eos_ids)
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
 seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]

@@ -110,14 +110,16 @@ def from_arrays(arrays):
 
 
 def engine_class(engine):
-    """Return the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf.
-
-    Raises ValueError for vllm if it is not installed.
-    """
+    """Return the class for engine vllm, hf, or auto, which is vllm if it is installed and otherwise hf."""
     installed = importlib.util.find_spec("vllm") is not None
-    if engine == "vllm" and not installed:
-        raise ValueError("engine=vllm needs vLLM: install requirements.txt, or take --engine=hf")
-    return VLLMEngine if installed and engine != "hf" else HFEngine
+    return VLLMEngine if engine == "vllm" or engine == "auto" and installed else HFEngine
+
+
+def load_engine(s, model, dtype, max_length, eos_ids, apart=False):
+    """Return the engine of a script's settings, with a model from a folder or hub id. Raises ValueError if
+    it cannot run. apart: see VLLMEngine."""
+    return engine_class(s.engine)(model, dtype, max_length, eos_ids, s.vllm_gpu_memory_utilization,
+                                  getattr(s, "vllm_tensor_parallel_size", 1), apart=apart)
 
 
 def text_of(tokenizer, sampled, finish_reason):

@@ -124,9 +124,7 @@ if not bridge.trains:
         scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
         # With a training prompt and a held-out one, a broken environment or reward shows now.
         scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-        rollout_engine = rollout.engine_class(engine)(
-            start, compute_dtype, longest, eos_ids, vllm_gpu_memory_utilization, vllm_tensor_parallel_size,
-            apart=True)
+        rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, eos_ids, apart=True)
     # The base model, which an engine with lora_rank was loaded with, is version 0, so that all of its ranks
     # switch to the version to begin with.
     rollout_engine.version, rollout_engine.incoming = 0 if lora_rank else version, bridge.weights
@@ -148,39 +146,29 @@ log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimi
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
         + (", and in flight: the run does not repeat bit for bit" if in_flight else ""))
 
-
-def evaluate(step):
-    """Log mean@k, pass@k and maj@k on held-out prompts, sampled as in training, with the same seeds."""
-    with log.timed("eval"):
-        rollouts, _ = bridge.take("eval", step, eval_set)
-        # A gap stops the run: the engines have not the policy's weights.
-        few = range(rank, min(32 * world_size, len(rollouts)), world_size)
-        logps = token_logprobs(policy, rollouts, few, token_budget, temperature)
-        compare_logprobs(rollouts, logps, run.gap_bound, tokenizer)
-        log.evaluation(rewards.evaluation(rollouts, eval_samples), rewards.failures(rollouts), len(rollouts))
-
-
-def save(step):
-    """Save a checkpoint, with what was sampled for this step and later ones, so that a resume has it."""
-    # In flight nobody knows how far the engines are.
-    later = [] if in_flight else range(step, min(step + max_staleness, max_steps))
-    with log.timed("wait_for_rollouts"):
-        run.state["ahead"], run.arrays = bridge.ahead(later)
-    run.save(networks, tokenizer)                               # writes nothing before the first step
-
-
 # ---------------------------------------------------------------- the loop
 # Shapes and names are those of train_grpo.py: N rollouts in a step, C sampled tokens in a micro-batch.
-for step in range(run.first_step, max_steps):
+for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # a signal came, on any rank
     if run.due(eval_interval) and not stopping:
-        evaluate(step)
+        with log.timed("eval"):
+            held_out, _ = bridge.take("eval", step, eval_set)   # sampled as in training, with the same seeds
+            # A gap over gap_bound stops the run: the engines have not the policy's weights.
+            few = range(rank, min(32 * world_size, len(held_out)), world_size)
+            logps = token_logprobs(policy, held_out, few, token_budget, temperature)
+            compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
+            log.evaluation(rewards.evaluation(held_out, eval_samples), rewards.failures(held_out),
+                           len(held_out))
     if run.due(save_interval) or stopping:
-        save(step)
-    if stopping:
+        # What is sampled ahead is saved, so that a resume has it. In flight nobody knows how much that is.
+        later = [] if in_flight else range(step, min(step + max_staleness, max_steps))
+        with log.timed("wait_for_rollouts"):
+            run.state["ahead"], run.arrays = bridge.ahead(later)
+        run.save(networks, tokenizer)                           # writes nothing before the first step
+    if stopping or step == max_steps:
         break
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
@@ -269,10 +257,4 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, losses.group_std, bridge.engines),
                  rewards.sample_lines(rollouts, G, tokenizer))
-
-# ---------------------------------------------------------------- the last model
-if not run.stopped:
-    log.start(max_steps)
-    evaluate(max_steps)
-    save(max_steps)
 run.end()

@@ -96,7 +96,6 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)
 with input_errors():                                            # a ValueError becomes a one-line message
-    engine_class = rollout.engine_class(engine)                 # refuses vllm where it is not installed
     # The models' folders, without weights. A chat template that prints a date prints the day the run began.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
@@ -110,8 +109,7 @@ with input_errors():                                            # a ValueError b
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
-    rollout_engine = engine_class(start, compute_dtype, longest, folders.eos_ids, vllm_gpu_memory_utilization,
-                                  vllm_tensor_parallel_size)
+    rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
@@ -132,16 +130,19 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 #     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
 # C may be 0. Forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and in
 # a sequence_group every rank computes a part of a micro-batch whose results only one of them gets.
-for step in range(run.first_step, max_steps):
+for step in range(run.first_step, max_steps + 1):
     log.start(step)
 
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # a signal came; in sample() it ends the run
     if run.due(eval_interval) and not stopping:
-        rewards.evaluate(eval_set, eval_samples, sample, scorer, log)
+        held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # the rollouts of this rank
+        # A gap between engine and trainer over gap_bound stops the run. A few rollouts are enough to see it.
+        logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
+        compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
     if run.due(save_interval) or stopping:
         run.save(networks, tokenizer)                           # writes nothing before the first step
-    if stopping:
+    if stopping or step == max_steps:
         break
 
     # ------------------------------------------------------------ 1 rollout, 2 reward
@@ -248,13 +249,4 @@ for step in range(run.first_step, max_steps):
     # ------------------------------------------------------------ 7 log
     run.end_step(sampled, rewards.rollout_metrics(sampled, G, losses.group_std, world_size),
                  rewards.sample_lines(sampled, G, tokenizer))
-
-# ---------------------------------------------------------------- the last model
-if not run.stopped:
-    log.start(max_steps)
-    held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # the rollouts of this rank
-    # No step compares the weights of the last sync, so a few held-out rollouts do.
-    logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
-    compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
-    run.save(networks, tokenizer)
 run.end()

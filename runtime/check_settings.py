@@ -44,6 +44,8 @@ RULES = (
     (lambda agent, rollout_ranks: not agent, ": train_async.py plays no agents"),
     # A call with a limit says more than the watchdog, so its limit has to be reached first.
     (lambda timeout, call_timeout: not 0 < timeout <= 10 * call_timeout, ": not above 10 * call_timeout"),
+    (lambda engine: engine != "vllm" or find_spec("vllm") is not None,
+     " needs vLLM: install requirements.txt, or take --engine=hf"),
     # ranks
     (lambda vllm_tensor_parallel_size, samplers: samplers % vllm_tensor_parallel_size == 0,
      " does not divide the {samplers} ranks that sample"),

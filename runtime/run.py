@@ -191,8 +191,10 @@ class Run:
             os._exit(130)
 
     def due(self, interval):
-        """Return whether what happens every `interval` steps is due; 0 stands for the first step alone."""
-        return self.state["step"] % (interval or self.settings.max_steps) == 0
+        """Return whether what happens every `interval` steps, and after the last one, is due; with 0 it is
+        due before the first step and after the last."""
+        step, last = self.state["step"], self.settings.max_steps
+        return step == last or step % (interval or last) == 0
 
     def stopping(self):
         """Return whether a signal has come, or torchrun has died, on any rank. A collective."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
@@ -47,7 +48,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
             raise ValueError(f"its attention depends on {name}, which is not supported")
     segments = segments or Segments([query.shape[2]], [np.arange(query.shape[2])]).to(query.device)
     if cut is not None:
-        query, key, value = (Exchange.apply(x, cut.group) for x in (query, key, value)) # [1, heads / P, T, d]
+        query, key, value = (exchange(x, cut.group) for x in (query, key, value))   # [1, heads / P, T, d]
         s_aux = None if s_aux is None else s_aux.chunk(cut.group.size())[cut.group.rank()]
     if segments.places is not None:
         # With all heads of a token at once a CPU takes a third of the time.
@@ -58,7 +59,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
         output = attend_by_kernel(query, key, value, scaling, segments, window)
     else:
         output = attend_in_turn(query, key, value, scaling, segments, window, softcap, s_aux)
-    return output if cut is None else Exchange.apply(output, cut.group), None
+    return output if cut is None else exchange(output, cut.group), None
 
 
 def attend_by_kernel(query, key, value, scaling, segments, window):
@@ -154,11 +155,7 @@ class Cut:
     group: dist.ProcessGroup
     leader: int                 # the rank within the group whose sequences these are
     count: int                  # C on the leader
-    mine: torch.Tensor          # which of these C tokens are predicted in this rank's part
-
-    def to(self, device):
-        """Return a copy with its tensor on the device."""
-        return replace(self, mine=self.mine.to(device))
+    mine: torch.Tensor          # which of these C tokens are predicted in this rank's part, on the CPU
 
 
 def cut_over(group, batch):
@@ -208,25 +205,14 @@ class Joined(torch.autograd.Function):
 join = Joined.apply             # (values, cut) -> the values for the whole row
 
 
-class Exchange(torch.autograd.Function):
+def exchange(x, group):
     """All-to-all among P ranks: each gives its [1, a, b / P, d] and gets [1, a / P, b, d].
 
     Before attention a are the heads and b the tokens, after attention the other way round. The gradient is
     exchanged back. A collective of the group.
     """
-
-    @staticmethod
-    def forward(ctx, x, group, split=1, join=2):
-        # Each rank keeps a part of the dimension `split` and gets all parts of the dimension `join`.
-        ctx.group = group
-        parts = torch.stack(x.chunk(group.size(), split))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(), join)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return Exchange.forward(ctx, gradient, ctx.group, split=2, join=1), None
+    parts = all_to_all_single_autograd(torch.stack(x.chunk(group.size(), 1)), None, None, group)
+    return torch.cat(parts.unbind(), 2)
 
 
 # No mask function is registered by this name, so transformers makes no mask.

@@ -400,20 +400,19 @@ def product(a, b):
     return a.float() @ b.float()
 
 
-def head_logits(hidden, weight, bias, float32_head=True, scale=1.0, softcap=0.0, temperature=1.0):
+def head_logits(hidden, weight, bias, scale=1.0, softcap=0.0, temperature=1.0):
     """Return a linear head's logits / temperature, float32 [C, V]; hidden [C, H], weight [V, H], bias [V] or
     None.
 
     scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
     softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
-    float32_head=False first rounds the logits to the weight's dtype, as models in bfloat16 do. bfloat16 has
-    three digits, so that a logit of 20 is off by up to a sixteenth. MiniMax-M1
-    (https://arxiv.org/abs/2506.13585) found that this rounding causes most of the gap between engine and
-    trainer; in the default run it causes a quarter to two fifths (docs/speed.md). On a CPU each call makes a
-    float32 copy of a bfloat16 weight.
+    The products of bfloat16 factors are not rounded to bfloat16, which has three digits, so that a logit of 20
+    would be off by up to a sixteenth. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that this rounding
+    causes most of the gap between engine and trainer; in the default run it caused a quarter to two fifths
+    (docs/speed.md). On a CPU each call makes a float32 copy of a bfloat16 weight.
     """
-    if not float32_head or weight.dtype == torch.float32:
-        logits = F.linear(hidden, weight, bias).float()
+    if weight.dtype == torch.float32:
+        logits = F.linear(hidden, weight, bias)
     else:
         logits = product(hidden, weight.T)
         logits = logits if bias is None else logits.add_(bias.float())
@@ -430,14 +429,17 @@ class LogprobsFromHidden(torch.autograd.Function):
     The backward pass computes each chunk's logits again instead of keeping C x V of them. Both passes work in
     place, which at V = 151,936 on two cores takes half the time of plain expressions. With p = softmax(z)
     and z = logits / temperature: d(logp)/dz = onehot(target) - p, d(entropy)/dz = -p * (log p + entropy).
-    float32_head, scale, softcap: see head_logits. d(logits)/d(product) = scale * (1 - (logits / softcap)^2).
+    scale, softcap: see head_logits. d(logits)/d(product) = scale * (1 - (logits / softcap)^2).
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, float32_head=True, scale=1.0, softcap=0.0):
-        ctx.head = float32_head, scale, softcap, temperature
+    def forward(ctx, hidden, weight, bias, targets, temperature, scale=1.0, softcap=0.0):
+        ctx.head = scale, softcap, temperature
+        # Slices of tokens, each with at most LOGITS logits.
+        size = max(1, LOGITS[weight.device.type] // len(weight))
+        ctx.chunks = [slice(first, first + size) for first in range(0, len(targets), size)]
         logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
-        for part in chunks(targets, weight):
+        for part in ctx.chunks:
             logits = head_logits(hidden[part], weight, bias, *ctx.head)                         # [chunk, V]
             p = logits.softmax(-1)
             # log p = z - lse at the likeliest token. This takes a third less time than logits.logsumexp(-1).
@@ -454,14 +456,14 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        _, scale, softcap, temperature = ctx.head
+        scale, softcap, temperature = ctx.head
         divisor = temperature / scale
         d_logp = torch.zeros_like(lse) if d_logp is None else d_logp / divisor
         d_hidden = torch.empty_like(hidden)
         # With adapters the head is frozen.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for part in chunks(targets, weight):
+        for part in ctx.chunks:
             logits = head_logits(hidden[part], weight, bias, *ctx.head)
             slope = 1 - (logits * (temperature / softcap)).square_() if softcap else None       # [chunk, V]
             log_p = logits.sub_(lse[part, None])
@@ -485,13 +487,7 @@ class LogprobsFromHidden(torch.autograd.Function):
                 d_weight.addmm_(d_logits.T.float(), hidden[part].float())
             del logits, log_p, d_logits, slope
         return (d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
-                None if bias is None else d_bias.to(bias.dtype), None, None, None, None, None)
-
-
-def chunks(targets, weight):
-    """Return slices of tokens, each with at most LOGITS logits."""
-    size = max(1, LOGITS[weight.device.type] // len(weight))
-    return [slice(i, i + size) for i in range(0, len(targets), size)]
+                None if bias is None else d_bias.to(bias.dtype), None, None, None, None)
 
 
 # ---------------------------------------------------------------- schedules

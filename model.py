@@ -115,15 +115,15 @@ class Policy(Network):
     The head is applied here, in the forward of FSDP's root, because its weight is whole only there.
     """
 
-    def __init__(self, hf, float32_head=True):
+    def __init__(self, hf):
         super().__init__(hf)
-        self.head_form = float32_head, *scale_and_softcap(hf.config)
+        self.scale_and_softcap = scale_and_softcap(hf.config)
 
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
         head = self.hf.get_output_embeddings()
         logp, entropy = LogprobsFromHidden.apply(self.hidden_states(batch), head.weight, head.bias,
-                                                 batch.targets, temperature, *self.head_form)
+                                                 batch.targets, temperature, *self.scale_and_softcap)
         # The scale acts before the gradient of the logits is rounded to the layers' dtype.
         return tuple(self.scaled(x if batch.cut is None else join(x, batch.cut)) for x in (logp, entropy))
 
@@ -301,18 +301,18 @@ CLOSE = 1e-4                # less difference from transformers, relative to the
 
 
 def load_policy(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None, adapter=None,
-                trained=True, float32_head=True):
+                trained=True):
     """Return a Policy from a folder or hub id: float32 master weights, sharded by FSDP2, computing in dtype.
 
-    float32_head: see head_logits; the engine needs the same. sequence_group: the ranks that share each row
-    with this one, or None. adapter: None, or the arguments of lora.adapt after the layers; then everything
-    except the adapters is frozen, in dtype. trained: False for a reference model. It needs no gradient, so
-    its weights are in dtype as well, which in bfloat16 takes half the memory and gives the same logprobs.
-    Rank 0 reads the whole model into host memory, in float32. Raises ValueError for a model that cannot be
-    loaded, or whose logprobs would not be those that transformers computes. A collective.
+    sequence_group: the ranks that share each row with this one, or None. adapter: None, or the arguments of
+    lora.adapt after the layers; then everything except the adapters is frozen, in dtype. trained: False for a
+    reference model. It needs no gradient, so its weights are in dtype as well, which in bfloat16 takes half
+    the memory and gives the same logprobs. Rank 0 reads the whole model into host memory, in float32. Raises
+    ValueError for a model that cannot be loaded, or whose logprobs would not be those that transformers
+    computes. A collective.
     """
     what, config = f"model={path}", AutoConfig.from_pretrained(path)
-    read = lambda: Policy(read_model(what, model_class(config), path, config), float32_head)
+    read = lambda: Policy(read_model(what, model_class(config), path, config))
     policy = on_all_ranks(what, read, sequence_group).requires_grad_(trained)
     if adapter or not trained:
         for parameter in policy.parameters():
@@ -327,8 +327,7 @@ def load_reference(path, policy, mesh, dtype):
     """
     if hasattr(policy, "adapters") and policy.hf.name_or_path == path:
         return policy.adapters.base
-    return load_policy(path, mesh, dtype, False, policy.sequence_group, trained=False,
-                       float32_head=policy.head_form[0])
+    return load_policy(path, mesh, dtype, False, policy.sequence_group, trained=False)
 
 
 class ValueHead(PreTrainedModel):

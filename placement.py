@@ -164,30 +164,26 @@ class Bridge:
 
     def _listen(self):
         # Takes weights into host memory while the engine works, and ends this process with the run.
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        hear, tensors = lambda: unpacked(lambda tensor: self.gloo.broadcast(tensor, 0)), []
         try:
-            self._take_weights()
+            self.heard.put(hear())
+            while words := hear():
+                version, shapes, dtype = words
+                if not shapes:                                  # these weights are complete
+                    self.heard.put((version, tensors))
+                    self.newest, tensors = version, []
+                    continue
+                sizes = [shape.numel() for shape in shapes.values()]
+                flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+                self.wire.broadcast(flat, 0).wait(FOREVER)
+                tensors += [(name, piece.view(shapes[name]))
+                            for name, piece in zip(shapes, flat.cpu().split(sizes))]
         except RuntimeError:                                    # the first trainer has ended
             sys.excepthook(*sys.exc_info())
             distributed.end(1)
         distributed.end(0)
-
-    def _take_weights(self):
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        hear = lambda: unpacked(lambda tensor: self.gloo.broadcast(tensor, 0))
-        self.heard.put(hear())
-        tensors = []
-        while words := hear():
-            version, shapes, dtype = words
-            if not shapes:
-                self.heard.put((version, tensors))
-                self.newest, tensors = version, []
-                continue
-            sizes = [shape.numel() for shape in shapes.values()]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-            self.wire.broadcast(flat, 0).wait(FOREVER)
-            tensors += [(name, piece.view(shapes[name]))
-                        for name, piece in zip(shapes, flat.cpu().split(sizes))]
 
 
 def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, position, kept):

@@ -228,14 +228,13 @@ class VLLMEngine(Engine):
     name, naming = "vllm", "checkpoint"
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
-                 float32_head=True, apart=False):
+                 apart=False):
         self.cuda, self.apart, self.asleep = torch.cuda.is_available(), apart, set()
         self.sleeps = self.cuda and not apart
         self.eos_ids, self.added, self.versions = eos_ids, [], {}
         before = torch.cuda.memory_allocated() if self.cuda else 0
         try:
-            self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size,
-                                  float32_head)
+            self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size)
             from vllm.distributed import get_tp_group
             self.group = get_tp_group()                        # the ranks that share this engine
             if not self.cuda:
@@ -252,7 +251,7 @@ class VLLMEngine(Engine):
         self.max_length = max_length
         self._sleep()
 
-    def _make(self, model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size, float32_head):
+    def _make(self, model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size):
         # Returns a vllm.LLM.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"     # the engine runs in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -281,12 +280,11 @@ class VLLMEngine(Engine):
             enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
             async_scheduling=False if self.apart else None,     # or the next step begins before a switch
-            hf_overrides={"head_dtype": "float32" if float32_head else "model"},
+            hf_overrides={"head_dtype": "float32"},
             logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
-        if float32_head:
-            compute_logits_in_float32(llm, head_logits)
+        compute_logits_in_float32(llm, head_logits)
         return llm
 
     def serve(self, jobs, play):
@@ -380,7 +378,7 @@ class HFEngine(Engine):
     max_seqs = 256           # how many requests a step answers at most
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
-                 float32_head=True, apart=False):
+                 apart=False):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.eos_ids, self.added, self.versions = eos_ids, [], {}
         try:
@@ -390,8 +388,7 @@ class HFEngine(Engine):
             self.model = model_class(config).from_pretrained(
                 model, dtype=dtype, attn_implementation="eager" if capped else None).to(self.device).eval()
             head = self.model.get_output_embeddings()
-            head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias,
-                                                      float32_head)[:, None]                    # [B, 1, V]
+            head.forward = lambda hidden: head_logits(hidden[:, -1], head.weight, head.bias)[:, None]
             # A model with another kind of cache than this engine expects fails here.
             self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
         except Exception as error:

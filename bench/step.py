@@ -54,7 +54,6 @@ gradient_checkpointing = False  # recompute activations in the backward pass
 kernel = True                   # CUDA: attention by PyTorch's kernel for sequences of several lengths; False:
                                 # by the loop that stands in for it elsewhere
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
-float32_head = True             # with bfloat16: logits in float32 all the same
 engine = ""                     # vllm, hf: measure rollouts as well; empty: none
 vllm_gpu_memory_utilization = 0.4
 cycles = 0                      # with an engine: of rollout, update and sync, to see whether memory grows
@@ -145,8 +144,7 @@ if not kernel:
 if not shared:
     order = packing.prefix_order                # as if no two sequences began with the same token
     packing.prefix_order = lambda *arguments: [(s, size, 0) for s, size, _ in order(*arguments)]
-policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, sequence_group,
-                     float32_head=float32_head)
+policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, sequence_group)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))), 1, completion_length)
@@ -199,7 +197,7 @@ if sheet:
 if engine:
     made, asked = sequences * completion_length, [r.prompt_ids.tolist() for r in rollouts]
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
-                                           vllm_gpu_memory_utilization, float32_head=float32_head)
+                                           vllm_gpu_memory_utilization)
     sample = lambda: sampler.generate(asked, 1, range(sequences), completion_length, 1.0)
     sync = lambda: sampler.load_weights(policy.full_weights(compute_dtype, sampler.naming), 1)
     syncs = []

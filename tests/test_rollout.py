@@ -16,6 +16,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma
                           GenerationConfig)
 
 import data
+import losses
 import rollout
 from model import compare_logprobs, load_policy
 from packing import pack
@@ -183,24 +184,26 @@ def close(engine):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_float32_head_is_nearer_to_a_trainer_that_has_one(name, tmp_path, mesh):
+def test_an_engines_head_does_not_round_logits(name, tmp_path, mesh, monkeypatch):
     # This model is surer of its tokens than `folder`.
     base, gaps = check_model.SHIPPED["tiny"], {}
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = enumerate(data.load_rows("algebra", "eval", 24))
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(rows))]
-    policy = load_policy(base, mesh, torch.bfloat16, float32_head=True)
-    for float32_head in (True, False):
-        engine = rollout.engine_class(name)(base, torch.bfloat16, 128, [tokenizer.eos_token_id], 0.4,
-                                            float32_head=float32_head)
-        rollouts = generate(engine, prompts, n=16, max_tokens=64, temperature=1.0)
+    policy = load_policy(base, mesh, torch.bfloat16)
+    for rounded, kind in ((False, name), (True, "hf")):
+        engine = rollout.engine_class(kind)(base, torch.bfloat16, 128, [tokenizer.eos_token_id], 0.4)
+        with monkeypatch.context() as patch:
+            if rounded:
+                patch.setattr(losses, "product", lambda a, b: (a @ b).float())
+            rollouts = generate(engine, prompts, n=16, max_tokens=64, temperature=1.0)
         (batch,) = pack(rollouts, range(len(rollouts)), 20000)
         with torch.no_grad():
             logp, _ = policy(batch, 1.0)
         theirs = batch.flat([torch.from_numpy(r.logprobs) for r in rollouts])
-        gaps[float32_head] = (logp - theirs).abs().mean().item()
+        gaps[rounded] = (logp - theirs).abs().mean().item()
         close(engine)
-    assert gaps[True] < 2e-3 and gaps[True] < 0.8 * gaps[False], gaps
+    assert gaps[False] < 2e-3 and gaps[False] < 0.8 * gaps[True], gaps
 
 
 def test_a_model_of_vllm_without_a_head_gets_a_float32_one(monkeypatch):

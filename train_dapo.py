@@ -136,7 +136,7 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save, stop
     stopping = run.stopping()                                   # a signal came; in sample() it ends the run
     if run.due(eval_interval) and not stopping:
-        held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # the rollouts of this rank
+        held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # this rank's rollouts
         # A gap between engine and trainer over gap_bound stops the run. A few rollouts are enough to see it.
         logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
         compare_logprobs(held_out, logps, run.gap_bound, tokenizer)

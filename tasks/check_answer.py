@@ -21,12 +21,14 @@ LANGUAGES = [
      r"that(?: i|['’]?)s|option(?: is)?|choice|choose|pick"),
     ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于", "结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|故"),
     ("答え|解答|正解|정답|답", "は|은|는", "よって|따라서"),
-    ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont",
+    ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont|vaut",
      "resultado|risultato|résultat|donc"),
     ("antwort|antwoord|lösung|svaret|svar|richtige option", "ist|lautet|är|er", "ergebnis|also"),
-    ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď", "равен|это|є|е|je|jest|wynosi", "итак|результат"),
-    ("đáp án|jawaban|cevap|yanıt|válasz|vastaus|απάντηση", "là|adalah|az|είναι", "kết quả là"),
-    ("उत्तर|উত্তর|คำตอบ|الإجابة|الجواب|پاسخ|תשובה", "है|হল|คือ|هي|هو|برابر|היא", "∴|⇒|=>")]
+    ("ответ|вариант|відповідь|отговор|odpowiedź|odpov[ěe]ď", "равен|это|є|е|je|jest|wynosi",
+     "итак|результат"),
+    ("đáp (?:án|số)|jawaban(?:nya)?|cevap|yanıt|válasz|vastaus|απάντηση", "là|(?:ad|i)alah|az|είναι",
+     "kết quả là"),
+    ("उत्तर|উত্তর|คำตอบ|الإجابة|الجواب|پاسخ|תשובה", "है|হলো?|คือ|هي|هو|برابر|היא", "∴|⇒|=>")]
 NOUN, VERB, SO = ("|".join(column) for column in zip(*LANGUAGES))
 # Not inside a Latin word
 EDGE = "(?!(?<=[a-z])[a-z])"
@@ -48,7 +50,7 @@ LEADING = re.compile(rf"^.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:is|are|get|have|equa
 # What may follow an answer in its line: `18 because`, `18 is the answer`, `18</s>`
 TAIL = re.compile(
     rf"(?:[ ,]?\(?{EDGE}(?:because|since|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
-    rf"是?正确|选项[。.]?$|因为|です|となります|입니다|이다|है|।){EDGE}|</|<\|).*", re.I | re.S)
+    rf"是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|이에요|예요|है|।){EDGE}|</|<\|).*", re.I | re.S)
 # The end of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # A number in a sentence: `She makes 18 dollars.`, but not `at least 18` or `the square root of 18`

@@ -145,6 +145,7 @@ class Sampler:
         names: a text of its own for each prompt. The rollouts of a prompt have the seeds h, h + 1, ..., where
         h is a hash of its text, the same on any rank. temperature, length: by default those of the settings.
         """
+        self.engine.stop()                                      # does not return if a signal has come
         s = self.settings
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
         length = length or s.max_completion_length
@@ -158,7 +159,7 @@ class Sampler:
                 text = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)
                 r.completion = text if isinstance(r.row["prompt"], str) else [
                     {"role": "assistant", "content": text}]
-        self.engine.stop()                                      # does not return if a signal has come
+        self.engine.stop()
         return rollouts
 
 

@@ -146,14 +146,23 @@ log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimi
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
         + (", and in flight: the run does not repeat bit for bit" if in_flight else ""))
 
+
+def save():
+    """Save a checkpoint, with what was sampled for the next steps, so that a resume has it."""
+    next_step = run.state["step"]
+    # In flight nobody knows how far the engines are.
+    later = [] if in_flight else range(next_step, min(next_step + max_staleness, max_steps))
+    with log.timed("wait_for_rollouts"):
+        run.state["ahead"], run.arrays = bridge.ahead(later)
+    run.save()                                                  # writes nothing before the first step
+
+
 # ---------------------------------------------------------------- the loop
 # Shapes and names are those of train_grpo.py: N rollouts in a step, C sampled tokens in a micro-batch.
 for step in range(run.first_step, max_steps + 1):
-    log.start(step)
-
-    # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # a signal came, on any rank
-    if run.due(eval_interval) and not stopping:
+    # ------------------------------------------------------------ 0 stop, evaluate, save
+    run.stop(save)                                              # if a signal has come, on any rank
+    if run.due(eval_interval):
         with log.timed("eval"):
             held_out, _ = bridge.take("eval", step, eval_set)   # sampled as in training, with the same seeds
             # A gap over gap_bound stops the run: the engines have not the policy's weights.
@@ -162,13 +171,9 @@ for step in range(run.first_step, max_steps + 1):
             compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
             log.evaluation(rewards.evaluation(held_out, eval_samples), rewards.failures(held_out),
                            len(held_out))
-    if run.due(save_interval) or stopping:
-        # What is sampled ahead is saved, so that a resume has it. In flight nobody knows how much that is.
-        later = [] if in_flight else range(step, min(step + max_staleness, max_steps))
-        with log.timed("wait_for_rollouts"):
-            run.state["ahead"], run.arrays = bridge.ahead(later)
-        run.save(networks, tokenizer)                           # writes nothing before the first step
-    if stopping or step == max_steps:
+    if run.due(save_interval):
+        save()
+    if step == max_steps:
         break
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines

@@ -114,7 +114,7 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # after a signal it ends the run
 
 # ---------------------------------------------------------------- the loop
 # N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and
@@ -131,18 +131,15 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 # C may be 0. Forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and in
 # a sequence_group every rank computes a part of a micro-batch whose results only one of them gets.
 for step in range(run.first_step, max_steps + 1):
-    log.start(step)
-
-    # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # a signal came; in sample() it ends the run
-    if run.due(eval_interval) and not stopping:
+    # ------------------------------------------------------------ 0 evaluate, save
+    if run.due(eval_interval):
         held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # this rank's rollouts
         # A gap between engine and trainer over gap_bound stops the run. A few rollouts are enough to see it.
         logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
         compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
-    if run.due(save_interval) or stopping:
-        run.save(networks, tokenizer)                           # writes nothing before the first step
-    if stopping or step == max_steps:
+    if run.due(save_interval):
+        run.save()                                              # writes nothing before the first step
+    if step == max_steps:
         break
 
     # ------------------------------------------------------------ 1 rollout, 2 reward

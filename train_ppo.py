@@ -104,7 +104,7 @@ critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimize
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # after a signal it ends the run
 
 
 def critic_metrics(value, ret, raw_adv, adv, token_rewards):
@@ -125,18 +125,15 @@ def critic_metrics(value, ret, raw_adv, adv, token_rewards):
 # Shapes as in train_grpo.py: N rollouts in a step, on all ranks; C sampled tokens, of a micro-batch or of all
 # that this rank computes; {s: [len]} has a tensor for the sampled tokens of each rollout s.
 for step in range(run.first_step, max_steps + 1):
-    log.start(step)
-
-    # ------------------------------------------------------------ 0 evaluate, save, stop
-    stopping = run.stopping()                                   # a signal came; in sample() it ends the run
-    if run.due(eval_interval) and not stopping:
+    # ------------------------------------------------------------ 0 evaluate, save
+    if run.due(eval_interval):
         held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # this rank's rollouts
         # A gap between engine and trainer over gap_bound stops the run. A few rollouts are enough to see it.
         logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
         compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
-    if run.due(save_interval) or stopping:
-        run.save(networks, tokenizer)                           # writes nothing before the first step
-    if stopping or step == max_steps:
+    if run.due(save_interval):
+        run.save()                                              # writes nothing before the first step
+    if step == max_steps:
         break
 
     # ------------------------------------------------------------ 1 rollout

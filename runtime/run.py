@@ -114,7 +114,7 @@ class Run:
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings), "loss_scale": {},
                       "world_size": self.world_size, "clock": clock, "first_gap": None} | state
-        self.arrays, self.signalled, self.stopped = {}, 0.0, False
+        self.arrays, self.signalled = {}, 0.0
         if self.resumed:
             loaded, self.arrays = read_state(self.resumed, self.state, settings, script, critic)
             self.state |= loaded
@@ -170,7 +170,7 @@ class Run:
         for name, key in (("actor", ""), ("critic", "critic")):
             if self.settings.dtype == "float16" and key in networks:
                 self._scale_loss(name, scales.get(name, FIRST_SCALE))
-        engine.version, engine.stop = self.first_step, self._stop
+        engine.version, engine.stop = self.first_step, self.stop
         policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
@@ -196,16 +196,18 @@ class Run:
         step, last = self.state["step"], self.settings.max_steps
         return step == last or step % (interval or last) == 0
 
-    def stopping(self):
-        """Return whether a signal has come, or torchrun has died, on any rank. A collective."""
-        self.stopped = any(distributed.gathered([bool(self.signalled)]))
-        return self.stopped
+    def stop(self, save=None):
+        """If a signal has come or torchrun has died, on any rank, save the step as it began, and end the run.
 
-    def _stop(self):
-        # After sampling: if a signal has come to any rank, saves the step as it began and ends the run.
-        if self.stopping():
+        Engines call this before and after they sample. save: what to call instead of Run.save. A collective.
+        """
+        if any(distributed.gathered([bool(self.signalled)])):
             self.state |= self.log.begun
-            self.save(self.networks, self.tokenizer)
+            (save or self.save)()
+            step = self.state["step"]
+            self.log.say(f"stopped by a signal after {step} steps" + (
+                f"; --out_dir={self.out_dir} --resume=auto resumes it" if step > self.first_step else
+                ": nothing new is saved"))
             self.end()
 
     def _scale_loss(self, name, exponent):
@@ -259,8 +261,9 @@ class Run:
         log.write(samples)
         if log.master:
             log.show(step, samples, seconds)
+        log.start(self.state["step"])
 
-    def save(self, networks, tokenizer):
+    def save(self):
         """Write a checkpoint of this step, unless the run has begun with it. A collective.
 
         If a save fails, on whichever rank, the script stops, and the older checkpoints stand.
@@ -270,17 +273,13 @@ class Run:
             with self.log.timed("save"):
                 try:
                     checkpoint.save_checkpoint(
-                        os.path.join(self.out_dir, f"checkpoint-{step}"), networks, tokenizer, self.state,
-                        self.settings.keep_checkpoints, self.arrays)
+                        os.path.join(self.out_dir, f"checkpoint-{step}"), self.networks, self.tokenizer,
+                        self.state, self.settings.keep_checkpoints, self.arrays)
                 except Exception as error:      # on a full disk libraries raise all kinds of errors
                     fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
             self.saved = step
-        if step == self.settings.max_steps and not self.stopped:
+        if step == self.settings.max_steps:
             self.log.write()
-        elif self.stopped:
-            self.log.say(f"stopped by a signal after {step} steps" + (
-                f"; --out_dir={self.out_dir} --resume=auto resumes it" if step > self.first_step else
-                ": nothing new is saved"))
 
     def end(self):
         """Write the report, close the engine, and leave the process group."""

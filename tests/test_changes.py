@@ -366,9 +366,9 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
          "    _, hard_set, _ = data.load_split(tokenizer, settings, 'eval', player.tools, task='file', "
          f"eval_file='{tmp_path}/hard.jsonl', eval_prompts=0)\n"
          "    scorer = rewards.Scorer("),
-        ("    if run.due(save_interval) or stopping:",
+        ("    if run.due(save_interval):",
          "        rewards.evaluate(hard_set, 1, sample, scorer, log, 'eval/hard', temperature=0, length=16)\n"
-         "    if run.due(save_interval) or stopping:"),
+         "    if run.due(save_interval):"),
         ("longest = max_prompt_length + max_completion_length ", "longest = max_prompt_length + 16 "))
     arguments = small(folder, reward_file, "--max_steps=1")
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", ranks=2)

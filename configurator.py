@@ -26,6 +26,7 @@ from types import SimpleNamespace
 # What config files and the command line set, once configure has run: {setting: the script's default}.
 given = {}
 # The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
+KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that assigns a setting
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
@@ -62,42 +63,19 @@ def input_errors():
         fail(error)
 
 
-def read_layout(path):
-    """Return [key, comment lines] for each setting in a script's block, in order, and then for those of the
-    files that the block imports with *. The key of a heading is ''. The script is not run."""
-    _, *block = re.split("^# -+\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert len(block) > 1, f"{path}: the settings belong between two comment lines of dashes"
-    layout, imported = [], []
-    for line in block[0].splitlines():
-        # A setting is one line, and lines of comment may follow. A comment at the margin is a heading.
-        key, module, comment = re.match(
-            r"(?:(\w+) *=|from (\S+) import \*)?.*?(?:(?:^|\s\s)# *(.*))?$", line).groups()
-        if key or module or line.startswith("#") and (not layout or layout[-1][0]):
-            layout.append([key or module or "", []])
-        if comment:
-            layout[-1][1].append(comment)
-        if module:
-            file = Path(importlib.util.find_spec(module).origin)
-            above, theirs = {key for key, _ in layout if key}, read_layout(file)
-            both = [key for key, _ in theirs if key in above]
-            check(not both, f"{path}: `from {module} import *` overwrites {', '.join(both)}, which stands "
-                            "above the line")
-            imported += [[key, lines if key else [f"{file.name}: {lines[0]}", *lines[1:]]]
-                         for key, lines in theirs]
-    own = {key for key, _ in layout if key}
-    return layout + [[key, lines] for key, lines in imported if key not in own]
-
-
-def show_help(docstring, layout, settings):
-    print(docstring.strip().split("\n\n")[0])
-    flags = {key: f"  --{key}={default!r}  " for key, default in settings.items()}
-    # The width is limited, so that one long default does not move all comments to the right.
-    width = min(48, max(map(len, flags.values()), default=0))
-    for key, lines in layout:
-        if not key:
-            print("", *lines, sep="\n")
-        elif key in flags:
-            print((flags[key].ljust(width) + ("\n" + " " * width).join(lines)).rstrip())
+def read_block(path):
+    """Return a script's lines of settings, and then those of the files that they import with *. Nothing is run."""
+    parts = re.split("^# -+\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(parts) > 2, f"{path}: the settings belong between two comment lines of dashes"
+    own, *imports = re.split(r"^from (\S+) import \*.*\n", parts[1], flags=re.MULTILINE)
+    imported = ""
+    for module, below in zip(imports[::2], imports[1::2]):
+        theirs = read_block(importlib.util.find_spec(module).origin)
+        both = [key for key in KEY.findall(own) if key in KEY.findall(theirs)]
+        check(not both, f"{path}: `from {module} import *` overwrites {', '.join(both)}, which stands above the "
+                        "line")
+        own, imported = own + below, f"{imported}\n# from {module}, unless set above:\n{theirs}"
+    return own + imported
 
 
 def read_config(given, script):
@@ -112,12 +90,9 @@ def read_config(given, script):
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
         fail(f"{path}:{error.lineno or 1}: {error.msg}")
-    seen = set()
     for node in tree.body[ast.get_docstring(tree) is not None:]:
         match node:
             case ast.Assign(targets=[ast.Name(id=key)], value=value):
-                check(key not in seen, f"{path}:{node.lineno}: {key} is set twice")
-                seen.add(key)
                 yield f"{path}:{node.lineno}: ", key, ast.unparse(value)
             case _:
                 fail(f"{path}:{node.lineno}: a config file holds only lines of key = literal")
@@ -141,14 +116,14 @@ def configure(namespace, argv=None, choices={}):
     something else.
     """
     argv = sys.argv[1:] if argv is None else argv
-    layout = read_layout(namespace["__file__"])
-    settings = {key: namespace[key] for key, _ in layout
+    block = read_block(namespace["__file__"])
+    settings = {key: namespace[key] for key in KEY.findall(block)
                 if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # a pager may close the pipe
-        show_help(namespace["__doc__"] or "", layout, settings)
+        about = (namespace["__doc__"] or "").strip().split("\n\n")[0]
+        print(about, "The settings and their defaults, which --key=value changes:", block, sep="\n\n")
         sys.exit()
-    on_command_line = [arg.partition("=")[0] for arg in argv]
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         if arg.endswith(".py") and not arg.startswith("--"):
@@ -163,7 +138,6 @@ def configure(namespace, argv=None, choices={}):
                 nearest = difflib.get_close_matches(key.replace("-", "_").lower(), settings, 1, 0.4)
                 hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else ""
                 fail(f"{place}unknown setting {dashes}{key}{hint} (--help lists all)")
-            check(on_command_line.count(f"--{key}") < 2, f"--{key} given twice")
             given[key] = namespace[key]
             kind = type(settings[key])
             # On the command line a string needs no quotes, and true no capital.

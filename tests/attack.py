@@ -268,7 +268,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         ITSELF: "task=algebra:1000000000; train_prompts=7000; eval_prompts=5000",
         "model='x'": ["model='x'"], "model=": ["model=/no\nsuch"], "task": ["task=\udcff"],
         r"\.jsonl: no such file": "task=file train_file=~no/x.jsonl",
-        "--seed given twice": "seed=1 chat=true seed=2", "must be a string": [
+        "must be a string": [
             "task=file train_file=\udcff.jsonl", "model=/no\udcff", "out_dir={dir}/\udce9",
             "system_prompt=\udcff"],
         **{either(rf"\b{key}\b"): [f"{key}={value}"] for key, value in (
@@ -329,8 +329,7 @@ CONFIGS = {  # what is in x.py
     # What is found only when the value is used.
     "max_steps=-1": ["max_steps = -1"], "model": [r"model = '/a\0b'", r"model = '/a\ud800'"],
     "train_file|jsonl": [r"task = 'file'; train_file = 'a\0b.jsonl'"],
-    "seed is set twice": ["seed = 1\nseed = 2"],
-    runs(): ["", "\ufeffseed = 1", "seed = 1\r\nchat = True\r\n",
+    runs(): ["", "seed = 1\nseed = 2", "\ufeffseed = 1", "seed = 1\r\nchat = True\r\n",
              b"# coding: latin-1\n# \xe9\nseed = 1",
              "seed = 1; chat = True", "lr_decay = 'lin' 'ear'", "seed = (\n1)"]}
 

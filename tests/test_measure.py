@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from config import shared
-from configurator import read_layout
+from configurator import KEY, read_block
 from runs import ROOT
 
 
 def keys(script):
-    # The key of an import is its whole statement.
-    return {key for key, *_ in read_layout(Path(ROOT) / script) if key.isidentifier()}
+    return {*KEY.findall(read_block(Path(ROOT) / script))}
 
 
 def own_settings(script):

@@ -56,15 +56,16 @@ def check(ok, message):
 
 @contextlib.contextmanager
 def input_errors():
-    """Stop the script with the message of a ValueError and no traceback, because its user can correct it."""
+    """Stop the script with the message of a ValueError, or of an OSError, which names a file, and without a
+    traceback, because its user can correct it."""
     try:
         yield
-    except ValueError as error:
-        fail(error)
+    except (ValueError, OSError) as error:
+        fail(str(error) or repr(error))
 
 
 def read_block(path):
-    """Return a script's lines of settings, and then those of the files that they import with *. Nothing is run."""
+    """Return a script's lines of settings, and then those of the files that these import with *."""
     parts = re.split("^# -+\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(parts) > 2, f"{path}: the settings belong between two comment lines of dashes"
     own, *imports = re.split(r"^from (\S+) import \*.*\n", parts[1], flags=re.MULTILINE)
@@ -72,8 +73,7 @@ def read_block(path):
     for module, below in zip(imports[::2], imports[1::2]):
         theirs = read_block(importlib.util.find_spec(module).origin)
         both = [key for key in KEY.findall(own) if key in KEY.findall(theirs)]
-        check(not both, f"{path}: `from {module} import *` overwrites {', '.join(both)}, which stands above the "
-                        "line")
+        check(not both, f"{path}: `from {module} import *` overwrites {', '.join(both)}, which is above it")
         own, imported = own + below, f"{imported}\n# from {module}, unless set above:\n{theirs}"
     return own + imported
 

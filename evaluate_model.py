@@ -7,7 +7,6 @@ Sample from a checkpoint and score it: mean@k, pass@k and maj@k on held-out prob
 """
 import json
 import math
-import os
 import zlib
 
 from runtime import distributed         # first, because runtime sets what PyTorch reads when it is loaded
@@ -48,10 +47,7 @@ check(world_size == 1, "evaluate_model.py runs in one process: python evaluate_m
 
 with input_errors():
     if output:
-        output = os.path.abspath(output)                        # an environment may go to another folder
-        # A file that cannot be written is refused before hours of sampling, not after.
-        check(os.access(os.path.dirname(output), os.W_OK) and not os.path.isdir(output),
-              f"output={output} cannot be written")
+        output_file = open(output, "w")                         # now, not after hours of sampling
     named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
              data.named_rows(settings, "eval"))
     base = check_model(model)
@@ -96,7 +92,7 @@ for number, group in enumerate(groups[:show]):
         score = group[texts.index(text)].score
         print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {score:g}\n")
 if output:
-    with open(output, "w") as file:
+    with output_file as file:
         for group in groups:
             shown = [{"completion": r.completion if player.make else rewards.content(r.completion),
                       "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}

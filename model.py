@@ -171,7 +171,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
     P = group.size() if group else 1
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
     # Every rank needs at least one, so that it has a gradient, even if that is 0.
-    (turns,) = distributed.largest([max(1, len(batches))])
+    turns = max(1, *distributed.gathered([len(batches)]))
     while len(batches) < turns:
         batches.append(idle(P))
     if group:

@@ -113,7 +113,7 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # after a signal it ends the run
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # ends the run after a signal
 
 # ---------------------------------------------------------------- the loop
 # N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and

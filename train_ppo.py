@@ -104,7 +104,7 @@ critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimize
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # after a signal it ends the run
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # ends the run after a signal
 
 
 def critic_metrics(value, ret, raw_adv, adv, token_rewards):
@@ -112,13 +112,13 @@ def critic_metrics(value, ret, raw_adv, adv, token_rewards):
     token_rewards: for each rollout the rewards of its tokens, [len]."""
     mean = distributed.mean
     error_variance, variance = (mean(x ** 2) - mean(x) ** 2 for x in (ret - value, ret))
-    extremes = [adv.nan_to_num(0.0).max(), -adv.nan_to_num(0.0).min()] if len(adv) else [-math.inf, -math.inf]
-    highest, lowest = distributed.largest(extremes)
+    extremes = distributed.gathered([x.item() for x in adv.nan_to_num(0.0).aminmax()] if len(adv) else [])
     return {"critic/vf_explained_var": 1 - error_variance / variance if variance > 1e-8 else 0.0,
             "critic/values/mean": mean(value), "critic/returns/mean": mean(ret),
             "critic/rewards/mean": mean([x.sum() for x in token_rewards]),
             "critic/advantages/mean": mean(raw_adv),
-            "critic/advantages/max": highest, "critic/advantages/min": -lowest}
+            "critic/advantages/max": max(extremes, default=0.0),
+            "critic/advantages/min": min(extremes, default=0.0)}
 
 
 # ---------------------------------------------------------------- the loop

@@ -59,7 +59,7 @@ with tempfile.TemporaryDirectory() as folder:
         lambda: load_policy(f"{folder}/model", mesh, torch.float32), f"{folder}/model/model.safetensors")
     sizes = [parameter.numel() * 4 for parameter in policy.parameters()]
     rows = sum(parameter.to_local().numel() * 4 for parameter in policy.parameters())
-    seconds, most_rows, peak_of_others = distributed.largest([seconds, rows, peak if rank else 0])
+    seconds, most_rows, peak_of_others = map(max, zip(*distributed.gathered([(seconds, rows, peak if rank else 0)])))
     optimizer, tokenizer = torch.optim.SGD(policy.parameters(), 0.0), pretrain.make_tokenizer()
     _, save_seconds, save_peak = measured(lambda: checkpoint.save_checkpoint(
         f"{folder}/checkpoint-1", {"": (policy, optimizer)}, tokenizer, {"eval_scores": {}}, 2))

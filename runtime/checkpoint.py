@@ -14,6 +14,7 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
 """
 import atexit
+import contextlib
 import fcntl
 import itertools
 import json
@@ -216,33 +217,32 @@ def locate_run(out_dir, resume, default):
     `default`, with a number after it if the name is taken. The folder is locked. resume=auto takes the newest
     checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises
     ValueError for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a
-    folder that cannot be written, that holds another run or only damaged checkpoints, or belongs to no run.
+    folder that holds another run or only damaged checkpoints, or belongs to no run; OSError for one that
+    cannot be written.
     """
     out_dir, resume, default = (
         path if path in ("", "auto") else os.path.abspath(os.path.expanduser(path))
         for path in (out_dir, resume, default))
-    if resume == "auto":
-        if not out_dir:
-            raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
-        lock(out_dir)
-        for folder in reversed(found := checkpoints(out_dir)):
-            if not (problem := damage(folder)):
-                return out_dir, folder
-            print(f"{folder} is damaged and passed over: {problem}", file=sys.stderr)
-        if found:
-            raise ValueError(f"resume=auto: all {len(found)} checkpoints in {out_dir} are damaged")
-        return out_dir, None
-    if resume and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
+    if resume == "auto" and not out_dir:
+        raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
+    if resume not in ("", "auto") and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
         raise ValueError(f"resume={resume}: not a checkpoint folder")
     folder = out_dir or os.path.dirname(resume) or new_folder(default)
     # Another run in the folder may be about to end, so the lock comes before looking into it.
     lock(folder)
-    if resume and folder == os.path.dirname(resume):
-        newest = (checkpoints(folder) or [resume])[-1]
-        if os.path.basename(newest) != os.path.basename(resume):
-            raise ValueError(f"resume={resume}: {newest} is newer; remove it, or name a new out_dir")
-    elif set(os.listdir(folder)) - {".lock"}:
-        raise ValueError(f"out_dir={out_dir} holds another run: "
+    found = checkpoints(folder)
+    if resume == "auto":
+        for newest in reversed(found):
+            if not (problem := damage(newest)):
+                return folder, newest
+            print(f"{newest} is damaged and passed over: {problem}", file=sys.stderr)
+        if found:
+            raise ValueError(f"resume=auto: all {len(found)} checkpoints in {folder} are damaged")
+        return folder, None
+    if resume in found[:-1]:
+        raise ValueError(f"resume={resume}: {found[-1]} is newer; remove it, or name a new out_dir")
+    if resume not in found and set(os.listdir(folder)) - {".lock"}:
+        raise ValueError(f"out_dir={folder} holds another run: "
                          "name a new folder, or resume it by --resume=auto")
     if resume and (problem := damage(resume)):
         raise ValueError(f"resume={resume}: damaged: {problem}")
@@ -253,21 +253,16 @@ def lock(out_dir, patience=600):
     """Make a folder, if it is not there, and keep other runs out of it while this process lives.
 
     Waits up to `patience` seconds for a run that is still in the folder, because the workers of a torchrun
-    that was killed live on until the end of their step. Raises ValueError if that run does not end, or if the
-    folder cannot be written or belongs to no run.
+    that was killed live on until the end of their step. Raises ValueError if that run does not end or the
+    folder belongs to no run, and OSError if it cannot be written.
     """
-    if len(os.fsencode(out_dir)) > 3900:                        # Linux takes paths of 4,095 bytes
-        raise ValueError(f"out_dir={out_dir:.50}... is too long for the files in the folder")
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-        # A run's folder has a .lock from its first moment on.
-        strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}
-        if strangers and ".lock" not in strangers:
-            raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
-                             "a new folder")
-        LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
-    except OSError as error:
-        raise ValueError(f"out_dir={out_dir} cannot be written: {error}") from None
+    os.makedirs(out_dir, exist_ok=True)
+    # A run's folder has a .lock from its first moment on.
+    strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}
+    if strangers and ".lock" not in strangers:
+        raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
+                         "a new folder")
+    LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
     for second in range(patience + 1):
         try:
             fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -286,14 +281,10 @@ def new_folder(default):
     # Two runs may begin in the same second, but only one of them can make the folder.
     for count in itertools.count(1):
         folder = default if count == 1 else f"{default}-{count}"
-        try:
+        with contextlib.suppress(FileExistsError):
             os.makedirs(folder)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(f"out_dir={folder} cannot be made: {error.strerror}") from None
-        atexit.register(remove_unused, folder)
-        return folder
+            atexit.register(remove_unused, folder)
+            return folder
 
 
 def remove_unused(folder):

@@ -1,6 +1,6 @@
 """The processes of a run, one per device, which all run the same script, and how they communicate.
 
-set_up, largest, mean, gathered and from_master are collectives: every rank has to call them, in the
+set_up, mean, gathered and from_master are collectives: every rank has to call them, in the
 same order. The watchdog ends a rank that would wait in one for ever.
 """
 import atexit
@@ -39,7 +39,7 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
     """
     make_lenient()
     sys.excepthook = failed
-    watchdog.start()
+    threading.Thread(target=watchdog.watch, daemon=True).start()
     gc.freeze()                                                 # what was imported will never be garbage
     cuda = torch.cuda.is_available()
     if not cuda and platform.libc_ver()[0] == "glibc":
@@ -128,13 +128,6 @@ def end(code):
     os._exit(code)
 
 
-def largest(values):
-    """Return the largest of all ranks' numbers at each place of a list, in float64."""
-    found = torch.as_tensor(values, dtype=torch.float64).cpu()      # so that no rank waits for a GPU
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
-
-
 def mean(values):
     """Return the mean over all ranks of the values that are not NaN, in float64; 0 if there are none."""
     values = torch.as_tensor(values, dtype=torch.float64)
@@ -169,10 +162,6 @@ class Watchdog:
     def __init__(self):
         self.where, self.idle, self.timeout = "the start", 0, 0.0
 
-    def start(self):
-        """Begin to watch."""
-        threading.Thread(target=self._watch, daemon=True).start()
-
     def limit(self, timeout):
         """From now on, end the process after `timeout` seconds without a call of `moved`; 0 sets no limit."""
         self.timeout, self.idle = timeout, 0
@@ -181,7 +170,8 @@ class Watchdog:
         """Tell the watchdog that the main thread makes progress, and where it is."""
         self.where, self.idle = where or self.where, 0
 
-    def _watch(self):
+    def watch(self):
+        """Wait until the main thread has stood still for `timeout` seconds, and end the process."""
         while not 0 < self.timeout <= self.idle:
             # The seconds are counted here, because a clock runs on while a job is suspended.
             time.sleep(1)

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,15 +58,12 @@ def check_run(settings, trainers):
                                  engines=engines, passes=getattr(settings, "num_epochs", 1)))
 
 
-def read_state(resumed, state, settings, script, critic):
+def read_state(resumed, state, settings, script):
     # Returns state and arrays of a checkpoint, if a run with this state and these settings may resume it.
     loaded = json.loads(Path(resumed, "trainer", "state.json").read_bytes())
     if strange := sorted(loaded.keys() - state.keys()):
         fail(f"{resumed} holds {', '.join(strange)}, which {os.path.basename(script)} would lose: resume it "
              "with the script that wrote it, or name what it holds in Run(...)")
-    has_critic = os.path.isdir(f"{resumed}/critic")
-    check(has_critic == critic, f"{resumed} has {'a' if has_critic else 'no'} critic, unlike runs of "
-                                f"{os.path.basename(script)}")
     for key in SAME:
         now, then = getattr(settings, key, ""), loaded["settings"].get(key, "")
         # A path may be spelled in another way.
@@ -80,24 +76,23 @@ def read_state(resumed, state, settings, script, critic):
 
 
 def checksums_of_files(settings):
-    # Returns {setting: checksums} of the files of your own, and of the models' files, which may change.
-    found = {key: [checkpoint.checksum(path) for path in map(source_of, specs(getattr(settings, key)))
-                   if os.path.isfile(path)] for key in ("reward", "environment", "tools", "agent")}
-    for key in ("model", "reference_model", "reward_model"):    # all of their weights take too long
-        files = sorted(Path(located(getattr(settings, key, "") or os.devnull)).glob("*"))
-        found[key] = [checkpoint.checksum(path, 2 ** 20) for path in files if path.is_file()]
-    return found
+    # Returns {path: checksum of its last MiB} of the files of your own and of the models, which may change.
+    get = lambda key: getattr(settings, key, "")
+    paths = [source_of(one) for key in ("reward", "environment", "tools", "agent") for one in specs(get(key))]
+    for key in ("model", "reference_model", "reward_model"):
+        paths += Path(located(get(key) or os.devnull)).glob("*")
+    return {str(path): checkpoint.checksum(path, 2 ** 20) for path in paths if os.path.isfile(path)}
 
 
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
-    critic: whether the script trains one. state: what a script of your own wants to find in run.state again,
-    with the values of a new run. Each checkpoint has run.state as JSON, and run.arrays, {name: NumPy array},
-    as a file. Stops a script whose settings do not fit each other or the checkpoint. A collective.
+    state: what a script wants to find in run.state again, with the values of a new run; a script without it
+    refuses the checkpoint. Each checkpoint has run.state as JSON, and run.arrays, {name: NumPy array}, as a
+    file. Stops a script whose settings do not fit each other or the checkpoint. A collective.
     """
 
-    def __init__(self, settings, script, critic=False, **state):
+    def __init__(self, settings, script, **state):
         self.settings, self.script, self.world_size = settings, script, dist.get_world_size()
         check_run(settings, self.world_size)
         kind = os.path.basename(script).removesuffix(".py").removeprefix("train_")
@@ -116,7 +111,7 @@ class Run:
                       "world_size": self.world_size, "clock": clock, "first_gap": None} | state
         self.arrays, self.signalled = {}, 0.0
         if self.resumed:
-            loaded, self.arrays = read_state(self.resumed, self.state, settings, script, critic)
+            loaded, self.arrays = read_state(self.resumed, self.state, settings, script)
             self.state |= loaded
         self.first_step = self.saved = self.state["step"]
 
@@ -126,20 +121,18 @@ class Run:
         s, before = self.settings, self.state["settings"]
         check_suits(s, folders.suits)
         self.tokenizer = folders.tokenizer
-        for key, what, file, rows in (
-                ("train_prompts", "training", s.train_file, [row for _, row in train_set.named]),
-                ("eval_prompts", "held-out", s.eval_file or s.train_file, eval_set)):     # with their tokens
+        for key, rows in (("train_prompts", [row for _, row in train_set.named]),
+                          ("eval_prompts", eval_set)):          # these with their tokens
             found = checkpoint.checksum_of_rows(rows)
             # If the number of held-out prompts was changed, they differ because of that.
             check(self.state["checksums"].get(key, found) == found or getattr(s, key) != before.get(key),
-                  f"{file or 'task=' + s.task}: the {what} prompts are not those of {self.resumed}, so this "
-                  "would not be the same run")
+                  f"{key}: the prompts are not those of {self.resumed}, so this would not be the same run")
             self.state["checksums"][key] = found
         self.notes = [forecast_note(s, self.world_size), folders.note]
-        for key, files in (found := checksums_of_files(s)).items():
-            if self.state["checksums"].get(key, files) != files:
-                self.notes.append(f"{key}: its file has changed since {self.resumed} was written")
-        self.state["checksums"] |= found
+        for path, found in checksums_of_files(s).items():
+            if self.state["checksums"].get(path, found) != found:
+                self.notes.append(f"{path} has changed since {self.resumed} was written")
+            self.state["checksums"][path] = found
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     @property
@@ -161,21 +154,17 @@ class Run:
         dist.barrier()
         check(os.path.isdir(self.out_dir),
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
-        try:
+        self.engine, self.networks, (policy, _) = engine, networks, networks[""]
+        said = opening(self, policy, data_note, updates)
+        self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
+        with input_errors():
             self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state)
-        except OSError as error:
-            fail(f"out_dir={self.out_dir} cannot be written: {error}")
-        self.engine, self.networks = engine, networks
-        scales, self.state["loss_scale"] = self.state["loss_scale"], {}
-        for name, key in (("actor", ""), ("critic", "critic")):
-            if self.settings.dtype == "float16" and key in networks:
-                self._scale_loss(name, scales.get(name, FIRST_SCALE))
+        self.log.say(said)
+        for place in networks if self.settings.dtype == "float16" else ():
+            self._scale_loss(name := place or "actor", self.state["loss_scale"].get(name, FIRST_SCALE))
         engine.version, engine.stop = self.first_step, self.stop
-        policy, _ = networks[""]
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
-        self.log.say(opening(self, policy, data_note, updates))
-        self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
         return self.log
@@ -204,31 +193,33 @@ class Run:
         if any(distributed.gathered([bool(self.signalled)])):
             self.state |= self.log.begun
             (save or self.save)()
-            step = self.state["step"]
-            self.log.say(f"stopped by a signal after {step} steps" + (
-                f"; --out_dir={self.out_dir} --resume=auto resumes it" if step > self.first_step else
-                ": nothing new is saved"))
+            self.log.say(f"stopped by a signal after {self.state['step']} steps; --out_dir={self.out_dir} "
+                         "--resume=auto goes on")
             self.end()
 
     def _scale_loss(self, name, exponent):
         # In float16: the loss scale is 2 to the power of the whole part.
         self.state["loss_scale"][name], scale = exponent, 2.0 ** int(exponent)
-        self.networks.get(name, self.networks[""])[0].set_loss_scale(scale)
+        self.networks["" if name == "actor" else name][0].set_loss_scale(scale)
         return scale
+
+    def _overflows(self, name, finite):
+        # In float16: adapts the loss scale, and returns whether the gradient was only too large for it.
+        exponent = self.state["loss_scale"][name]
+        scale = self._scale_loss(name, exponent + 0.01 if finite else max(0, int(exponent) - 1))
+        self.log.metrics[f"{name}/loss_scale"] = scale
+        if overflows := not finite and exponent >= 1:
+            self.log.say(f"step {self.state['step']}: a gradient of the {name} is too large for float16, so "
+                         f"its update is skipped and the loss scale becomes {scale:g}")
+        return overflows
 
     def may_step(self, name, norm):
         """Log the norm of a gradient and return True, or count a skipped update and return False if the norm
         is not finite. Raises RuntimeError after MAX_SKIPPED in a row. In float16 the loss scale doubles every
         hundred updates, and while it is above 1 it is first halved, without counting the update."""
         finite, in_a_row = math.isfinite(norm), self.state["skipped_updates"]
-        if name in self.state["loss_scale"]:                    # in float16
-            exponent = self.state["loss_scale"][name]
-            scale = self._scale_loss(name, exponent + 0.01 if finite else max(0, int(exponent) - 1))
-            self.log.metrics[f"{name}/loss_scale"] = scale
-            if not finite and exponent >= 1:
-                self.log.say(f"step {self.state['step']}: a gradient of the {name} is too large for float16, "
-                             f"so its update is skipped and the loss scale becomes {scale:g}")
-                return False
+        if self.settings.dtype == "float16" and self._overflows(name, finite):
+            return False
         self.log.add(means={"grad_norm" if name == "actor" else f"{name}/grad_norm": [norm]},
                      sums={f"{name}/skipped_updates": 0 if finite or dist.get_rank() else 1})
         in_a_row[name] = 0 if finite else in_a_row.get(name, 0) + 1
@@ -259,8 +250,13 @@ class Run:
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
         log.write(samples)
-        if log.master:
-            log.show(step, samples, seconds)
+        for s in samples[:4] if any(name.startswith("eval") for name in log.metrics) else ():
+            log.say(f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44}"
+                    f" reward {s['reward']:g}, truth {s['truth']!r}")
+        if step + 1 == health.FIRST:
+            log.say(health.same_scores(log.lines, plain_text(samples[0]["completion"]), samples[0]["truth"]))
+        shown = [f"{word} {log.metrics[name]:{form}}" for word, name, form in CONSOLE if name in log.metrics]
+        log.say("  ".join([f"step {step:3d}", *shown, f"{seconds:.1f} s"]))
         log.start(self.state["step"])
 
     def save(self):
@@ -306,9 +302,6 @@ def opening(run, policy, data_note, updates):
         (s.environment or s.tools or s.agent) and s.call_workers and
         "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
         run.resumed and f"resumes {run.resumed}",
-        s.dtype == "bfloat16" and not (
-            torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()) and
-        "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32",
         before != run.world_size and
         f"{before} ranks wrote it: sums round differently on {run.world_size}, so the steps are not bit for "
         "bit those of an unbroken run"]))
@@ -348,19 +341,20 @@ class RunLog:
         """Begin the line of a step, for a resumed run with the evaluation that its checkpoint holds."""
         if self.state["evaluated"].get("step") != step:
             self.state["evaluated"] = {"step": step}
-        self.metrics, self.timing, self.totals = {**self.state["evaluated"]}, defaultdict(float), {}
+        self.metrics = {**self.state["evaluated"]}
+        self.totals = {}                                        # {name: (total, count)}; 0 counts a sum
         self.begun, self.started = copy.deepcopy(self.state), time.perf_counter()
         distributed.watchdog.moved(f"step {step}")
 
     @contextlib.contextmanager
     def timed(self, name):
         """Add the seconds that the block takes, including its work on the GPU, to timing_s/name."""
-        start = time.perf_counter()
+        start, key = time.perf_counter(), f"timing_s/{name}"
         distributed.watchdog.moved(f"step {self.metrics['step']}, {name}")
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.timing[f"timing_s/{name}"] += time.perf_counter() - start
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
         distributed.watchdog.moved(f"step {self.metrics['step']}, after {name}")
 
     def add(self, sums={}, means={}):
@@ -372,10 +366,11 @@ class RunLog:
         for name, values in (sums | means).items():
             values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
             total, count = self.totals.get(name, (0.0, 0))
-            self.totals[name] = total + values.sum(), None if name in sums else count + values.numel()
+            if name in sums or values.numel():
+                self.totals[name] = total + values.sum(), 0 if name in sums else count + values.numel()
 
     def evaluation(self, results, failures=(), count=0):
-        """Log the results of an evaluation, and show those over all prompts on the console.
+        """Log the results of an evaluation, and show the first three on the console.
 
         failures: why completions were not scored, out of `count`. If more than a tenth was not, the
         evaluation chooses no best checkpoint.
@@ -383,7 +378,7 @@ class RunLog:
         self.metrics |= results
         # A resumed run knows the evaluation of the model that it begins with, and the best checkpoint.
         self.state["evaluated"] |= results
-        step, least = self.metrics["step"], min((name.count("/") for name in results), default=0)
+        step = self.metrics["step"]
         if failures:
             self.say(f"step {step}: {len(failures)} of {count} held-out completions were not scored; the "
                      f"first: {failures[0]}")
@@ -391,25 +386,11 @@ class RunLog:
             self.state["eval_scores"] |= {str(step): value for name, value in results.items()
                                           if name.startswith("eval/mean@")}
         self.begun = copy.deepcopy(self.state)                  # so that a stop in rollouts saves it
-        shown = [f"{name} {value:.3f}" for name, value in results.items() if name.count("/") == least]
-        # Three fit into 80 columns.
-        rows = ["  ".join(shown[place:place + 3]) for place in range(0, len(shown), 3)]
-        self.say("\n    ".join([f"step {step:3d}  {''.join(rows[:1])}", *rows[1:]]))
+        # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
+        shown = [f"{name} {value:.3f}" for name, value in results.items()][:3]
+        self.say("  ".join([f"step {step:3d}", *shown]))
         for text in health.news(self.lines, self.settings, self.told):
             self.say(text)
-
-    def show(self, step, samples, seconds):
-        """Print the line of a step, with samples after an evaluation, and say if all scores are the same."""
-        if any(name.startswith("eval") for name in self.metrics):
-            self.say("\n".join(
-                f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44} "
-                f"reward {s['reward']:g}, truth {s['truth']!r}" for s in samples[:4]))
-        if step + 1 == health.FIRST:
-            self.say(health.same_scores(self.lines, plain_text(samples[0]["completion"]),
-                                        samples[0]["truth"]))
-        shown = "".join(f"{word} {self.metrics[name]:{form}}  " for word, name, form in CONSOLE
-                        if name in self.metrics)
-        print(f"step {step:3d}  {shown}{seconds:.1f} s")
 
     def write(self, samples=()):
         """Write the line of this step to metrics.jsonl and TensorBoard. A collective.
@@ -420,9 +401,8 @@ class RunLog:
         for name, total, count in distributed.gathered(
                 [(name, float(total), count) for name, (total, count) in self.totals.items()]):
             before, counted = summed.get(name, (0.0, 0))
-            summed[name] = before + total, None if count is None else counted + count
-        self.metrics = {name: total if count is None else total / count for name, (total, count)
-                        in summed.items() if count != 0} | self.metrics | self.timing
+            summed[name] = before + total, counted + count
+        self.metrics = {name: total / (count or 1) for name, (total, count) in summed.items()} | self.metrics
         if not self.master:
             return
         self.lines.append({key: self.metrics[key] for key in self.metrics if health.READ.match(key)})

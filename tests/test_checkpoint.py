@@ -177,9 +177,8 @@ def test_a_name_may_have_a_tilde_and_slashes(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    for out_dir in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run", tmp_path / ("x" * 300),
-                    f"{tmp_path}{20 * ('/' + 195 * 'x')}"):
-        with pytest.raises(ValueError, match="out_dir="):
+    for out_dir in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run", tmp_path / ("x" * 300)):
+        with pytest.raises(OSError, match=f"'{out_dir}"):
             checkpoint.locate_run(str(out_dir), "", "out/x")
 
 

@@ -282,11 +282,11 @@ def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
 def test_ranks_agree_on_the_number_of_micro_batches(monkeypatch, count):
     """Where another rank has nine, each has, and those that it adds are idle."""
     asked, rollouts = [], random_rollouts(24, 300)
-    monkeypatch.setattr(distributed, "largest", lambda numbers: asked.append(numbers) or [9.0])
+    monkeypatch.setattr(distributed, "gathered", lambda numbers: asked.append(numbers) or [own, 9])
     network, own = torch.nn.Linear(1, 1), len(pack(rollouts, range(count), 60))
     network.packed, network.sequence_group = True, None
     batches = [*micro_batches(network, rollouts, range(count), 60)]
-    assert asked == [[max(1, own)]] and own < 9 == len(batches) and (own > 1) == (count > 1)
+    assert asked == [[own]] and own < 9 == len(batches) and (own > 1) == (count > 1)
     assert [len(batch.sequences) > 0 for batch in batches] == [True] * own + [False] * (9 - own)
 
 

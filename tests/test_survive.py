@@ -349,21 +349,20 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     go_on = command("train_grpo.py", folder, tmp_path / "run", reward, resume="auto",
                     **settings | {"max_steps": 3})
     write("train.jsonl", ROWS[:-1] + [ROWS[-1] | {"answer": "0"}])
-    refused(go_on[1:], f"{tmp_path}/train.jsonl: the training prompts are not those of "
-                       f"{tmp_path}/run/checkpoint-2", tmp_path)
+    refused(go_on[1:], f"train_prompts: the prompts are not those of {tmp_path}/run/checkpoint-2", tmp_path)
     write("train.jsonl", ROWS)
     write("eval.jsonl", ROWS[1:9])
-    refused(go_on[1:], f"{tmp_path}/eval.jsonl: the held-out prompts are not those of", tmp_path)
+    refused(go_on[1:], "eval_prompts: the prompts are not those of", tmp_path)
     write("eval.jsonl", ROWS[:8])
     template.write_text("\n" + pretrain.CHAT_TEMPLATE)
-    refused(go_on[1:], f"{tmp_path}/eval.jsonl: the held-out prompts are not those of", tmp_path)
+    refused(go_on[1:], "eval_prompts: the prompts are not those of", tmp_path)
     template.write_text(pretrain.CHAT_TEMPLATE)
     with open(tmp_path / "rewards.py", "a") as file:
         file.write("# mended\n")
     # Other held-out prompts are no surprise where another number of them is asked for.
     output = train(folder, tmp_path / "run", reward, resume="auto",
                    **settings | {"max_steps": 3, "eval_prompts": 6})
-    assert f"reward: its file has changed since {tmp_path}/run/checkpoint-2 was written\n" in output
+    assert f"{tmp_path}/rewards.py has changed since {tmp_path}/run/checkpoint-2 was written\n" in output
     assert "has changed" not in train(folder, tmp_path / "run", reward, resume="auto",
                                       **settings | {"max_steps": 4, "eval_prompts": 6})
 
@@ -377,7 +376,7 @@ def test_a_model_that_was_changed_in_place_is_said(folder, reward_file, tmp_path
     assert "has changed" not in go_on(2)
     weights = load_file(base / "model.safetensors")
     save_file({name: 1.01 * x for name, x in weights.items()}, base / "model.safetensors", {"format": "pt"})
-    assert f"model: its file has changed since {tmp_path}/run/checkpoint-2 was written" in go_on(3)
+    assert f"{base}/model.safetensors has changed since {tmp_path}/run/checkpoint-2 was written" in go_on(3)
 
 
 def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):

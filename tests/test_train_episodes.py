@@ -229,10 +229,10 @@ def test_another_environment_is_another_run_and_a_changed_one_is_said(train, tal
     with open(tmp_path / "broken.py", "a") as file:
         file.write("# mended\n")
     _, output = train(game, resume="auto")
-    assert f"environment: its file has changed since {tmp_path}/run/checkpoint-1 was written" in output
+    assert f"{tmp_path}/broken.py has changed since {tmp_path}/run/checkpoint-1 was written" in output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["environment"] == game and config["checksums"].keys() >= {
-        "train_prompts", "eval_prompts", "environment"}
+        "train_prompts", "eval_prompts", f"{tmp_path}/broken.py"}
 
 
 # ---------------------------------------------------------------- environments that break

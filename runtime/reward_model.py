@@ -89,7 +89,13 @@ class RewardModel:
 
     def _encode(self, prompt, completion):
         if isinstance(prompt, str):
-            return self.tokenizer(prompt + self._harmless(completion)).input_ids
+            completion = self._harmless(completion)
+            # A control token may begin in the prompt and end in the completion.
+            found = self.tokenizer(prompt + completion, return_offsets_mapping=True)
+            if any(one in self.control and start < len(prompt) < end
+                   for one, (start, end) in zip(found.input_ids, found.offset_mapping)):
+                completion = " " + completion
+            return self.tokenizer(prompt + completion).input_ids
         if self.tokenizer.chat_template is None:
             raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
                              "chat template")

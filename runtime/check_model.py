@@ -71,6 +71,9 @@ def check_model(path, key="model", tokenizer=True, length=0):
     """
     path = located(path)
     in_folder, what = os.path.isdir(path), f"{key}={path}"
+    if not os.path.exists(f"{path}/config.json") and [*Path(path).glob("*.gguf")]:
+        raise ValueError(f"{what}: it holds GGUF files, which are for inference; training needs the folder "
+                         "with config.json and safetensors that they were made of")
     # transformers would make an empty tokenizer.
     if tokenizer and not has_tokenizer(path):
         raise ValueError(f"{what}: no tokenizer in this folder")

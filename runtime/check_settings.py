@@ -12,6 +12,12 @@ from configurator import check, given
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
     max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
     top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
+# Settings of your own may be negative.
+NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
+    top_k epsilon epsilon_high correction_low correction_high kl_coef entropy_coef value_clip lam
+    max_prompt_length max_turns max_environments max_num_gen_batches overlong_buffer max_staleness
+    train_prompts eval_prompts eval_interval save_interval lora_rank shard_ranks logprob_gap timeout
+    call_timeout call_workers show""".split()
 SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
@@ -92,8 +98,7 @@ def check_values(settings):
     for key, value in values.items():
         check(key not in POSITIVE or value > 0, f"{key}={value}: must be above 0")
         check(key not in POSITIVE or value < 2 ** 31, f"{key}={value}: too large")
-        check(key not in given or isinstance(value, str) or not value < 0 <= given[key],
-              f"{key}={value}: must not be negative, because its default {given.get(key)} is not")
+        check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
         if key in CHOICES:
             check(value in CHOICES[key], f"{key}={value}: choose {', '.join(CHOICES[key])}")

@@ -302,6 +302,9 @@ def opening(run, policy, data_note, updates):
         (s.environment or s.tools or s.agent) and s.call_workers and
         "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
         run.resumed and f"resumes {run.resumed}",
+        s.dtype == "bfloat16" and not (
+            torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()) and
+        "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32",
         before != run.world_size and
         f"{before} ranks wrote it: sums round differently on {run.world_size}, so the steps are not bit for "
         "bit those of an unbroken run"]))

@@ -265,7 +265,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         "unknown setting": [f"{key}=5" for key in (
             "max_step", "learnig_rate", "sync_timeout", "MAX_STEPS", "max-steps", "", "model\n", "__name__",
             "__file__", "settings", "math", "critic_model", "skip_after", "help", "\udcff", "x" * 100_000)],
-        ITSELF: "task=algebra:1000000000; train_prompts=7000; eval_prompts=5000; seed=-1",
+        ITSELF: "task=algebra:1000000000; train_prompts=7000; eval_prompts=5000",
         "model='x'": ["model='x'"], "model=": ["model=/no\nsuch"], "task": ["task=\udcff"],
         r"\.jsonl: no such file": "task=file train_file=~no/x.jsonl",
         "must be a string": [
@@ -275,7 +275,7 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
             ("temperature", "1e308"), ("timeout", "1e300"), ("call_timeout", "1e-300"),
             ("seed", 10 ** 4000))},
         runs(): ["eval_interval=0 save_interval=0",
-                 f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
+                 "seed=-1", f"seed={10 ** 30}", "learning_rate=0", "max_steps=2e0", "max_steps=+2",
                  "chat=fAlSe", "grad_clip=0", "call_timeout=0", "timeout=0", "keep_checkpoints=1_000",
                  "token_budget=1000000000", "temperature=1e-3", "system_prompt=\n"]})]
 

@@ -87,9 +87,8 @@ def checksums_of_files(settings):
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
-    state: what a script wants to find in run.state again, with the values of a new run; a script without it
-    refuses the checkpoint. Each checkpoint has run.state as JSON, and run.arrays, {name: NumPy array}, as a
-    file. Stops a script whose settings do not fit each other or the checkpoint. A collective.
+    state: what a script wants to find in run.state again, with the values of a new run. A checkpoint has
+    run.state as JSON and run.arrays, {name: NumPy array}. Stops a script that does not fit it. A collective.
     """
 
     def __init__(self, settings, script, **state):
@@ -180,8 +179,7 @@ class Run:
             os._exit(130)
 
     def due(self, interval):
-        """Return whether what happens every `interval` steps, and after the last one, is due; with 0 it is
-        due before the first step and after the last."""
+        """Return whether what comes every `interval` steps is due; it is always due after the last step."""
         step, last = self.state["step"], self.settings.max_steps
         return step == last or step % (interval or last) == 0
 

@@ -85,7 +85,7 @@ engine_correction = "token_truncate"    # weights tokens by the ratio of trainer
                                 # out: token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
                                 # geometric_mask; or none; see losses.correction_weights
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
-correction_high = 2.0           # a mask gives a higher ratio weight 0; a truncation lowers it to this
+correction_high = 2.0           # a mask gives weight 0 to one above this; a truncation lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
@@ -154,7 +154,7 @@ def save():
     later = [] if in_flight else range(next_step, min(next_step + max_staleness, max_steps))
     with log.timed("wait_for_rollouts"):
         run.state["ahead"], run.arrays = bridge.ahead(later)
-    run.save()                                                  # writes nothing before the first step
+    run.save()                                                  # not if the run has just begun
 
 
 # ---------------------------------------------------------------- the loop
@@ -209,7 +209,7 @@ for step in range(run.first_step, max_steps + 1):
     # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # pi_old is the policy before the first update. On-policy, section 5 takes logp and reads no old_logps.
+    # By default pi_old is the policy before update 1. On-policy that is logp itself, and old_logps is unread.
     on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):
         old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
@@ -220,7 +220,7 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["learning_rate"] = set_learning_rate(
             optimizer, losses.schedule(learning_rate, step, max_steps, lr_decay, warmup_steps))
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # [N]. The counts are those of the whole update, over all ranks, however it is dealt and packed.
+            # [N]. It divides by counts of the whole update, over all ranks, however that is dealt and packed.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
             new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
@@ -235,7 +235,7 @@ for step in range(run.first_step, max_steps + 1):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and not kl_estimator.startswith("k1"):     # not corrected, as in TRL
+                if reference and not kl_estimator.startswith("k1"):     # KL: no correction, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, engine_logp if max_staleness else old_logp)
                 if entropy_coef > 0:

@@ -78,7 +78,7 @@ engine_correction = "none"      # the trainer's probabilities differ a little fr
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; or none; see
                                 # losses.correction_weights
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
-correction_high = 2.0           # a mask gives a higher ratio weight 0; a truncation lowers it to this
+correction_high = 2.0           # a mask gives weight 0 to one above this; a truncation lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
@@ -89,13 +89,13 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings. run.resumed is the checkpoint to resume, or None. run.state is saved with each
-# checkpoint; its "position" is the place in the endless sequence of training prompts.
+# checkpoint; its "position" counts the training rows that were drawn, over all epochs.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)
 with input_errors():                                            # a ValueError becomes a one-line message
-    # The models' folders, without weights. A chat template that prints a date prints the day the run began.
+    # The models' folders, without weights. clock: when the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
@@ -113,38 +113,38 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # ends the run after a signal
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves and stops at a signal
 
 # ---------------------------------------------------------------- the loop
 # N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and
-# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set), r.score, r.rewards,
-# {token: reward}, whose sum is the score, and r.parts, {name: value}. {s: [len]} is a dict with a tensor for
-# each rollout, which has an entry for each sampled token.
+# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set), r.score, r.rewards
+# ({number of a sampled token: its part of the score}) and r.parts ({name: value}). {s: [len]} stands for a
+# dict: rollout s has a tensor, with an entry for each sampled token.
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
-# (packing.py). C of its tokens were sampled. For the rollouts 0 and 1 of three, with two sampled tokens each:
+# (packing.py). It predicts C sampled tokens. With the rollouts 0 and 1 of N = 3, two sampled tokens in each:
 #     batch.flat({0: [a, b], 1: [c, d], ...})  -> [a, b, c, d]              {s: [len]} to [C]
 #     batch.split([a, b, c, d])                -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
 #     batch.spread([x, y, z])                  -> [x, x, y, y]              [N] to [C]; a dict as in flat
 #     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
-# C may be 0. Forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and in
-# a sequence_group every rank computes a part of a micro-batch whose results only one of them gets.
+# C may be 0: forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and of
+# the ranks of a sequence_group, which share a micro-batch, only one gets its C results.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
         held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # this rank's rollouts
-        # A gap between engine and trainer over gap_bound stops the run. A few rollouts are enough to see it.
+        # A mean gap over gap_bound (from logprob_gap) stops the run. A few rollouts are enough to see it.
         logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
         compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
     if run.due(save_interval):
-        run.save()                                              # writes nothing before the first step
+        run.save()                                              # not if the run has just begun
     if step == max_steps:
         break
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; a text each, as a seed
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; below, a seed for each
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward
@@ -160,7 +160,7 @@ for step in range(run.first_step, max_steps + 1):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1 by the engine's logprobs
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1: the engine sampled them
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
@@ -176,7 +176,7 @@ for step in range(run.first_step, max_steps + 1):
     # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # pi_old is the policy before the first update. On-policy, section 5 takes logp and reads no old_logps.
+    # By default pi_old is the policy before update 1. On-policy that is logp itself, and old_logps is unread.
     on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):
         old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
@@ -187,7 +187,7 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["learning_rate"] = set_learning_rate(
             optimizer, losses.schedule(learning_rate, step, max_steps, lr_decay, warmup_steps))
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # [N]. The counts are those of the whole update, over all ranks, however it is dealt and packed.
+            # [N]. It divides by counts of the whole update, over all ranks, however that is dealt and packed.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
             new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
@@ -202,7 +202,7 @@ for step in range(run.first_step, max_steps + 1):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and not kl_estimator.startswith("k1"):     # not corrected, as in TRL
+                if reference and not kl_estimator.startswith("k1"):     # KL: no correction, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:

@@ -77,13 +77,13 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
 # Run checks the settings. run.resumed is the checkpoint to resume, or None. run.state is saved with each
-# checkpoint; its "position" is the place in the endless sequence of training prompts.
+# checkpoint; its "position" counts the training rows that were drawn, over all epochs.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)
 with input_errors():                                            # a ValueError becomes a one-line message
-    # The models' folders, without weights. A chat template that prints a date prints the day the run began.
+    # The models' folders, without weights. clock: when the run began, for chat templates that print a date.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
@@ -104,7 +104,7 @@ critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimize
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # ends the run after a signal
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves and stops at a signal
 
 
 def critic_metrics(value, ret, raw_adv, adv, token_rewards):
@@ -128,18 +128,18 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
         held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # this rank's rollouts
-        # A gap between engine and trainer over gap_bound stops the run. A few rollouts are enough to see it.
+        # A mean gap over gap_bound (from logprob_gap) stops the run. A few rollouts are enough to see it.
         logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
         compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
     if run.due(save_interval):
-        run.save()                                              # writes nothing before the first step
+        run.save()                                              # not if the run has just begun
     if step == max_steps:
         break
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; a text each, as a seed
+        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; below, a seed for each
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward

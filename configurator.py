@@ -61,6 +61,8 @@ def input_errors():
     try:
         yield
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and not error.filename:
+            raise
         fail(str(error) or repr(error))
 
 

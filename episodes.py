@@ -27,9 +27,10 @@ import math
 import re
 import zlib
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
 from functools import cached_property, partial
+from threading import Semaphore
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +38,7 @@ from transformers.utils import get_json_schema
 
 from runtime.chat_template import Template, tool_call
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, close, closer, closing,
-                               in_time, load_from, logging_into, name_of, outcome, shown, specs)
+                               in_thread, in_time, load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
 # What a turn consists of, besides text: thoughts, calls in the form that Qwen and many other models use, and
@@ -208,7 +209,8 @@ class Environment:
         # this may fail before the first reset.
         names = [name for name, static in inspect.getmembers_static(instance)
                  if not (name.startswith("_") or isinstance(static, (property, cached_property)))]
-        methods = {name: getattr(instance, name) for name in names if inspect.ismethod(getattr(instance, name))}
+        methods = {name: getattr(instance, name, None) for name in names}
+        methods = {name: method for name, method in methods.items() if inspect.ismethod(method)}
         if "reset" not in methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
         self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
@@ -450,14 +452,15 @@ class Player:
     def check_with(self, prompts):
         """Play two episodes of one made-up turn, so that what is broken shows before any training.
 
-        prompts: one or two data.Prompts. Returns the two Rollouts. Raises ValueError if the environment or the
-        chat template cannot be used.
+        prompts: one or two data.Prompts. Returns the two Rollouts. Raises ValueError if the environment or
+        the chat template cannot be used.
         """
         if self.make and not self.settings.agent:               # which writes its own messages
             self.template.check(self.messages(prompts[0].row["prompt"]))
         if self.tools:
             before, said = self.template.example()
-            _, calls = read_turn(self.tokenizer, self.tools, before, said, text_of(self.tokenizer, said, "stop"))
+            text = text_of(self.tokenizer, said, "stop")
+            _, calls = read_turn(self.tokenizer, self.tools, before, said, text)
             if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
                 raise ValueError(
                     f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
@@ -500,7 +503,7 @@ class Table:
 
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
-        self.threads = ThreadPoolExecutor(self.settings.call_workers or 1)
+        self.free = Semaphore(self.settings.call_workers)       # workers that have nothing to do
         self.calls = {}                         # {Future of a call in a thread: the number of its episode}
         self.numbers = itertools.count()        # of the episodes, in the order in which they begin
         # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
@@ -559,4 +562,9 @@ class Table:
             self.engine.add(wish._replace(name=number))
             self.asked += 1
         else:
-            self.calls[self.threads.submit(in_time, wish, self.settings.call_timeout)] = number
+            self.calls[in_thread(partial(self._call, wish))] = number
+
+    def _call(self, wish):
+        # In a thread of its own, because the end of a run does not wait for such threads.
+        with self.free:
+            return in_time(wish, self.settings.call_timeout)

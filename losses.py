@@ -406,7 +406,7 @@ def head_logits(hidden, weight, bias, scale=1.0, softcap=0.0, temperature=1.0):
 
     scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
     softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
-    Products of bfloat16 factors are not rounded to bfloat16: it has three digits, so that a logit of 20 would be
+    Products of bfloat16 factors are not rounded to bfloat16, which has three digits: a logit of 20 would be
     off by up to a sixteenth. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that this rounding causes
     most of the gap between engine and trainer; in the default run it caused a quarter to two fifths
     (docs/speed.md). On a CPU each call makes a float32 copy of a bfloat16 weight.

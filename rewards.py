@@ -106,7 +106,7 @@ def load_reward(spec, task):
 
 
 def verl_arguments(row):
-    # Returns verl's arguments for a row with its completion. The last truth counts; where a model scores verl's
+    # Returns verl's arguments for a row with its completion. The last truth counts; if a model scores verl's
     # row, reward_model holds none.
     model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     truths = row.get("answer"), row.get("ground_truth"), model.get("ground_truth")
@@ -144,10 +144,10 @@ def judge(reward, columns, timeout, end, workers):
     rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
     if reward.verl:
         given, by_name = rows[0], logs
+    elif "solution_strs" in inspect.signature(function).parameters:         # verl's form for a batch
+        given, by_name = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}, logs
     else:
-        given |= logs | {"trainer_state": given["trainer_state"][-1]}
-        # verl's form for a batch has these names.
-        by_name = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
+        given, by_name = given | logs | {"trainer_state": given["trainer_state"][-1]}, {}
     given = accepted(function, given, f"reward {reward.name}", by_name)
     limit = timeout and min(timeout, end - time.monotonic())
     returned, error, _ = outcome(functools.partial(function, **given), limit)
@@ -202,10 +202,12 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
             print(f"reward {reward.name} {error} for {len(completions)} completions: each is scored by a "
                   "call of its own", file=sys.stderr)
         results = [one for i in range(len(completions)) for one in call(only(columns, i))]
-    if process and any(isinstance(one, TimeUp) for one in results):
-        process.end()                                           # because calls of an async reward may go on
-    blamed = [f"the completion is {content(one)[:500]!r}" for one in completions] + ["it fails for none alone"]
-    for error, who in zip([*results, *failures], blamed):
+    if any(isinstance(one, TimeUp) for one in results):
+        failures = []                                           # one alone did fail
+        if process:
+            process.end()                                       # because calls of an async reward may go on
+    blamed = [f"the completion is {content(one)[:500]!r}" for one in completions]
+    for error, who in zip([*results, *failures], [*blamed, "it fails for none alone"]):
         if isinstance(error, Failed) and not unscored:
             raise ValueError(f"reward {reward.name} {error}; {who}") from error
     # A completion without a score gets all parts that others have.
@@ -338,9 +340,12 @@ class Scorer:
         prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
         the reward model cannot be used.
         """
-        trial = self.player.check_with(prompts)
-        self._score(trial)
-        if all(r.problem for r in trial):
+        for _ in range(3 if self.unscored else 1):              # a judge may fail now and then
+            trial = self.player.check_with(prompts)
+            self._score(trial)
+            if not all(r.problem for r in trial):
+                break
+        else:
             raise ValueError(f"{trial[0].problem} for a made-up completion: reward={self.settings.reward}, "
                              f"call_timeout={self.settings.call_timeout:g}")
         # An agent that fails in the trial is not judged, so its parts are not known yet.

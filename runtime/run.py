@@ -64,6 +64,9 @@ def read_state(resumed, state, settings, script):
     if strange := sorted(loaded.keys() - state.keys()):
         fail(f"{resumed} holds {', '.join(strange)}, which {os.path.basename(script)} would lose: resume it "
              "with the script that wrote it, or name what it holds in Run(...)")
+    has_critic = os.path.isdir(f"{resumed}/critic")
+    check(has_critic == state.get("critic", False), f"{resumed} has {'a' if has_critic else 'no'} critic, "
+                                                    f"unlike runs of {os.path.basename(script)}")
     for key in SAME:
         now, then = getattr(settings, key, ""), loaded["settings"].get(key, "")
         # A path may be spelled in another way.
@@ -120,12 +123,12 @@ class Run:
         s, before = self.settings, self.state["settings"]
         check_suits(s, folders.suits)
         self.tokenizer = folders.tokenizer
-        for key, rows in (("train_prompts", [row for _, row in train_set.named]),
-                          ("eval_prompts", eval_set)):          # these with their tokens
+        for key, file, rows in (("train_prompts", s.train_file, [row for _, row in train_set.named]),
+                                ("eval_prompts", s.eval_file or s.train_file, eval_set)):   # with tokens
             found = checkpoint.checksum_of_rows(rows)
             # If the number of held-out prompts was changed, they differ because of that.
             check(self.state["checksums"].get(key, found) == found or getattr(s, key) != before.get(key),
-                  f"{key}: the prompts are not those of {self.resumed}, so this would not be the same run")
+                  f"{file or 'task=' + s.task}: its {key} are not those of {self.resumed}")
             self.state["checksums"][key] = found
         self.notes = [forecast_note(s, self.world_size), folders.note]
         for path, found in checksums_of_files(s).items():
@@ -191,8 +194,8 @@ class Run:
         if any(distributed.gathered([bool(self.signalled)])):
             self.state |= self.log.begun
             (save or self.save)()
-            self.log.say(f"stopped by a signal after {self.state['step']} steps; --out_dir={self.out_dir} "
-                         "--resume=auto goes on")
+            more = f"--out_dir={self.out_dir} --resume=auto goes on" if self.saved else "nothing is saved"
+            self.log.say(f"stopped by a signal after {self.state['step']} steps; {more}")
             self.end()
 
     def _scale_loss(self, name, exponent):

@@ -152,6 +152,10 @@ class Failed(Exception):
     """Says that a function of the user's raised an error, its __cause__, or that it ended its process."""
 
 
+async def awaited(value):
+    return await value
+
+
 def outcome(function, seconds=0):
     """Call a function of the user's and return (its value, its error or None, the seconds that it took).
 
@@ -161,15 +165,15 @@ def outcome(function, seconds=0):
     start, value, problem = time.perf_counter(), None, None
     try:
         value = function()
-        if inspect.iscoroutine(value):
-            future = asyncio.run_coroutine_threadsafe(value, event_loop("of user code"))
+        if inspect.isawaitable(value):
+            future = asyncio.run_coroutine_threadsafe(awaited(value), event_loop("of user code"))
             value = future.result(seconds or None)
     except KeyboardInterrupt:
         raise
     # sys.exit, for example, must not end the run as if it had come to its end.
     except BaseException as error:
         # An async function that ran out of time can be cancelled; one that raised TimeoutError has ended.
-        late = isinstance(error, TimeoutError) and inspect.iscoroutine(value) and future.cancel()
+        late = isinstance(error, TimeoutError) and inspect.isawaitable(value) and future.cancel()
         value, problem = None, TimeUp() if late else Failed(f"raised {shown(error)}")
         problem.__cause__ = error
         problem.add_note(traceback.format_exc())                # which another process cannot send otherwise
@@ -193,7 +197,7 @@ def event_loop(name):
 
 
 def in_thread(function):
-    # Returns a Future of what the function returns, in a thread for which the end of the process does not wait.
+    """Return a Future of what the function returns. The end of the process does not wait for its thread."""
     future = Future()
     threading.Thread(target=lambda: future.set_result(function()), daemon=True).start()
     return future

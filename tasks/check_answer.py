@@ -26,7 +26,7 @@ LANGUAGES = [
     ("antwort|antwoord|lösung|svaret|svar|richtige option", "ist|lautet|är|er", "ergebnis|also"),
     ("ответ|вариант|відповідь|отговор|odpowiedź|odpov[ěe]ď", "равен|это|є|е|je|jest|wynosi",
      "итак|результат"),
-    ("đáp (?:án|số)|jawaban(?:nya)?|cevap|yanıt|válasz|vastaus|απάντηση", "là|(?:ad|i)alah|az|είναι",
+    ("cevap|đáp (?:án|số)|jawaban(?:nya)?|yanıt|válasz|vastaus|απάντηση", "là|(?:ad|i)alah|az|είναι",
      "kết quả là"),
     ("उत्तर|উত্তর|คำตอบ|الإجابة|الجواب|پاسخ|תשובה", "है|হলো?|คือ|هي|هو|برابر|היא", "∴|⇒|=>")]
 NOUN, VERB, SO = ("|".join(column) for column in zip(*LANGUAGES))
@@ -49,7 +49,7 @@ LEADING = re.compile(rf"^.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:is|are|get|have|equa
                      r"[\s,:：*}]*", re.I)
 # What may follow an answer in its line: `18 because`, `18 is the answer`, `18</s>`
 TAIL = re.compile(
-    rf"(?:[ ,]?\(?{EDGE}(?:because|since|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
+    rf"(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
     rf"是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|이에요|예요|है|।){EDGE}|</|<\|).*", re.I | re.S)
 # The end of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
@@ -149,8 +149,10 @@ SYMBOLS = {rf"\{name}": name for name in FUNCTIONS} | {
     r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\frac": r"\dfrac \tfrac \cfrac",
     r"\binom": r"\dbinom \tbinom", r"\pi": "π pi", r"\sqrt": "√ sqrt", r"\theta": "θ", r"\pm": "±",
     r"\infty": r"∞ \inf \infinity inf infinity", r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈",
-    r"\emptyset": r"\varnothing ∅", "mi/h": "mph", "km/h": "kph", "%": r"\% percent", " ": r"\, \; \quad ~",
-    "": r"\left \right \big \bigl \bigr \bigg \Big \displaystyle \! \( \) \[ \] \$ $ £ € ¥ ₹ \degree °"}
+    r"\emptyset": r"\varnothing ∅", "mi/h": "mph", "km/h": "kph", "%": r"\% percent",
+    " ": r"\, \; \: \quad \qquad ~",
+    "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \Big \Bigl \Bigr \Bigg \displaystyle \! \( \) "
+        r"\[ \] \$ $ £ € ¥ ₹ \degree °"}
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in SYMBOLS.items() for each in names.split()}
 # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12. The
 # last row removes characters without width.
@@ -175,8 +177,9 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
      r"(?:\(\d\)(?:[\s,;]|and)*){2,})$", lambda found: ", ".join(re.findall(r"[A-J\d]", found[1])).lower()),
     # Words have no capitals, but m and M, and kT and KT are not the same.
     (r"(?<![a-zA-Z\\])(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|No)(?![a-zA-Z])", lambda found: found[0].lower()),
-    # 5 x 10^3, and 1:9
-    (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
+    # 5 x 10^3, (1, 2] U [3, 4), \{x: x>3\}, and 1:9
+    (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
+    (r"(\\\{\s*[a-z]\s*):", r"\1|"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
     # 1 1/2 and 1\frac12
     (r"(?<![\d./^])(\d+)\s*(\\frac\s*(?:\d|\{\d+\})\s*(?:\d|\{\d+\})|(?<=\s)\d+/\d+(?![\d./]))", r"(\1+\2)"),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even
@@ -193,7 +196,7 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
 UNITS = {name: names.split()[0] for names in (
     "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|nm|"
     "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|j|am|"
-    "pm|ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|"
+    "pm|hz|kw|ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|"
     "week 周|month 月|yr year 年|/ per|2 square sq|3 cubic").split("|")
     for word in names.split() for name in (word, word + "s")}
 UNITS |= {f"upright{letter}": UNITS.get(letter, letter) for letter in "acghjklmnstvw"}

@@ -849,9 +849,9 @@ def resume_cases(add):
     for base in ("grpo", "dapo", "ppo"):
         resumed(f"{base} goes on", runs("resumes "), base=base, after=resumed_steps)
         resumed(f"{base}, auto", runs("resumes "), base=base, after=resumed_steps, resume="auto")
-    for base, script, words in (("grpo", PPO, "critic: no such folder"), ("dapo", GRPO, runs("resumes ")),
+    for base, script, words in (("grpo", PPO, "no critic"), ("dapo", GRPO, runs("resumes ")),
                                 ("ppo", GRPO, "holds critic"), ("ppo", DAPO, "holds critic"),
-                                ("dapo", PPO, "critic: no such folder"),
+                                ("dapo", PPO, "no critic"),
                                 ("grpo", DAPO, runs("resumes "))):
         resumed(f"{base} by {script}", words, base=base, script=script)
     add_all(lambda name, expected, resume: resumed(

@@ -80,7 +80,7 @@ GSM8K = [{"question": "She sold 48, then half. How many?", "answer": "48/2 = 24\
 
 def test_gsm8k(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".cache/gsm8k").mkdir(parents=True)
+    (tmp_path / ".cache/gsm8k").mkdir(parents=True, exist_ok=True)
     write(tmp_path / ".cache/gsm8k/train.jsonl", *GSM8K)
     load = lambda split, count=0: [row for _, row in data.named_rows(SimpleNamespace(**SETTINGS | {
         "task": "gsm8k", f"{split}_prompts": count}), split)]
@@ -101,19 +101,19 @@ def test_gsm8k(tmp_path, monkeypatch):
 
 
 def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
-    fetch = urllib.request.urlretrieve
-
-    def offline(*args):
+    def offline(url, timeout):
         raise urllib.error.URLError("no network")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(urllib.request, "urlretrieve", offline)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
     with pytest.raises(ValueError, match=r"no network.*Download https.*/test\.jsonl.* put it at .*--task"):
         data.gsm8k_rows("eval")
     remote = tmp_path / "remote.jsonl"
     write(remote, *GSM8K)
-    monkeypatch.setattr(urllib.request, "urlretrieve", lambda url, path: fetch(f"file://{remote}", path))
+    (tmp_path / ".cache/gsm8k").mkdir(parents=True, exist_ok=True)
+    (tmp_path / ".cache/gsm8k/test.jsonl").touch()              # an empty file is none
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: remote.open("rb"))
     rows = data.gsm8k_rows("eval")
-    monkeypatch.setattr(urllib.request, "urlretrieve", offline)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
     assert data.gsm8k_rows("eval") == rows and len(rows) == 2
     assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
 

@@ -91,7 +91,8 @@ def seconds(sampler, name, rows, threads=0):
 distributed.set_up()
 with tempfile.TemporaryDirectory() as folder:
     tokenizer = pretrain.make_tokenizer()
-    pretrain.save(pretrain.make_model(tokenizer), tokenizer, f"{folder}/model")
+    for part in (pretrain.make_model(tokenizer).bfloat16(), tokenizer):
+        part.save_pretrained(f"{folder}/model")
     tokenizer = load_tokenizer(f"{folder}/model")
     with open(f"{folder}/game.py", "w") as file:
         file.write(ENVIRONMENT)

@@ -385,7 +385,7 @@ import runpy
 import rollout
 plain, fill = rollout.sample_tokens, rollout.HFEngine.load_weights
 def colder():
-    rollout.sample_tokens = lambda logits, uniform, heat, *rest: plain(logits, uniform, 0.8 * heat, *rest)
+    rollout.sample_tokens = lambda logits, uniform, heat, *rest: plain(logits, uniform, 0.7 * heat, *rest)
 HARM
 runpy.run_path("train_grpo.py", run_name="__main__")
 """

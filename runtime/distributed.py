@@ -23,7 +23,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
 import torch
 import torch.distributed as dist
 
-from configurator import tell_launcher
+from configurator import input_errors, tell_launcher
 from runtime.user_code import closing, make_lenient
 
 
@@ -52,7 +52,8 @@ def set_up(timeout=0.0, sequence_parallel_size=1, shard_ranks=0, role=None):
         torch.cuda.set_device(device)
     # PyTorch's own limit on each collective comes after the watchdog's, which says more.
     limit = datetime.timedelta(seconds=min(max(1800, 2 * timeout), 1e6) if timeout > 0 else 1e6)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
+    with input_errors():                                        # RANK alone, for example
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **group)
     world_size = dist.get_world_size()
     # If a size does not divide the ranks, it is ignored here. For ranks that train, check_run refuses it
     # next; ranks that are only engines do not need it.

@@ -124,8 +124,10 @@ python -m bench.models
 
 The script gives each of {count} families a small model with random weights and trains it for two steps with either
 engine, on a CPU, with transformers {transformers}. A number is the mean gap between the logprobs of engine and trainer
-after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. None of it has been run on a GPU. The lists below the
-tables say why a model was refused or a run stopped. Most of these reasons concern vLLM's CPU build.
+after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. None of it has been run on a GPU. With transformers
+5.24 (a run in November 2026) the results were the same, except that `gptj` packs its rows, `gemma4` asks for no
+torchvision, and the gap of `hunyuan_v1_moe` with plain PyTorch is 1e-04. The lists below the tables say why a model was
+refused or a run stopped. Most of these reasons concern vLLM's CPU build.
 
 - *A sequence per row*: in a packed row the sequences of such a model would see each other. The run finds this out when
   it loads the model, says so, and gives each sequence a row of its own, padded to the longest. How much longer an

@@ -25,8 +25,8 @@ from types import SimpleNamespace
 
 # What config files and the command line set, once configure has run: {setting: the script's default}.
 given = {}
-# The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
 KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that assigns a setting
+# The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
 
 
@@ -56,7 +56,7 @@ def check(ok, message):
 
 @contextlib.contextmanager
 def input_errors():
-    """Stop the script with the message of a ValueError, or of an OSError, which names a file, and without a
+    """Stop the script with the message of a ValueError, or of an OSError that names a file, and without a
     traceback, because its user can correct it."""
     try:
         yield

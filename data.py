@@ -89,11 +89,12 @@ def gsm8k_rows(split):
     name = {"train": "train.jsonl", "eval": "test.jsonl"}[split]
     url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
     path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
+    part = f"{path}.{os.getpid()}"
     if not os.path.exists(path) or os.path.getsize(path) == 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
             with urllib.request.urlopen(url, timeout=30) as response:
-                Path(part := f"{path}.{os.getpid()}").write_bytes(response.read())
+                Path(part).write_bytes(response.read())
         except OSError as error:
             raise ValueError(f"gsm8k: {error}. Download {url} elsewhere and put it at {path}, or use a file "
                              "of your own rows: --task=file --train_file=...") from error

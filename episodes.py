@@ -171,7 +171,9 @@ def result_of(value):
 
 class OnlyTools:
     """The environment of a run that has only functions as tools."""
-    reset = lambda self: None
+
+    def reset(self):
+        pass
 
 
 class Environment:

@@ -75,6 +75,9 @@ OWN = {"algebra": accuracy, "arithmetic": accuracy}
 GYM = "tasks.reasoning_gym:gym_score"               # of the tasks that begin with reasoning_gym:
 
 
+TRL = {"prompts", "completions", "completion_ids"}      # one of them is in each function of TRL's form
+
+
 class Reward(NamedTuple):
     """A reward function, and how it is called."""
     name: str                   # under which it is logged
@@ -100,7 +103,7 @@ def load_reward(spec, task):
     spec += ":compute_score" if spec.endswith(".py") else ""
     function = load_from(spec, "reward", "function", " or math_verify")
     parameters = inspect.signature(function).parameters.keys()
-    verl = "solution_str" in parameters and not {"prompts", "completions", "completion_ids"} & parameters
+    verl = "solution_str" in parameters and not TRL & parameters
     at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
     return Reward(name_of(function), spec, verl, at_once, "environments" in parameters)
 
@@ -141,10 +144,11 @@ def judge(reward, columns, timeout, end, workers):
     # A reward that changes what it gets must not change the rows of the run.
     given = {key: values if key == "environments" else copy.deepcopy(values)
              for key, values in columns.items()}
-    rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
+    parameters = inspect.signature(function).parameters.keys()
     if reward.verl:
-        given, by_name = rows[0], logs
-    elif "solution_strs" in inspect.signature(function).parameters:         # verl's form for a batch
+        given, by_name = verl_arguments({key: values[0] for key, values in given.items()}), logs
+    elif "solution_strs" in parameters and not TRL & parameters:            # verl's form for a batch
+        rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
         given, by_name = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}, logs
     else:
         given, by_name = given | logs | {"trainer_state": given["trainer_state"][-1]}, {}

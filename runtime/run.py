@@ -162,8 +162,8 @@ class Run:
         with input_errors():
             self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state)
         self.log.say(said)
-        for place in networks if self.settings.dtype == "float16" else ():
-            self._scale_loss(name := place or "actor", self.state["loss_scale"].get(name, FIRST_SCALE))
+        for name in [place or "actor" for place in networks] if self.settings.dtype == "float16" else ():
+            self._scale_loss(name, self.state["loss_scale"].get(name, FIRST_SCALE))
         engine.version, engine.stop = self.first_step, self.stop
         if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
             engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
@@ -194,8 +194,8 @@ class Run:
         if any(distributed.gathered([bool(self.signalled)])):
             self.state |= self.log.begun
             (save or self.save)()
-            more = f"--out_dir={self.out_dir} --resume=auto goes on" if self.saved else "nothing is saved"
-            self.log.say(f"stopped by a signal after {self.state['step']} steps; {more}")
+            more = self.saved > self.first_step and f"--out_dir={self.out_dir} --resume=auto goes on"
+            self.log.say(f"stopped by a signal after {self.state['step']} steps; {more or 'nothing to save'}")
             self.end()
 
     def _scale_loss(self, name, exponent):

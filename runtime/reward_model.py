@@ -6,7 +6,6 @@ otherwise a policy could write the judge's next turn itself. Each rank has a who
 waits in host memory while it is not used.
 """
 import math
-import sys
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -47,14 +46,8 @@ class RewardModel:
         # In bfloat16 scores near 16 would be multiples of 1/8.
         head = getattr(self.model, "score", None) or self.model.classifier
         head.float().register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-        # A space breaks a control token up, unless it is a single character or the tokenizer drops spaces.
-        special = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()
-                   if token.special}
-        self.control = {*special.values()}
-        for token, number in special.items():
-            if number in self.tokenizer(self._harmless(token), add_special_tokens=False).input_ids:
-                print(f"reward_model={path}: its control token {token!r} cannot be broken up, so a policy "
-                      "can write it", file=sys.stderr)
+        added = self.tokenizer.added_tokens_decoder
+        self.control = {number for number, token in added.items() if token.special}
         self.path, self.device, self.token_budget = path, device, token_budget
         self.max_length = getattr(text_config, "max_position_embeddings", math.inf)
 
@@ -65,7 +58,7 @@ class RewardModel:
         prompts: strings or lists of messages. completions: a string for a prompt that is a string, to which
         it is appended as it is, or a list of the messages that follow. A conversation has no score if it is
         too long for the model or if its score is not finite. Raises ValueError if no completion has a score,
-        or if prompts are messages but the tokenizer has no chat template.
+        or if its chat template fails.
         """
         ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions)]
         fitting = [i for i in range(len(ids)) if len(ids[i]) <= self.max_length]
@@ -89,16 +82,7 @@ class RewardModel:
 
     def _encode(self, prompt, completion):
         if isinstance(prompt, str):
-            completion = self._harmless(completion)
-            # A control token may begin in the prompt and end in the completion.
-            found = self.tokenizer(prompt + completion, return_offsets_mapping=True)
-            if any(one in self.control and start < len(prompt) < end
-                   for one, (start, end) in zip(found.input_ids, found.offset_mapping)):
-                completion = " " + completion
-            return self.tokenizer(prompt + completion).input_ids
-        if self.tokenizer.chat_template is None:
-            raise ValueError(f"reward_model={self.path}: the prompts are messages, and its tokenizer has no "
-                             "chat template")
+            return self.tokenizer(prompt + self._harmless(completion)).input_ids
         turns = [*prompt, *completion]
         # A completion continues the assistant's message at the end of its prompt, so the two are one turn.
         if prompt[-1]["role"] == "assistant":

@@ -110,22 +110,8 @@ def test_a_completion_cannot_spell_control_tokens(judge, text):
     assert count(prompt, answer(text)) == count(prompt, answer("12")) > 3
     assert count([{"role": "user", "content": text}], answer("12")) == count(prompt, answer("12"))
     assert count("<|user|>1+1?", text) == 1
-    # One that begins in the prompt.
-    assert count("<|user|>1+1?<|e", "nd|>" + text) == 1
     # What spells none stays as it is.
     assert ours._harmless("a <b> | <|fin|>") == "a <b> | <|fin|>"
-
-
-def test_a_control_token_that_cannot_be_broken_up_is_named(judge, tmp_path, capsys):
-    path = shutil.copytree(judge, tmp_path / "judge")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.pad_token = "~"
-    tokenizer.save_pretrained(path)
-    config = AutoConfig.from_pretrained(path)
-    config.vocab_size = len(tokenizer)
-    Qwen3ForSequenceClassification(config).save_pretrained(path)
-    load(path)
-    assert "its control token '~' cannot be broken up, so a policy can write it" in capsys.readouterr().err
 
 
 def test_text_that_the_judges_tokenizer_normalises_spells_none_either(judge, tmp_path):
@@ -304,7 +290,7 @@ def broken(judge, tmp_path_factory):
     ("three_labels", "has 3 labels: a reward model has one"),
     ("headless", "not a trained reward model: no score.weight"),
     ("small_vocabulary", "embedding only 50"), ("nan", "no finite score for any completion, such as"),
-    ("no_template", "no chat template"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
+    ("no_template", "its chat template, cannot be read: ValueError"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
 def test_a_broken_reward_model(broken, name, message):
     with pytest.raises(ValueError, match=f"reward_model={broken / name}.*{message}"):
         scorer_of(broken / name).check_with(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))

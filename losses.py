@@ -32,16 +32,9 @@ def grouped(scores, num_generations):
     """Return three [P, G] tensors: scores, a mask of those that are not NaN, and score - group mean, which
     is 0 at NaN, and exactly 0 in a group of equal scores."""
     groups = scores.double().view(-1, num_generations)            # [P, G]
-    scored = ~groups.isnan()                                      # [P, G]
-    low, high = (groups.nan_to_num(nan).aminmax(dim=1, keepdim=True)[end]               # [P, 1]
-                 for end, nan in enumerate((math.inf, -math.inf)))
-    differ = scored & (low < high)
-    return groups, scored, torch.where(differ, groups - groups.nanmean(1, keepdim=True), 0.0)
-
-
-def flattened(adv, scores):
-    """Return the advantages [P, G] in the shape of scores [N], in float32, with 0 where a score is NaN."""
-    return torch.where(scores.isnan(), 0.0, adv.flatten()).float()
+    # A mean of equal scores may be rounded. That of their distances from the lowest one is exactly 0.
+    above = groups - groups.nan_to_num(math.inf).amin(1, keepdim=True)
+    return groups, ~groups.isnan(), (above - above.nanmean(1, keepdim=True)).nan_to_num()
 
 
 def group_std(scores, num_generations):
@@ -56,13 +49,13 @@ def grpo(scores, num_generations, **_):
     Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; the 1e-4 comes from TRL.
     Example: scores [1, 0, 0, 0], G = 4 -> std 0.5, advantages about [1.5, -0.5, -0.5, -0.5]."""
     _, _, centred = grouped(scores, num_generations)
-    return flattened(centred / (group_std(scores, num_generations)[:, None] + 1e-4), scores)
+    return (centred / (group_std(scores, num_generations)[:, None] + 1e-4)).flatten().float()
 
 
 def dr_grpo(scores, num_generations, **_):
     """advantage = score - mean of the prompt's scores. Dividing by their std would favour prompts whose
     answers are nearly all right or nearly all wrong: Liu et al. 2025, https://arxiv.org/abs/2503.20783."""
-    return flattened(grouped(scores, num_generations)[2], scores)
+    return grouped(scores, num_generations)[2].flatten().float()
 
 
 def grpo_batch(scores, num_generations, **_):
@@ -70,7 +63,7 @@ def grpo_batch(scores, num_generations, **_):
     has the divisor n - 1. Lite PPO, Liu et al. 2025, https://arxiv.org/abs/2508.08221."""
     groups, scored, centred = grouped(scores, num_generations)
     std = groups[scored].std() if scored.sum() > 1 else 0.0
-    return flattened(centred / (std + 1e-4), scores)
+    return (centred / (std + 1e-4)).flatten().float()
 
 
 def rloo(scores, num_generations, **_):
@@ -78,25 +71,25 @@ def rloo(scores, num_generations, **_):
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. Example: [1, 0, 0, 0] -> [1, -1/3, -1/3, -1/3]."""
     _, scored, centred = grouped(scores, num_generations)
     count = scored.sum(1, keepdim=True)                           # [P, 1]
-    return flattened(centred * count / (count - 1).clamp(min=1), scores)
+    return (centred * count / (count - 1).clamp(min=1)).flatten().float()
 
 
-def whitened_by_length(groups, tokens):
-    """Return (value - mean) / (std + 1e-8), [P, G], with mean and std (divisor n) over the batch's tokens."""
-    total = tokens.sum().clamp(min=1)
-    return whiten(groups, lambda values: (tokens * values).sum() / total)
+def whitened(values, scores, lengths):
+    """Return (value - mean) / (std + 1e-8), [N], with mean and std (divisor n) over the tokens of completions
+    with a score, and 0 for the others."""
+    scored = ~scores.isnan()
+    tokens = lengths * scored
+    return (whiten(values, lambda x: (tokens * x).sum() / tokens.sum().clamp(min=1)) * scored).float()
 
 
 def reinforce_plus_plus(scores, num_generations, *, lengths, **_):
     """advantage = score, whitened over all tokens. Hu et al. 2025, https://arxiv.org/abs/2501.03262."""
-    groups, scored, _ = grouped(scores, num_generations)
-    return flattened(whitened_by_length(groups.nan_to_num(), lengths.view_as(groups) * scored), scores)
+    return whitened(scores.double().nan_to_num(), scores, lengths)
 
 
 def reinforce_plus_plus_baseline(scores, num_generations, *, lengths, **_):
     """advantage = score - mean of the prompt's scores, whitened over all tokens. Hu et al. 2025."""
-    _, scored, centred = grouped(scores, num_generations)
-    return flattened(whitened_by_length(centred, lengths.view_as(centred) * scored), scores)
+    return whitened(grouped(scores, num_generations)[2].flatten(), scores, lengths)
 
 
 def grpo_process(scores, num_generations, *, lengths, rewards, **_):

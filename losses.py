@@ -17,16 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 # ---------------------------------------------------------------- advantages
-# Each function is called with (scores, num_generations, lengths=..., rewards=..., parts=..., weights=...) and
-# declares the keywords that it uses. It returns the advantages in float32: [N], or {s: [len]} if each token
-# has an advantage of its own. The statistics are computed in float64.
+# Each function is called with (scores, num_generations, lengths=..., rewards=...) and declares the keywords
+# that it uses. It returns the advantages in float32: [N], or {s: [len]} if each token has an advantage of its
+# own. The statistics are computed in float64.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
 #   rewards: for each completion a dict {sampled token: the part of the score that the token was given}.
-#   parts: for each completion a dict {name: value} of the reward's parts; NaN stands for no value.
-#   weights: a dict {name: weight} of parts; a part that it does not name has the weight 1.
-# A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++,
-# reinforce++_baseline, and gdpo, where parts may differ that add up to the same.
+# A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
+# reinforce++_baseline.
 
 def grouped(scores, num_generations):
     """Return three [P, G] tensors: scores, a mask of those that are not NaN, and score - group mean, which
@@ -107,21 +105,6 @@ def grpo_process(scores, num_generations, *, lengths, rewards, **_):
     return adv
 
 
-def gdpo(scores, num_generations, *, parts, weights, **_):
-    """advantage = grpo_batch of the sum of weight * grpo(part) over the reward's parts, each of which counts
-    by its weight, whatever its spread. A part that is NaN adds 0. Raises ValueError for a part named score,
-    which stands for all. Liu et al. 2026, https://arxiv.org/abs/2601.05242, section 3."""
-    totals = torch.where(scores.isnan(), math.nan, 0.0).double()
-    for name in dict.fromkeys(name for own in parts for name in own):
-        if name == "score":
-            raise ValueError("advantage=gdpo: the reward's parts are normalised, so none may be named score")
-        values = torch.tensor([own.get(name, math.nan) for own in parts], dtype=torch.float64,
-                              device=scores.device)
-        values = torch.where(scores.isnan(), math.nan, values)
-        totals += weights.get(name, 1.0) * grpo(values, num_generations)
-    return grpo_batch(totals, num_generations)
-
-
 def none(scores, num_generations, **_):
     """advantage = 0, whatever the scores: for kl_estimator=k1_advantage, which adds to it."""
     return torch.zeros_like(scores, dtype=torch.float32)
@@ -129,7 +112,7 @@ def none(scores, num_generations, **_):
 
 ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo,
               "reinforce++": reinforce_plus_plus, "reinforce++_baseline": reinforce_plus_plus_baseline,
-              "grpo_process": grpo_process, "gdpo": gdpo, "none": none}
+              "grpo_process": grpo_process, "none": none}
 
 
 def overlong_penalty(lengths, max_length, buffer):

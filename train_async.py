@@ -65,7 +65,7 @@ in_flight = False               # new weights enter in the middle of completions
 vllm_gpu_memory_utilization = 0.9  # fraction of the GPU's memory that vLLM may take, where it runs alone
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
@@ -111,7 +111,6 @@ with input_errors():
     # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
     folders = open_folders(settings, longest, clock)
     tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
-    part_weights = rewards.part_weights(reward_weights)         # {name: weight} of the parts of the reward
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
     # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
@@ -198,8 +197,7 @@ for step in range(run.first_step, max_steps + 1):
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
-                                       parts=[r.parts for r in rollouts], weights=part_weights)
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 

@@ -58,7 +58,7 @@ overlong_buffer = 12            # tokens before max_completion_length over which
 mask_truncated = False          # leave completions that were cut off out of the loss and its denominator
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
@@ -181,8 +181,7 @@ for step in range(run.first_step, max_steps + 1):
     log.metrics["rewards/shaped/mean"] = scores.nanmean().nan_to_num().item()           # DAPO
     scores = scores.masked_fill(left_out, math.nan)                                     # DAPO
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
-                                       parts=[r.parts for r in rollouts], weights=scorer.weights)
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
     cut_off = torch.tensor([r.finish_reason == "length" for r in rollouts])                         # DAPO

@@ -57,7 +57,7 @@ resume = ""                     # a checkpoint, or auto for the newest one in ou
 from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
-advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, gdpo, rloo,
+advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo,
                                 # reinforce++, reinforce++_baseline, none; see losses.ADVANTAGES
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 kl_estimator = "k3"             # k2, k3, k3+ or k3_is adds the KL to the loss, k1_reward subtracts it from
@@ -165,8 +165,7 @@ for step in range(run.first_step, max_steps + 1):
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts],
-                                       parts=[r.parts for r in rollouts], weights=scorer.weights)
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 

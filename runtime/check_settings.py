@@ -80,15 +80,15 @@ RULES = (
      advantage != "none" or kl_coef > 0 and kl_estimator == "k1_advantage",
      " teaches nothing without kl_estimator=k1_advantage and a kl_coef above 0"),
     (lambda advantage, kl_estimator, kl_coef:
-     advantage not in ("grpo_process", "gdpo") or kl_coef == 0 or kl_estimator != "k1_reward",
-     " takes the rewards of steps or parts: kl_estimator=k1_reward changes none"),
+     advantage != "grpo_process" or kl_coef == 0 or kl_estimator != "k1_reward",
+     " takes the rewards of steps: kl_estimator=k1_reward changes none"),
     # what a step of DAPO trains on
     (lambda max_num_gen_batches, advantage:
-     max_num_gen_batches == 0 or advantage not in ("reinforce++", "gdpo", "grpo_process", "none"),
+     max_num_gen_batches == 0 or advantage not in ("reinforce++", "grpo_process", "none"),
      " leaves out prompts that teach something with advantage={advantage}"),
     (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
      ": more than max_completion_length={max_completion_length}"),
-    (lambda overlong_buffer, advantage: not overlong_buffer or advantage not in ("grpo_process", "gdpo"),
+    (lambda overlong_buffer, advantage: not overlong_buffer or advantage != "grpo_process",
      ": advantage={advantage} cannot take such a penalty"))
 
 

@@ -23,7 +23,7 @@ KINDS = ["grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce++", "reinforce++_ba
 ADDED = [kind for kind in ("opo", "pass_at_k", "remax") if kind in losses.ADVANTAGES]
 KINDS += ADDED
 OF_THE_GROUP = ["grpo", "dr_grpo", "rloo", "grpo_process", *ADDED[:2]]  # nothing but the group's rewards matters
-ONLY_ADDED = pytest.mark.skipif(not ADDED, reason="docs/recipes.md adds remax")
+ONLY_ADDED = pytest.mark.skipif(not ADDED, reason="docs/recipes.md adds remax and gdpo")
 
 
 def advantages(kind, rewards, G, lengths=None, greedy=None, pass_k=2):
@@ -159,6 +159,7 @@ def slow_gdpo(parts, weights, G):
     return [(total - mean) / (std + 1e-4) if i in rated else 0.0 for i, total in enumerate(totals)]
 
 
+@ONLY_ADDED
 def test_gdpo():
     nan = math.nan
     parts = [{"right": 1.0, "brief": -0.3}, {"right": 0.0, "brief": -0.1}, {"right": 0.0, "brief": nan},

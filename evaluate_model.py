@@ -13,10 +13,10 @@ from runtime import distributed         # first, because runtime sets what PyTor
 import data
 import rewards
 import rollout
-from configurator import check, configure, input_errors, printable
+from configurator import check, check_suits, check_values, configure, input_errors, printable
 from episodes import Player
-from runtime.check_settings import check_suits, check_values
 from runtime.check_model import check_model, end_tokens, load_tokenizer, read_config
+from runtime.metrics import evaluation, failures
 # ------------------------------------------------------------------------------------------------------------
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 prompt = ""                     # a prompt of your own, whose completions are printed and not scored
@@ -99,11 +99,11 @@ if output:
                       "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}
                      for r in group]
             # None if no sample was scored.
-            mean = rewards.evaluation(group, samples).get(f"eval/mean@{samples}")
+            mean = evaluation(group, samples).get(f"eval/mean@{samples}")
             line = group[0].row | {f"mean@{samples}": mean, "samples": shown}
             file.write(json.dumps(line, default=str) + "\n")
-if problems := rewards.failures(rollouts):
+if problems := failures(rollouts):
     print(f"{len(problems)} of {len(rollouts)} completions were not scored; the first: {problems[0]}")
-for name, value in rewards.evaluation(rollouts, samples).items():
+for name, value in evaluation(rollouts, samples).items():
     print(f"{name:40} {value:.4f}")
 distributed.leave()

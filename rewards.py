@@ -3,7 +3,6 @@
     load_reward   finds the task's own reward, math_verify, or a function of yours ("file.py:function")
     score         calls a reward on completions and checks what it returns
     Scorer        scores rollouts by the rewards and the reward model that a run's settings name
-    evaluation    returns mean@k, pass@k and maj@k of scored rollouts
 """
 import bisect
 import contextlib
@@ -14,17 +13,15 @@ import math
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
-
-from tasks.check_answer import check_answer, extract_answer, read
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
-                               logging_into, name_of, outcome, shown, source_of, specs)
+from tasks.check_answer import check_answer, extract_answer
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, content,
+                               load_from, logging_into, name_of, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -33,11 +30,6 @@ from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted
 # score), where the token that holds the character gets the score (a process reward). As in TRL, a completion
 # is a string if its prompt is a string, and if the prompt is a list of messages it is the list of the
 # messages that follow.
-
-
-def content(completion):
-    """Return the text of a completion: the string, or the content of the last message."""
-    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 # This finds a number such as 7, -3/4 or 0.5 at the end of a text, behind "Answer:" or in a box.
@@ -164,9 +156,6 @@ def judge(reward, columns, timeout, end, workers):
                          "values, one for each completion")
     return [(*parts_of(reward.name, value, content(completion)), log)
             for value, completion, log in zip(returned, completions, logged)]
-
-
-TIMED_OUT = f"the reward {TimeUp()}"
 
 
 def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, unscored=False):
@@ -410,135 +399,3 @@ def part_weights(text):
         if all(name and math.isfinite(float(weight)) for name, _, weight in pairs):
             return {name: float(weight) for name, _, weight in pairs}
     raise ValueError(f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5")
-
-
-def mean(values):
-    # Returns the mean, or 0 if there are no values.
-    return sum(values) / max(len(values), 1)
-
-
-def part_means(parts, prefix):
-    """Return {prefix/name/mean: mean} of the numbers in dicts, without NaN; the mean of none is 0."""
-    values = defaultdict(list)
-    for name, value in (pair for one in parts for pair in one.items()):
-        if not isinstance(value, str):
-            # Without NaN and infinity, and without what overflows as a sum.
-            values[name] += [value] if abs(value) < 1e300 else []
-    return {f"{prefix}/{name}/mean": math.fsum(some) / max(len(some), 1) for name, some in values.items()}
-
-
-def reward_means(rollouts, prefix):
-    # Returns the mean of each part of the score, and the share of completions without a final answer.
-    answered = [r.answered for r in rollouts if r.answered is not None]
-    return part_means([r.parts for r in rollouts], prefix) | (
-        {f"{prefix}/no_answer": mean([not one for one in answered])} if answered else {})
-
-
-def evaluation(rollouts, k, name="eval"):
-    """Return mean@k, pass@k and maj@k of scored rollouts, where each prompt has k adjacent ones.
-
-    mean@k  the mean score
-    pass@k  the mean over prompts of the best of k scores; for scores of 0 and 1 this is how often any of the
-            k answers is right
-    maj@k   the mean over prompts of the score of the commonest answer, or of the first one in a tie. 1/2 and
-            0.5 are the same answer, a completion without an answer has no vote, and where there are no votes
-            the first completion counts
-    The figures over all prompts are called {name}/..., those over the prompts of a source
-    {name}/{source}/.... Completions without a score are ignored. The mean of each part is
-    {name}/rewards/{part}/mean. mean_length is the number of sampled tokens, clipped_ratio the share of
-    completions that were cut off, right_ended the share of those with a score above 0 that ended by
-    themselves, and unscored counts those whose reward or episode failed.
-    """
-    values = defaultdict(list)
-    for i in range(0, len(rollouts), k):
-        scored = [r for r in rollouts[i:i + k] if not math.isnan(r.score)]
-        if not scored:
-            continue
-        scores = [r.score for r in scored]
-        answers = [extract_answer(content(r.completion)) for r in scored]
-        # An answer votes by its exact value, or by its text if it has none.
-        answers = [None if answer is None else read(answer)[0] for answer in answers]
-        votes = [answer is not None and answers.count(answer) for answer in answers]
-        winner = votes.index(max(votes))
-        source = rollouts[i].row.get("source")
-        for prefix in [name] if source in (None, "") else [name, f"{name}/{source}"]:
-            values[f"{prefix}/mean@{k}"].append(mean(scores))
-            values[f"{prefix}/pass@{k}"].append(max(scores))
-            values[f"{prefix}/maj@{k}"].append(scores[winner])
-    return {key: mean(each) for key, each in values.items()} | {
-        f"{name}/unscored": len(failures(rollouts)),
-        f"{name}/mean_length": mean([len(r.logprobs) for r in rollouts]),
-        f"{name}/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts]),
-        f"{name}/right_ended": mean([r.finish_reason == "stop" for r in rollouts if r.score > 0]),
-        **reward_means(rollouts, f"{name}/rewards")}
-
-
-def failures(rollouts):
-    """Return why completions have no score, or the score 0 because a call took too long: a text for each."""
-    return [r.counts.get("problem") or r.problem or "the reward gave no score" for r in rollouts
-            if r.problem or math.isnan(r.score)]
-
-
-def evaluate(prompts, k, sample, scorer, log, name="eval", **sampling):
-    """Sample k completions per prompt, with the same seeds every time, score them, and log an evaluation.
-
-    sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples for
-    its share of the prompts. A collective.
-    """
-    import torch.distributed as dist                # a reward's process needs this file, and no PyTorch
-    own = range(dist.get_rank(), len(prompts), dist.get_world_size())
-    with log.timed("eval"):
-        rollouts = sample([prompts[i] for i in own], k, [f"{name} {i}" for i in own], **sampling)
-        scorer(rollouts)
-        everyones = log.gathered(rollouts)
-        log.evaluation(evaluation(everyones, k, name), failures(everyones), len(everyones))
-    return rollouts
-
-
-def rollout_metrics(rollouts, n, group_std, engines):
-    """Return the figures of sampled and scored rollouts for a log; means ignore NaN.
-
-    n: the number of adjacent rollouts per prompt. group_std: losses.group_std. engines: how many engines
-    sampled them. The time that environments took is given per engine.
-    """
-    import torch                                    # as in evaluate
-    lengths, scores = [len(r.logprobs) for r in rollouts], np.array([r.score for r in rollouts])
-    stds = group_std(torch.from_numpy(scores), n)                                       # [N / n]
-    scored = scores[~np.isnan(scores)].tolist()
-    figures = {"reward": float(np.nanmean(scores)) if scored else 0.0,
-               "reward_std": stds.mean().item(), "frac_reward_zero_std": (stds == 0).double().mean().item(),
-               "rewards/min": min(scored, default=0.0), "rewards/max": max(scored, default=0.0),
-               "rewards/unscored": len(scores) - len(scored), **reward_means(rollouts, "rewards"),
-               **part_means([r.extra for r in rollouts], "logged"),
-               "rewards/timeouts": sum(r.problem == TIMED_OUT for r in rollouts),
-               "completions/mean_length": mean(lengths),
-               "completions/min_length": min(lengths), "completions/max_length": max(lengths),
-               "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts])}
-    return figures | episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else figures
-
-
-def episode_metrics(rollouts, engines):
-    # Returns the figures of episodes with an environment.
-    turns, calls = sum(len(r.spans) for r in rollouts), sum(r.counts["calls"] for r in rollouts)
-    inserted = sum(len(r.ids) - len(r.prompt_ids) - len(r.logprobs) for r in rollouts)
-    ended = Counter(r.finish_reason for r in rollouts)
-    return {"episodes/turns": turns / len(rollouts), "episodes/inserted_tokens": inserted / len(rollouts),
-            **{f"episodes/ended/{'done' if reason == 'stop' else reason}": ended[reason] / len(rollouts)
-               for reason in ("stop", "length", "turns", "timeout", "error")},
-            "episodes/limited": sum(ended[reason] for reason in ("length", "turns", "timeout")),
-            "tools/call_frequency": calls / len(rollouts),
-            "tools/failure_frequency": sum(r.counts["failures"] for r in rollouts) / max(calls, 1),
-            "timing_s/environment": sum(r.counts["seconds"] for r in rollouts) / engines,
-            **{f"episodes/{name}": mean([r.counts.get(name, 0) for r in rollouts])
-               for name in ("requests", "rows", "untrained_tokens")
-               if any(name in r.counts for r in rollouts)}}
-
-
-def sample_lines(rollouts, n, tokenizer):
-    """Return a step's lines of samples.jsonl: the first of n rollouts of each of the first eight prompts."""
-    return [{"prompt": r.row["prompt"],
-             "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
-             "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
-             "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
-             "logprobs": (r.logprobs.astype(float).round(3) + 0.0).tolist(),
-             **({"extra": r.extra} if r.extra else {})} for r in rollouts[:8 * n:n]]

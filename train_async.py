@@ -168,8 +168,7 @@ for step in range(run.first_step, max_steps + 1):
             few = range(rank, min(32 * world_size, len(held_out)), world_size)
             logps = token_logprobs(policy, held_out, few, token_budget, temperature)
             compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
-            log.evaluation(rewards.evaluation(held_out, eval_samples), rewards.failures(held_out),
-                           len(held_out))
+            log.evaluation(held_out, eval_samples)
     if run.due(save_interval):
         save()
     if step == max_steps:
@@ -258,6 +257,5 @@ for step in range(run.first_step, max_steps + 1):
         bridge.load_weights(policy.full_weights(compute_dtype, bridge.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, losses.group_std, bridge.engines),
-                 rewards.sample_lines(rollouts, G, tokenizer))
+    run.end_step(rollouts, losses.group_std)
 run.end()

@@ -133,7 +133,7 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
-        held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # this rank's rollouts
+        held_out = log.evaluate(eval_set, eval_samples, sample, scorer)         # this rank's rollouts
         # A mean gap over gap_bound (from logprob_gap) stops the run. A few rollouts are enough to see it.
         logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
         compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
@@ -243,6 +243,5 @@ for step in range(run.first_step, max_steps + 1):
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(sampled, rewards.rollout_metrics(sampled, G, losses.group_std, world_size),
-                 rewards.sample_lines(sampled, G, tokenizer))
+    run.end_step(sampled, losses.group_std)
 run.end()

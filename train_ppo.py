@@ -127,7 +127,7 @@ def critic_metrics(value, ret, raw_adv, adv, token_rewards):
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
-        held_out = rewards.evaluate(eval_set, eval_samples, sample, scorer, log)    # this rank's rollouts
+        held_out = log.evaluate(eval_set, eval_samples, sample, scorer)         # this rank's rollouts
         logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
         compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
     if run.due(save_interval):
@@ -227,6 +227,5 @@ for step in range(run.first_step, max_steps + 1):
         rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, rewards.rollout_metrics(rollouts, G, losses.group_std, world_size),
-                 rewards.sample_lines(rollouts, G, tokenizer))
+    run.end_step(rollouts, losses.group_std)
 run.end()

@@ -16,7 +16,7 @@ import time
 
 from configurator import configure
 from runtime import checkpoint, distributed
-from runtime.run import RunLog
+from runtime.metrics import RunLog
 from tiny import pretrain
 # ------------------------------------------------------------------------------------------------------------
 steps = 100_000

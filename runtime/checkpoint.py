@@ -112,11 +112,10 @@ def sync(path):
     os.close(descriptor)
 
 
-def checksum(path, last=sys.maxsize):
-    # Returns the CRC-32 of a file, or of its last bytes.
+def checksum(path):
+    # Returns the CRC-32 of a file.
     value = 0
     with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - last))
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return value

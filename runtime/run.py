@@ -1,22 +1,15 @@
 """
-The frame of a run: how it begins or resumes, what it logs, how it saves, stops and ends.
+The frame of a run: how it begins or resumes, ends its steps, saves, stops and ends.
 
-    Run       the settings, the folder and the state of a run, from the start or from a checkpoint
-    RunLog    its metrics and samples, for files, TensorBoard and the console
-
-All training scripts share this file, and no algorithm has to change it. checkpoint.py finds the folder and
-writes the checkpoints.
+All training scripts share this file, and no algorithm has to change it. metrics.py logs, checkpoint.py finds
+the folder and writes the checkpoints.
 """
-import contextlib
-import copy
 import datetime
 import json
 import math
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +17,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
-from torch.utils.tensorboard import SummaryWriter
 
-from configurator import check, fail, given, input_errors, printable
-from runtime import checkpoint, distributed, health
+from configurator import check, check_suits, check_values, fail, input_errors, printable
+from runtime import checkpoint, distributed, metrics
 from runtime.check_model import forecast_note, located
-from runtime.check_settings import check_suits, check_values
-from runtime.user_code import source_of, specs
 
-ROOT = Path(__file__).resolve().parents[1]
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
         "eval_file", "reward", "reward_model", "environment", "tools", "agent", "max_prompt_length", "chat",
@@ -40,11 +29,6 @@ SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "tr
         "num_generations", "seed", "lora_rank")
 MAX_SKIPPED = 5                 # this many updates in a row with a gradient that is not finite end the run
 FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
-# What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
-CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
-           ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
-           ("var", "critic/vf_explained_var", ".2f"),
-           ("grad", "grad_norm", ".2f"), ("gap", "sampling/sampling_logp_difference/mean", ".0e"))
 
 
 def check_run(settings, trainers):
@@ -64,9 +48,6 @@ def read_state(resumed, state, settings, script):
     if strange := sorted(loaded.keys() - state.keys()):
         fail(f"{resumed} holds {', '.join(strange)}, which {os.path.basename(script)} would lose: resume it "
              "with the script that wrote it, or name what it holds in Run(...)")
-    has_critic = os.path.isdir(f"{resumed}/critic")
-    check(has_critic == state.get("critic", False), f"{resumed} has {'a' if has_critic else 'no'} critic, "
-                                                    f"unlike runs of {os.path.basename(script)}")
     for key in SAME:
         now, then = getattr(settings, key, ""), loaded["settings"].get(key, "")
         # A path may be spelled in another way.
@@ -76,15 +57,6 @@ def read_state(resumed, state, settings, script):
                                                 f"{loaded['step']} steps already")
     arrays = f"{resumed}/trainer/arrays.safetensors"
     return loaded, load_file(arrays) if os.path.exists(arrays) else {}
-
-
-def checksums_of_files(settings):
-    # Returns {path: checksum of its last MiB} of the files of your own and of the models, which may change.
-    get = lambda key: getattr(settings, key, "")
-    paths = [source_of(one) for key in ("reward", "environment", "tools", "agent") for one in specs(get(key))]
-    for key in ("model", "reference_model", "reward_model"):
-        paths += Path(located(get(key) or os.devnull)).glob("*")
-    return {str(path): checkpoint.checksum(path, 2 ** 20) for path in paths if os.path.isfile(path)}
 
 
 class Run:
@@ -131,10 +103,6 @@ class Run:
                   f"{file or 'task=' + s.task}: its {key} are not those of {self.resumed}")
             self.state["checksums"][key] = found
         self.notes = [forecast_note(s, self.world_size), folders.note]
-        for path, found in checksums_of_files(s).items():
-            if self.state["checksums"].get(path, found) != found:
-                self.notes.append(f"{path} has changed since {self.resumed} was written")
-            self.state["checksums"][path] = found
         distributed.watchdog.moved("the trial of reward and environment, or the loading of models")
 
     @property
@@ -160,7 +128,7 @@ class Run:
         said = opening(self, policy, data_note, updates)
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
         with input_errors():
-            self.log = RunLog(self.out_dir, self.script, vars(self.settings), self.state)
+            self.log = metrics.RunLog(self.out_dir, self.script, vars(self.settings), self.state)
         self.log.say(said)
         for name in [place or "actor" for place in networks] if self.settings.dtype == "float16" else ():
             self._scale_loss(name, self.state["loss_scale"].get(name, FIRST_SCALE))
@@ -231,10 +199,10 @@ class Run:
                 raise RuntimeError(f"{MAX_SKIPPED} updates of the {name} in a row were skipped")
         return finite
 
-    def end_step(self, rollouts, figures, samples):
-        """Write the figures of the step and a few samples, which rewards.py made of all ranks' rollouts."""
+    def end_step(self, rollouts, group_std):
+        """Write the figures of a step's rollouts, of all ranks, and some samples. group_std: of losses.py."""
         log, step, tokens = self.log, self.state["step"], sum(len(r.ids) for r in rollouts)
-        seconds = time.perf_counter() - log.started
+        seconds, G = time.perf_counter() - log.started, self.settings.num_generations
         # Bytes of tensors on this rank's GPU, or of the process, which Linux counts in KiB.
         peak = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -242,7 +210,8 @@ class Run:
         self.state["num_tokens"] += tokens
         if self.state["first_gap"] is None:
             self.state["first_gap"] = log.metrics.get("sampling/sampling_logp_difference/mean")
-        log.metrics |= figures | {
+        engines = getattr(self.engine, "engines", self.world_size)
+        log.metrics |= metrics.rollout_metrics(rollouts, G, group_std, engines) | {
             "num_tokens": self.state["num_tokens"], "perf/throughput": tokens / seconds,
             "perf/max_memory_allocated_gb": (peak - self.engine.allocated) / 1e9, "timing_s/step": seconds}
         if problems := [*filter(None, (r.counts.get("problem", r.problem) for r in rollouts))]:
@@ -250,14 +219,9 @@ class Run:
                     f"the first: {problems[0]}")
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
+        samples = metrics.sample_lines(rollouts, G, self.tokenizer)
         log.write(samples)
-        for s in samples[:4] if any(name.startswith("eval") for name in log.metrics) else ():
-            log.say(f"    {plain_text(s['prompt'])[-60:]!r}\n     -> {plain_text(s['completion'])[-40:]!r:44}"
-                    f" reward {s['reward']:g}, truth {s['truth']!r}")
-        if step + 1 == health.FIRST:
-            log.say(health.same_scores(log.lines, plain_text(samples[0]["completion"]), samples[0]["truth"]))
-        shown = [f"{word} {log.metrics[name]:{form}}" for word, name, form in CONSOLE if name in log.metrics]
-        log.say("  ".join([f"step {step:3d}", *shown, f"{seconds:.1f} s"]))
+        log.show(samples, seconds)
         log.start(self.state["step"])
 
     def save(self):
@@ -280,11 +244,7 @@ class Run:
 
     def end(self):
         """Write the report, close the engine, and leave the process group."""
-        if self.log.master:
-            # In a process of its own, whose failure costs nothing else.
-            done = subprocess.run([sys.executable, ROOT / "report.py", self.out_dir], capture_output=True,
-                                  text=True)
-            self.log.say((done.stdout or done.stderr).strip())
+        self.log.report()
         self.engine.close()
         distributed.leave()
 
@@ -309,157 +269,3 @@ def opening(run, policy, data_note, updates):
         before != run.world_size and
         f"{before} ranks wrote it: sums round differently on {run.world_size}, so the steps are not bit for "
         "bit those of an unbroken run"]))
-
-
-class RunLog:
-    """Writes metrics.jsonl and TensorBoard events, samples.jsonl, config.json and a copy of the script, and
-    prints to the console.
-
-    settings: a dict of the run's settings. state: run.state; the log begins at its step, and drops the lines
-    of that step and of later ones, because the run writes them again. Only rank 0 writes. The line of a step
-    consists of `metrics`, a dict of figures that all ranks agree on, and of what `add` was given, summed or
-    averaged over all ranks when the step ends. A disk that is full ends the run.
-    """
-
-    gathered = staticmethod(distributed.gathered)
-
-    def __init__(self, out_dir, script, settings, state):
-        self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
-        self.settings, first_step = settings, state["step"]
-        self.lines, self.told = [], set()                       # what health.py reads, and what it has said
-        if self.master:
-            self.lines = rewind(os.path.join(out_dir, "metrics.jsonl"), first_step)
-            rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
-            Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
-            Path(out_dir, "config.json").write_text(json.dumps(
-                {"script": os.path.basename(script)} | settings
-                | {"checksums": state["checksums"], "out_dir": out_dir, "defaults": given}, indent=1))
-            # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
-            Path(out_dir, "changes.diff").write_text(changes())
-            self.board = SummaryWriter(out_dir, purge_step=first_step)
-        self.start(first_step)
-
-    # ------------------------------------------------------------ a step's figures
-
-    def start(self, step):
-        """Begin the line of a step, for a resumed run with the evaluation that its checkpoint holds."""
-        if self.state["evaluated"].get("step") != step:
-            self.state["evaluated"] = {"step": step}
-        self.metrics = {**self.state["evaluated"]}
-        self.totals = {}                                        # {name: (total, count)}; 0 counts a sum
-        self.begun, self.started = copy.deepcopy(self.state), time.perf_counter()
-        distributed.watchdog.moved(f"step {step}")
-
-    @contextlib.contextmanager
-    def timed(self, name):
-        """Add the seconds that the block takes, including its work on the GPU, to timing_s/name."""
-        start, key = time.perf_counter(), f"timing_s/{name}"
-        distributed.watchdog.moved(f"step {self.metrics['step']}, {name}")
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
-        distributed.watchdog.moved(f"step {self.metrics['step']}, after {name}")
-
-    def add(self, sums={}, means={}):
-        """Add to the step's figures over all ranks, without waiting for a GPU.
-
-        sums: {name: a number, or a tensor of one number}. means: {name: a tensor or list of values}; a mean
-        that gets no values is left out.
-        """
-        for name, values in (sums | means).items():
-            values = values.detach() if torch.is_tensor(values) else torch.tensor(values, dtype=torch.float64)
-            total, count = self.totals.get(name, (0.0, 0))
-            if name in sums or values.numel():
-                self.totals[name] = total + values.sum(), 0 if name in sums else count + values.numel()
-
-    def evaluation(self, results, failures=(), count=0):
-        """Log the results of an evaluation, and show the first three on the console.
-
-        failures: why completions were not scored, out of `count`. If more than a tenth was not, the
-        evaluation chooses no best checkpoint.
-        """
-        self.metrics |= results
-        # A resumed run knows the evaluation of the model that it begins with, and the best checkpoint.
-        self.state["evaluated"] |= results
-        step = self.metrics["step"]
-        if failures:
-            self.say(f"step {step}: {len(failures)} of {count} held-out completions were not scored; the "
-                     f"first: {failures[0]}")
-        if len(failures) <= count / 10:
-            self.state["eval_scores"] |= {str(step): value for name, value in results.items()
-                                          if name.startswith("eval/mean@")}
-        self.begun = copy.deepcopy(self.state)                  # so that a stop in rollouts saves it
-        # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
-        shown = [f"{name} {value:.3f}" for name, value in results.items()][:3]
-        self.say("  ".join([f"step {step:3d}", *shown]))
-        for text in health.news(self.lines, self.settings, self.told):
-            self.say(text)
-
-    def write(self, samples=()):
-        """Write the line of this step to metrics.jsonl and TensorBoard. A collective.
-
-        samples: dicts, which are written to samples.jsonl.
-        """
-        summed = {}                                             # {name: (total, count)}, over all ranks
-        for name, total, count in distributed.gathered(
-                [(name, float(total), count) for name, (total, count) in self.totals.items()]):
-            before, counted = summed.get(name, (0.0, 0))
-            summed[name] = before + total, counted + count
-        self.metrics = {name: total / (count or 1) for name, (total, count) in summed.items()} | self.metrics
-        if not self.master:
-            return
-        self.lines.append({key: self.metrics[key] for key in self.metrics if health.READ.match(key)})
-        rows = [{"step": self.metrics["step"]} | sample for sample in samples]
-        try:
-            for name, lines in (("metrics.jsonl", [self.metrics]), ("samples.jsonl", rows)):
-                with open(os.path.join(self.out_dir, name), "a") as file:
-                    for line in lines:
-                        # Rows of a parquet file may hold dates. JSON has neither NaN nor infinity, but null.
-                        text = json.dumps(line, default=str)
-                        file.write(json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())                     # a checkpoint relies on these lines
-            for name, value in self.metrics.items():
-                with contextlib.suppress(ValueError):           # TensorBoard does not accept every name
-                    self.board.add_scalar(name, value, self.metrics["step"])
-            self.board.flush()
-        except OSError as error:
-            fail(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it stand")
-
-    def say(self, text):
-        """Print a line, or several, on rank 0."""
-        if self.master and text:
-            print(text)
-
-
-def changes():
-    """Return how the project's files differ from its commit, as a diff of at most 1 MB; "" without git."""
-    with contextlib.suppress(FileNotFoundError):                # git is not installed
-        # A larger repository may hold the project.
-        return subprocess.run(["git", "-C", ROOT, "diff", "HEAD", "--", "."], capture_output=True, text=True,
-                              errors="replace").stdout[:1_000_000]
-    return ""
-
-
-def rewind(path, step):
-    """Drop the lines of a .jsonl log for `step` or later; return the objects of the lines that stay.
-
-    A line that no run has written, or that a kill has cut off, is dropped as well.
-    """
-    kept = []
-    with open(path, "a+b") as file:                             # a new run has no log yet
-        file.seek(0)
-        for line in file:
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                if (entry := json.loads(line))["step"] < step:
-                    kept.append(entry)
-    with open(path + ".part", "w") as file:
-        file.writelines(json.dumps(entry) + "\n" for entry in kept)
-    os.replace(path + ".part", path)
-    return kept
-
-
-def plain_text(text):
-    """Return a prompt or a completion as one string; of messages, their contents."""
-    return text if isinstance(text, str) else " ".join(str(message["content"] or "") for message in text)

@@ -1030,7 +1030,7 @@ def make_models():
     import transformers
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-    from runtime.check_settings import SUITS_TINY
+    from configurator import SUITS_TINY
     from tiny import pretrain
     transformers.utils.logging.disable_progress_bar()
     tokenizer = pretrain.make_tokenizer()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from runtime.check_settings import SUITS_TINY
+from configurator import SUITS_TINY
 from tiny import pretrain
 
 

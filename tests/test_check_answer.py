@@ -503,7 +503,7 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     start = time.monotonic()
     scores = found(in_process("math_verify"), rows, completions, 2.0)
     assert time.monotonic() - start < 10
-    assert scores == [({"math_verify": float(not late)}, [], {}, rewards.TIMED_OUT * late) for late in (0, 1, 0)]
+    assert scores == [({"math_verify": float(not late)}, [], {}, "the reward took too long (call_timeout)" * late) for late in (0, 1, 0)]
 
 
 def test_math_verify_needs_its_package(monkeypatch):

@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import configurator
-from configurator import configure
-from runtime import check_settings
-from runtime.check_settings import RULES, check_values
+from configurator import RULES, check_values, configure
 from runtime.run import check_run
 
 SCRIPT = '''"""
@@ -430,7 +428,7 @@ def test_each_rule_reads_settings_that_a_script_has():
 
 
 def test_a_name_that_is_no_parameter_of_its_rule_fails(monkeypatch):
-    monkeypatch.setattr(check_settings, "RULES", [(lambda seed: seed < sead, "")])
+    monkeypatch.setattr(configurator, "RULES", [(lambda seed: seed < sead, "")])
     with pytest.raises(NameError, match="sead"):
         check_values(SimpleNamespace(seed=1))
 

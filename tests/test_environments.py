@@ -559,15 +559,15 @@ def test_rewards_read_the_environments_of_their_episodes(moves):
 
 
 def test_what_is_logged_is_in_metrics_and_samples(moves):
-    import rewards
     from losses import group_std
+    from runtime.metrics import rollout_metrics, sample_lines
     plays = player(f"{moves}:Game")
     texts = [[call("move", f'{{"steps": {i}}}') + "<|end|>", "b<|end|>"] for i in range(4)]
     rollouts = scored(plays, lambda: played(plays, texts)[0], reward=f"{moves}:far,{moves}:brief")
-    metrics = rewards.rollout_metrics(rollouts, 1, group_std, 1)
+    metrics = rollout_metrics(rollouts, 1, group_std, 1)
     assert metrics["logged/distance/mean"] == 1.5 and metrics["logged/length/mean"] == 3.0
     assert not any("note" in name for name in metrics)
-    assert rewards.sample_lines(rollouts, 2, TOKENIZER)[1]["extra"] == {"distance": 2.0, "note": "at 2", "length": 3.0}
+    assert sample_lines(rollouts, 2, TOKENIZER)[1]["extra"] == {"distance": 2.0, "note": "at 2", "length": 3.0}
 
 
 def test_an_environment_logs_by_what_its_reset_asks_for(write):

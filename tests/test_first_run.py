@@ -13,7 +13,7 @@ from transformers import AutoConfig
 import runs
 from runs import forked, lines, refused
 from runtime import check_model
-from runtime.check_settings import SUITS_TINY
+from configurator import SUITS_TINY
 from test_docs import BLOCKS, TEXTS
 from test_train_grpo import SMALL, train
 from tiny import pretrain

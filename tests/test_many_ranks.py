@@ -30,7 +30,7 @@ from runtime.check_model import model_class
 import runs
 from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
-from runtime.check_settings import SUITS_TINY
+from configurator import SUITS_TINY
 from test_packing import episode
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,

@@ -22,6 +22,7 @@ import rewards
 from episodes import Player
 from losses import group_std
 from runtime import reward_model, user_code
+from runtime.metrics import evaluation, part_means, rollout_metrics
 from runtime.user_code import UserProcess, load_from
 from test_data import MESSAGES, VERL, write
 from tiny import pretrain
@@ -36,6 +37,7 @@ def messages(*texts):
 
 
 NAN = float("nan")
+TIMED_OUT = "the reward took too long (call_timeout)"
 ROWS = [{"prompt": f"What is {i}?", "answer": str(i), "level": i} for i in range(4)]
 TEXTS = [f"Answer: {i}" for i in range(4)]
 
@@ -74,7 +76,7 @@ def score(*arguments, **more):
     names = dict.fromkeys(name for own in parts for name in own)
     return ([total(own) for own in parts],
             {name: [own.get(name, math.nan) for own in parts] for name in names},
-            [problem == rewards.TIMED_OUT for problem in problems], steps)
+            [problem == TIMED_OUT for problem in problems], steps)
 
 
 @pytest.mark.parametrize("task, name", [
@@ -555,12 +557,12 @@ def test_the_share_without_an_answer_is_logged(scorer):
         rollouts = [rollout(row, text) for row, text in zip(rows, texts)]
         scores(rollouts)
         assert [r.answered for r in rollouts] == [True, False, True]
-        metrics = rewards.rollout_metrics(rollouts, 3, group_std, 1)
-        assert metrics["rewards/no_answer"] == rewards.evaluation(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
+        metrics = rollout_metrics(rollouts, 3, group_std, 1)
+        assert metrics["rewards/no_answer"] == evaluation(rollouts, 3)["eval/rewards/no_answer"] == 1 / 3
         assert (metrics["rewards/min"], metrics["rewards/max"]) == (0.0, max(r.score for r in rollouts))
     rollouts = [rollout({"prompt": "p"}, text) for text in texts]
     scores(rollouts)
-    assert "eval/rewards/no_answer" not in rewards.evaluation(rollouts, 3)
+    assert "eval/rewards/no_answer" not in evaluation(rollouts, 3)
 
 
 def test_large_scores_keep_their_differences(scorer):
@@ -577,7 +579,7 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
               "    return {'both': {'a': 1, 'b': 2}, 'one': {'a': 3}, 'none': None}[solution_str]\n")
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["both", "hang", "one", "none"])]
     scorer(source, call_timeout=0.3)(rollouts)
-    assert [r.problem for r in rollouts] == ["", rewards.TIMED_OUT, "", ""]
+    assert [r.problem for r in rollouts] == ["", TIMED_OUT, "", ""]
     assert [r.score for r in rollouts] == [3.0, 0.0, 3.0, pytest.approx(NAN, nan_ok=True)]
     assert [r.parts for r in rollouts] == [{"a": 1, "b": 2}, {"a": 0, "b": 0}, {"a": 3}, {}]
 
@@ -673,24 +675,24 @@ def test_evaluation_by_hand():
     # Of four right ones, one is cut off and one ran out of turns.
     rollouts[1].finish_reason = rollouts[0].finish_reason = rollouts[3].finish_reason = "length"
     rollouts[2].finish_reason, rollouts[0].logprobs = "turns", [-1.0] * 33
-    assert rewards.evaluation(rollouts, 4) == {
+    assert evaluation(rollouts, 4) == {
         "eval/unscored": 0, "eval/mean_length": 3.0, "eval/clipped_ratio": 3 / 16, "eval/right_ended": 2 / 4,
         "eval/mean@4": 4 / 16, "eval/pass@4": 3 / 4, "eval/maj@4": 2 / 4,
         "eval/a/mean@4": 3 / 8, "eval/a/pass@4": 2 / 2, "eval/a/maj@4": 1 / 2,
         "eval/b/mean@4": 1 / 8, "eval/b/pass@4": 1 / 2, "eval/b/maj@4": 1 / 2}
     unscored = rollouts_of(("a", NAN, "1"), ("a", 1, "2"), ("b", NAN, None), ("b", NAN, "3"))
-    assert rewards.evaluation(unscored, 2) == {
+    assert evaluation(unscored, 2) == {
         **ENDED, "eval/unscored": 3, "eval/mean@2": 1, "eval/pass@2": 1, "eval/maj@2": 1,
         "eval/a/mean@2": 1, "eval/a/pass@2": 1, "eval/a/maj@2": 1}
     # 1/2 and 0.5 are one answer.
-    assert rewards.evaluation(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
+    assert evaluation(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
                                           ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1
     no_source = [rollout({"prompt": "p"}, "Answer: x", 0.5), rollout({"prompt": "p"}, "Answer: y", 0.25)]
-    assert rewards.evaluation(no_source, 2) == {
+    assert evaluation(no_source, 2) == {
         **ENDED, "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}
-    assert rewards.evaluation(rollouts_of((0, 1, "3"), (0, 0, "2")), 2)["eval/0/mean@2"] == 0.5
+    assert evaluation(rollouts_of((0, 1, "3"), (0, 0, "2")), 2)["eval/0/mean@2"] == 0.5
     wrong = [rollout({"prompt": "p"}, "", 0.0)]
-    assert rewards.evaluation(wrong, 1, "eval/hard")["eval/hard/right_ended"] == 0.0
+    assert evaluation(wrong, 1, "eval/hard")["eval/hard/right_ended"] == 0.0
 
 
 def test_evaluation_has_the_mean_of_each_part():
@@ -699,8 +701,8 @@ def test_evaluation_has_the_mean_of_each_part():
                 rollout(row, "Answer: x", 0.5, right=0.0, brief=-0.5, none=NAN),
                 rollout(row, "Answer: x", NAN, right=NAN, late=0.25), rollout(row, "", 0.5, right=0.0)]
     parts = {"right": 1 / 3, "brief": -0.5, "none": 0.0, "late": 0.25}
-    assert rewards.part_means([r.parts for r in rollouts], "rewards") == {f"rewards/{name}/mean": parts[name] for name in parts}
-    assert rewards.evaluation(rollouts, 2) == {
+    assert part_means([r.parts for r in rollouts], "rewards") == {f"rewards/{name}/mean": parts[name] for name in parts}
+    assert evaluation(rollouts, 2) == {
         **ENDED, "eval/unscored": 1, "eval/mean@2": 0.5, "eval/pass@2": 0.5, "eval/maj@2": 0.5,
         **{f"eval/rewards/{name}/mean": parts[name] for name in parts}}
 
@@ -806,7 +808,7 @@ def test_what_is_logged_and_not_finite_stays_out_of_the_means(scorer):
     rollouts = [rollout(row, "a") for row in ROWS]
     scorer(source)(rollouts)
     assert [r.extra for r in rollouts] == [{"x": x, "y": "nan"} for x in ("inf", "-inf", 1.5, "1e+308")]
-    metrics = rewards.rollout_metrics(rollouts, 4, group_std, 1)
+    metrics = rollout_metrics(rollouts, 4, group_std, 1)
     assert metrics["logged/x/mean"] == 1.5 and "logged/y/mean" not in metrics
 
 
@@ -916,13 +918,13 @@ def test_a_call_that_fails_is_unscored(tmp_path, source, name):
     results = found(reward, ROWS, texts, 1.0, unscored=True)
     assert time.monotonic() - started < 2.5
     assert [problem for *_, problem in results] == [
-        "", "the reward raised ConnectionError: no answer", rewards.TIMED_OUT, ""]
+        "", "the reward raised ConnectionError: no answer", TIMED_OUT, ""]
     assert [own["right"] for own, *_ in results] == pytest.approx([1.0, NAN, NAN, 0.0], nan_ok=True)
     # By default it stops the run, and one that is late scores 0 in every part.
     with pytest.raises(ValueError, match="raised ConnectionError: no answer; the completion is 'broken'"):
         found(reward, ROWS, texts, 1.0)
     results = found(reward, ROWS[:2], ["slow", "good"], 1.0)
-    assert results[0] == ({"most": 0.0, "right": 0.0}, [], {}, rewards.TIMED_OUT)
+    assert results[0] == ({"most": 0.0, "right": 0.0}, [], {}, TIMED_OUT)
     assert results[1][0]["right"] == 1.0
 
 
@@ -969,8 +971,8 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
         # Where the call failed, the model's score alone would be compared with sums.
         assert [r.score for r in rollouts] == [3.0, pytest.approx(NAN, nan_ok=True), 0.0, 3.0]
         assert [bool(r.problem) for r in rollouts] == [False, True, False, False]
-    assert rewards.rollout_metrics(rollouts, 4, group_std, 1) | {
-        "rewards/unscored": 1, "rewards/right/mean": 2 / 3, "rewards/timeouts": 0} == rewards.rollout_metrics(
+    assert rollout_metrics(rollouts, 4, group_std, 1) | {
+        "rewards/unscored": 1, "rewards/right/mean": 2 / 3, "rewards/timeouts": 0} == rollout_metrics(
         rollouts, 4, group_std, 1)
     # A reward that does not count costs no completion its score.
     scores = scorer(**settings | {"reward": f"{settings['reward']},rewards:exact_accuracy",

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from losses import group_std
-from rewards import TIMED_OUT, rollout_metrics, sample_lines
 from rollout import Rollout
 from runs import lines, on_ranks
-from runtime import run
-from runtime.run import Run, RunLog, rewind
+from runtime import metrics
+from runtime.metrics import RunLog, rewind, rollout_metrics
+from runtime.run import Run
+
+TIMED_OUT = "the reward took too long (call_timeout)"
 
 
 def sampled(row, completion, score, parts, length=3, finish_reason="stop", problem=""):
@@ -117,14 +119,16 @@ def test_the_metrics_of_episodes():
 def end_step(log, rollouts, n=2):
     """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
     state = {"step": log.metrics["step"], "num_tokens": 100, "first_gap": None}
-    run = SimpleNamespace(log=log, state=state, first_step=-1, engine=SimpleNamespace(allocated=0))
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
-    Run.end_step(run, rollouts, rollout_metrics(rollouts, n, group_std, 1), sample_lines(rollouts, n, numbers))
+    run = SimpleNamespace(log=log, state=state, first_step=-1, engine=SimpleNamespace(allocated=0), world_size=1,
+                          settings=SimpleNamespace(num_generations=n), tokenizer=numbers)
+    Run.end_step(run, rollouts, group_std)
     return run.state
 
 
 def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run, "given", {"max_steps": 60})
+    monkeypatch.setattr(metrics, "given", {"max_steps": 60})
+    monkeypatch.setattr(metrics, "evaluation", lambda *_: {"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in (*range(7), 6, 7)]
     (tmp_path / "run").mkdir()
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
@@ -139,21 +143,21 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
             for i, row in enumerate(rows) for g in range(2)])
         assert state == {"step": step + 1, "num_tokens": 100 + 18 * 5, "first_gap": None}
     log.start(2)
-    log.evaluation({"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
+    log.evaluation([], 2)
     log.write()
 
-    metrics = lines(tmp_path / "run")
+    written = lines(tmp_path / "run")
     timing = {"timing_s/gen", "timing_s/step", "perf/throughput", "perf/max_memory_allocated_gb"}
-    assert [line["step"] for line in metrics] == [0, 1, 2] and timing <= set(metrics[1])
-    assert metrics[1]["perf/throughput"] == pytest.approx(90 / metrics[1]["timing_s/step"])
-    assert {name: value for name, value in metrics[1].items() if name not in timing} == {
+    assert [line["step"] for line in written] == [0, 1, 2] and timing <= set(written[1])
+    assert written[1]["perf/throughput"] == pytest.approx(90 / written[1]["timing_s/step"])
+    assert {name: value for name, value in written[1].items() if name not in timing} == {
         "step": 1, "reward": 0.5, "rewards/min": 0.0, "rewards/max": 1.0, "rewards/unscored": 0,
         "rewards/score/mean": 0.5, "rewards/timeouts": 1,
         "completions/mean_length": 3.0, "completions/min_length": 3, "completions/max_length": 3,
         "completions/clipped_ratio": 0.0, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
         "num_tokens": 190}
-    assert 0.05 < metrics[1]["perf/max_memory_allocated_gb"] < 100
-    assert metrics[2] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
+    assert 0.05 < written[1]["perf/max_memory_allocated_gb"] < 100
+    assert written[2] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
     assert log.state["eval_scores"] == {"2": 0.25}
     assert log.state["evaluated"] == {"step": 2, "eval/mean@2": 0.25, "eval/sums/mean@2": 0.75}
 
@@ -169,8 +173,8 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert "eval/mean@2 0.250" in output
 
     board = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert set(board.Tags()["scalars"]) == {name for line in metrics for name in line}
-    for line in metrics:
+    assert set(board.Tags()["scalars"]) == {name for line in written for name in line}
+    for line in written:
         for name, value in line.items():
             (event,) = [event for event in board.Scalars(name) if event.step == line["step"]]
             assert event.value == pytest.approx(value, rel=1e-6)
@@ -180,19 +184,20 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert (tmp_path / "run" / "test_run_log.py").exists()
 
 
-def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys):
+def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys, monkeypatch):
     """Of a run with the default settings, also where a rule of health is broken: it is said once."""
     (tmp_path / "run").mkdir()
     settings = {"learning_rate": 1e-4, "max_steps": 30}
     log = RunLog(str(tmp_path / "run"), __file__, settings, run_state())
     row = {"prompt": "What is the larger root of the equation x^2-11x+27=9? Show your work, step by step.",
            "answer": "9"}
+    monkeypatch.setattr(metrics, "evaluation", lambda *_: {
+        "eval/mean@4": 0.25, "eval/pass@4": 0.75, "eval/maj@4": 0.375, "eval/hard/mean@4": 0.0,
+        "eval/mean_length": 14.031, "eval/clipped_ratio": 0.0, "eval/right_ended": 1.0})
     for step in range(30):
         log.start(step)
         if step % 10 == 0:
-            log.evaluation({"eval/mean@4": 0.25, "eval/pass@4": 0.75, "eval/maj@4": 0.375,
-                            "eval/hard/mean@4": 0.0, "eval/mean_length": 14.031, "eval/clipped_ratio": 0.0,
-                            "eval/right_ended": 1.0})
+            log.evaluation([], 4)
         log.metrics |= {"entropy": 0.22 if step < 5 else 0.001, "grad_norm": 0.29,
                         "sampling/sampling_logp_difference/mean": 9.8e-6}
         log.started -= 12.3
@@ -249,7 +254,7 @@ def test_a_log_is_rewound_to_the_step_that_is_resumed(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "nothing.jsonl"}
 
 
-def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path):
+def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path, monkeypatch):
     """That of the model that is resumed, whose line is written again, and the scores of all checkpoints."""
     os.makedirs(tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "eval/mean@4": 0.25}\n{"step": 2, "eval/mean@4": 0.5}\n')
@@ -259,7 +264,8 @@ def test_a_resumed_run_knows_its_evaluations(mesh, tmp_path):
     log.start(2)
     log.write()
     log.start(3)
-    log.evaluation({"eval/mean@4": 0.75})
+    monkeypatch.setattr(metrics, "evaluation", lambda *_: {"eval/mean@4": 0.75})
+    log.evaluation([], 4)
     log.write()
     assert lines(tmp_path / "run") == [{"step": 0, "eval/mean@4": 0.25}, evaluated,
                                        {"step": 3, "eval/mean@4": 0.75}]
@@ -271,9 +277,10 @@ def test_an_evaluation_in_which_much_failed_chooses_no_checkpoint(mesh, tmp_path
     log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
     for step, failed in ((0, 1), (1, 2)):
         log.start(step)
-        log.evaluation({"eval/mean@4": 0.5 + step, "eval/unscored": failed}, ["late"] * failed, 10)
+        log.evaluation([sampled({"prompt": "?"}, "a", math.nan if i < failed else 0.5, {}, problem="late" * (i < failed))
+                        for i in range(10)], 1)
         log.write()
-    assert log.state["eval_scores"] == {"0": 0.5}
+    assert log.state["eval_scores"] == {"0": 0.5} and log.state["evaluated"]["eval/unscored"] == 2
     said = capsys.readouterr().out
     assert "step 0: 1 of 10 held-out completions were not scored; the first: late" in said and "2 of 10" in said
 
@@ -292,20 +299,20 @@ def test_what_json_has_not(mesh, tmp_path):
 
 def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     """The difference to the commit; nothing where there is no git."""
-    monkeypatch.setattr(run, "ROOT", str(tmp_path))
-    assert run.changes() == ""
+    monkeypatch.setattr(metrics, "ROOT", str(tmp_path))
+    assert metrics.changes() == ""
     git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path,
                                         check=True, capture_output=True)
     git("init")
     (tmp_path / "losses.py").write_text("a = 1\n")
     git("add", ".")
     git("commit", "-m", "first")
-    assert run.changes() == ""
+    assert metrics.changes() == ""
     (tmp_path / "losses.py").write_text("a = 2\n")
-    assert "-a = 1\n+a = 2\n" in run.changes()
+    assert "-a = 1\n+a = 2\n" in metrics.changes()
     # What a larger repository holds besides the project is not the project's.
     (tmp_path / "project").mkdir()
-    monkeypatch.setattr(run, "ROOT", str(tmp_path / "project"))
-    assert run.changes() == ""
+    monkeypatch.setattr(metrics, "ROOT", str(tmp_path / "project"))
+    assert metrics.changes() == ""
     monkeypatch.setenv("PATH", "")
-    assert run.changes() == ""
+    assert metrics.changes() == ""

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from configurator import tell_launcher
 from runtime import checkpoint, distributed
-from runtime.run import RunLog, rewind
+from runtime.metrics import RunLog, rewind
 from tiny import pretrain
 from runs import ROOT, TORCHRUN, begin, change_state, finish, forked, launch, lines, refused, without_times
 
@@ -333,7 +333,7 @@ ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}=?"}], "answer": str(2 
 
 
 def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_path):
-    """A changed reward is only said: it may have been mended."""
+    """A changed reward may have been mended."""
     def write(name, rows):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -363,21 +363,7 @@ def test_other_prompts_under_the_same_name_are_refused(folder, reward_file, tmp_
     # Other held-out prompts are no surprise where another number of them is asked for.
     output = train(folder, tmp_path / "run", reward, resume="auto",
                    **settings | {"max_steps": 3, "eval_prompts": 6})
-    assert f"{tmp_path}/rewards.py has changed since {tmp_path}/run/checkpoint-2 was written\n" in output
-    assert "has changed" not in train(folder, tmp_path / "run", reward, resume="auto",
-                                      **settings | {"max_steps": 4, "eval_prompts": 6})
-
-
-def test_a_model_that_was_changed_in_place_is_said(folder, reward_file, tmp_path):
-    """The reference of the KL is read from there again."""
-    base, settings = shutil.copytree(folder, tmp_path / "base"), {"save_interval": 1, "kl_coef": 0.1}
-    train(base, tmp_path / "run", reward_file, **settings | {"max_steps": 1})
-    go_on = lambda steps: train(base, tmp_path / "run", reward_file, resume="auto",
-                                **settings | {"max_steps": steps})
-    assert "has changed" not in go_on(2)
-    weights = load_file(base / "model.safetensors")
-    save_file({name: 1.01 * x for name, x in weights.items()}, base / "model.safetensors", {"format": "pt"})
-    assert f"{base}/model.safetensors has changed since {tmp_path}/run/checkpoint-2 was written" in go_on(3)
+    assert f"resumes {tmp_path}/run/checkpoint-2" in output
 
 
 def test_state_that_the_script_would_lose(whole, folder, reward_file, tmp_path):

@@ -25,7 +25,7 @@ import itertools
 import os
 import random
 
-from runtime.check_settings import SUITS_TINY, check_values     # before torch: runtime sets what torch reads
+import runtime                          # before torch: it sets what torch reads
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
@@ -33,7 +33,7 @@ from transformers import (DataCollatorForTokenClassification, GenerationConfig, 
                           Qwen3Config, Qwen3ForCausalLM)
 
 import data
-from configurator import check, configure, given
+from configurator import SUITS_TINY, check, check_values, configure, given
 from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
 
 # ------------------------------------------------------------------------------------------------------------

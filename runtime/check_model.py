@@ -13,14 +13,12 @@ What a model folder holds: what it says about its model, which models are refuse
 import contextlib
 import datetime
 import functools
-import importlib.util
 import json
 import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
                           AutoTokenizer, GenerationConfig)
@@ -277,23 +275,21 @@ def write_model(hf, tensors, folder):
 
 @functools.cache
 def sizes(path):
-    # Returns the widths of a model, and how many parameters it and its adapters of rank 1 have. On the meta
-    # device a model has only shapes.
+    # Counts what a model has. On the meta device it has only shapes.
     with reading(f"model={path}: its config"), torch.device("meta"):
         config = read_config(located(path))
         hf = model_class(config)(config)
-    text = config.get_text_config()
-    text = [*getattr(text, "per_layer_config", [text])][0]      # in Gemma 4 each layer has its own
-    named = lambda key, default: np.max(getattr(text, key, None) or default).item()
-    H, heads = text.hidden_size, named("num_attention_heads", 1)
-    d, inner = named("head_dim", H // heads), named("intermediate_size", 4 * H)
+    text, decoder, (V, H) = config.get_text_config(), hf.get_decoder(), hf.get_input_embeddings().weight.shape
+    matrices = [p.shape for part in decoder.modules() if not isinstance(part, torch.nn.Embedding)
+                for p in part.parameters(recurse=False) if p.ndim > 1]
+    # A token is sent to a few of the experts, which stand in one tensor, [experts, out, in].
+    sent = {3: getattr(text, "num_experts_per_tok", 1)}
     return SimpleNamespace(
-        H=H, Q=d * heads, K=d * named("num_key_value_heads", heads), V=text.vocab_size,
-        # The width of the MLP that a token passes through; with experts, of those that it is sent to.
-        I=named("num_experts_per_tok", 1) * named("moe_intermediate_size", inner),
-        depth=named("num_hidden_layers", 1), whole=sum(p.numel() for p in hf.parameters()),
-        adapters=sum(sum(part.weight.shape) for part in hf.get_decoder().modules()
-                     if type(part) is torch.nn.Linear))
+        H=H, head=V * H, depth=text.num_hidden_layers, whole=sum(p.numel() for p in hf.parameters()),
+        # How many numbers go into matrix products and come out of them, for each token and in all layers
+        through=sum(sent.get(len(shape), 1) * sum(shape[-2:]) for shape in matrices),
+        cached=sum(part.out_features for name, part in decoder.named_modules()
+                   if name.endswith((".k_proj", ".v_proj"))))
 
 
 def forecast(s, ranks, memory, cuda):
@@ -304,12 +300,11 @@ def forecast(s, ranks, memory, cuda):
     GB more. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
     """
     # A script of your own may have dropped these settings.
-    s = SimpleNamespace(**{"kl_coef": 0, "reference_model": "", "updates_per_step": 1, "num_epochs": 1}
-                        | vars(s))
+    s = SimpleNamespace(**{"kl_coef": 0, "reference_model": ""} | vars(s))
     # Bytes of a number in a layer.
     b = 2 if s.dtype in ("bfloat16", "float16") or s.dtype == "auto" and cuda else 4
     m, shards = sizes(s.model), s.shard_ranks or ranks
-    trained = [s.lora_rank * m.adapters or m.whole]
+    trained = [s.lora_rank * m.through or m.whole]
     weights = b * m.whole + 4 * trained[0] if s.lora_rank else 4 * m.whole
     if hasattr(s, "critic_model"):
         trained.append(sizes(s.critic_model or s.model).whole)
@@ -317,34 +312,30 @@ def forecast(s, ranks, memory, cuda):
     if s.kl_coef > 0:
         weights += b * sizes(s.reference_model or s.model).whole
     weights, gradients, adam = weights / shards, 4 * max(trained) / shards, 8 * sum(trained) / shards
-    state, head = weights + gradients + adam, m.V * m.H
+    state = weights + gradients + adam
     if state > memory:
         raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{state / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
-    rows = s.prompts_per_step * s.num_generations / ranks
-    longest = s.max_prompt_length + s.max_completion_length
-    # A micro-batch is no larger than a rank's share of an update, in which completions share their prompt.
-    share = math.ceil(rows * s.num_epochs / s.updates_per_step)
-    prompts = min(share, math.ceil(s.prompts_per_step / ranks))
-    largest = share * s.max_completion_length + prompts * s.max_prompt_length
-    T = min(s.token_budget, largest) / s.sequence_parallel_size
-    # What a layer keeps of a token: the inputs of its norms, of its matrix products and of its attention.
-    kept = (b if cuda else 4 + b) * 2 * m.H + b * (2 * m.H + 3 * m.Q + 2 * m.K + 4 * m.I)
-    recomputed, at_end = (T * kept, b * m.H) if s.gradient_checkpointing else (0, kept)
+    T = s.token_budget / s.sequence_parallel_size
+    # Autograd keeps about 1.2 times what goes through the matrix products of layers such as Llama's.
+    kept, inputs = 1.2 * b * m.through, b * m.H * m.depth
+    recomputed, until_backward = (kept / m.depth, inputs) if s.gradient_checkpointing else (0, kept)
     # Two chunks of logits (losses.LOGITS), or two gradients of the head; and two layers and the head, whole.
-    logits = max(8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T), 0 if s.lora_rank else 8 * head)
-    update = state + T * m.depth * at_end + max(logits, recomputed) + b * (2 * m.whole / m.depth + head)
+    logits = max(8 * min(2 ** 28 if cuda else 2 ** 24, m.head / m.H * T), 0 if s.lora_rank else 8 * m.head)
+    update = state + T * until_backward + max(logits, T * recomputed) + b * (2 * m.whole / m.depth + m.head)
     resting = weights + adam
     if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
         update, resting = max(update - adam, state), weights
     if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
         return resting, update, resting
-    vllm = s.engine != "hf" and (cuda or importlib.util.find_spec("vllm"))
+    vllm = s.engine != "hf"
     engine = b * m.whole / (s.vllm_tensor_parallel_size if vllm else 1)
-    sync = resting + engine + 2 * b * head                      # two copies of the largest parameter
+    sync = resting + engine + 2 * b * m.head                    # two copies of the largest parameter
     if vllm and cuda:                                           # it takes its share, and sleeps in an update
         return resting + max(engine, s.vllm_gpu_memory_utilization * memory), update, sync
-    cache = 2 ** 30 if vllm else min(256, rows) * 2 * b * m.K * m.depth * longest
+    rows = min(256, s.prompts_per_step * s.num_generations / ranks)
+    longest = s.max_prompt_length + s.max_completion_length
+    cache = 2 ** 30 if vllm else rows * b * m.cached * longest
     return resting + engine + cache, update + engine, sync
 
 

@@ -156,15 +156,11 @@ def test_an_engine_holds_its_weights_and_its_cache(folder):
 
 def test_settings_that_move_it_move_it(folder):
     update = lambda **changes: forecast(settings(
-        folder, **{"token_budget": 8192, "prompts_per_step": 64} | changes), 2, 1e12, True)[1]
+        folder, **{"token_budget": 8192} | changes), 2, 1e12, True)[1]
     base = update()
     assert base - update(token_budget=4096) > 4096 * 2 * 8 * 3 * sizes(folder).H
     assert base - update(sequence_parallel_size=2) == pytest.approx(base - update(token_budget=4096))
     assert base - update(gradient_checkpointing=True) > 0
-    # For each update a rank has 128 completions of 64 tokens, of 32 prompts, and no micro-batch is larger.
-    largest = 128 * 64 + 32 * 64
-    assert update(token_budget=10 ** 6) == update(token_budget=largest) > update(token_budget=largest - 1)
-    assert update(token_budget=10 ** 6, updates_per_step=2) == update(token_budget=(64 + 32) * 64)
     # Moments that wait in host memory are there for the step alone.
     moments = 8 * sizes(folder).whole / 2
     assert base - update(offload_optimizer=True) == pytest.approx(moments)

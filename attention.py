@@ -173,8 +173,7 @@ def part(batch, leader, group):
     here, width = group.rank(), batch.input_ids.shape[1] // group.size()
     of_row = lambda row: row.chunk(group.size(), 1)[here]                           # [1, T] -> [1, T / P]
     mine = (batch.index // width == here).nonzero()[:, 0]
-    none = batch.index[:0]
-    emptied = {} if here == leader else {"sequences": [], "owner": none, "lengths": []}
+    emptied = {} if here == leader else {"sequences": [], "lengths": []}
     return replace(batch, input_ids=of_row(batch.input_ids), position_ids=of_row(batch.position_ids),
                    index=batch.index[mine] - here * width, targets=batch.targets[mine],
                    cut=Cut(group, leader, len(batch.index), mine), **emptied)

@@ -43,26 +43,20 @@ class MicroBatch:
     targets: torch.Tensor        # [C] the sampled tokens
     # which sequences the tokens belong to
     sequences: list              # S numbers: the rollouts in this micro-batch, in order
-    owner: torch.Tensor          # [C] the number of the rollout that each sampled token belongs to
     lengths: list                # S numbers: how many sampled tokens each sequence has; they sum to C
     # An attention.Cut if this rank has only a part of the row. Then input_ids and position_ids are
     # [1, T / P], and index and targets hold only what is predicted in this part, about C / P entries.
     cut: object = None
 
-    def flat(self, tensors):
-        """Tensors [len], a dict or list with one per rollout -> the values of the tokens here, [C]."""
-        return torch.cat([tensors[s] for s in self.sequences] or [torch.empty(0)]).to(self.index.device)
-
-    def spread(self, values):
-        """A value per rollout, [N], or per token, {s: [len]} -> the value of each sampled token here, [C]."""
-        if not isinstance(values, dict) and values.dim() != 1:
-            raise ValueError(f"values of the shape {[*values.shape]}: there has to be one per rollout, [N]")
-        return self.flat(values) if isinstance(values, dict) else values.to(self.owner.device)[self.owner]
+    def flat(self, values):
+        """values[s] of each rollout s, one number or [len] of them -> the values of the tokens here, [C]."""
+        parts = [values[s].expand(length) for s, length in zip(self.sequences, self.lengths)]
+        return torch.cat(parts or [torch.empty(0)]).to(self.index.device)
 
     def mean(self, values):
         """For each token the mean of the values of its sequence; [C] -> [C], with gradient."""
-        sums = lambda x: x.new_zeros(max(self.sequences, default=-1) + 1).index_add(0, self.owner, x)
-        return (sums(values) / sums(torch.ones_like(values)).clamp(min=1))[self.owner]
+        parts = [part.mean().expand_as(part) for part in values.split(self.lengths)]
+        return torch.cat(parts or [values])
 
     def split(self, flat):
         """The values of this micro-batch's tokens, [C] -> {s: [len]}."""
@@ -206,14 +200,13 @@ def micro_batch(rollouts, members, packed, multiple):
     row = lambda parts: tensor(parts).view(1 if packed else len(members), -1)
     sequences = [s for s, _, _ in members]
     lengths = [len(rollouts[s].logprobs) for s in sequences]
-    return MicroBatch(row(ids), row(positions), segments, tensor(index), tensor(targets), sequences,
-                      tensor([np.repeat(sequences, lengths)]), lengths)
+    return MicroBatch(row(ids), row(positions), segments, tensor(index), tensor(targets), sequences, lengths)
 
 
 def idle(T=1):
     # A MicroBatch that predicts nothing, C = 0, so that any loss computed from it is 0, with gradient 0.
     zeros, none = torch.zeros(1, T, dtype=torch.long), torch.empty(0, dtype=torch.long)
-    return MicroBatch(zeros, zeros, Segments([T], [np.arange(T)]), none, none, [], none, [])
+    return MicroBatch(zeros, zeros, Segments([T], [np.arange(T)]), none, none, [], [])
 
 
 class Segments:

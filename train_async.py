@@ -226,10 +226,10 @@ for step in range(run.first_step, max_steps + 1):
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if on_policy else batch.flat(old_logps)        # [C]
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
-                    logp, old_logp, batch.spread(adv), engine_logp=engine_logp, mean=batch.mean,
+                    logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.correction_weights(
-                    old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
+                    old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.flat(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
                 if reference and not kl_estimator.startswith("k1"):     # KL: no correction, as in TRL
@@ -237,7 +237,7 @@ for step in range(run.first_step, max_steps + 1):
                         logp, batch.flat(ref_logps), kl_estimator, engine_logp if max_staleness else old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
-                loss = (batch.spread(weight) * token_loss).sum()
+                loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
                 log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}

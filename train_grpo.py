@@ -124,8 +124,8 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
 # (packing.py). It predicts C sampled tokens. With the rollouts 0 and 1 of N = 3, two sampled tokens in each:
 #     batch.flat({0: [a, b], 1: [c, d], ...})  -> [a, b, c, d]              {s: [len]} to [C]
+#     batch.flat([x, y, z])                    -> [x, x, y, y]              [N] to [C]
 #     batch.split([a, b, c, d])                -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
-#     batch.spread([x, y, z])                  -> [x, x, y, y]              [N] to [C]; a dict as in flat
 #     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
 # C may be 0: forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and of
 # the ranks of a sequence_group, which share a micro-batch, only one gets its C results.
@@ -195,10 +195,10 @@ for step in range(run.first_step, max_steps + 1):
                 engine_logp = batch.flat(engine_logps)                                  # [C]
                 old_logp = logp.detach() if on_policy else batch.flat(old_logps)        # [C]
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
-                    logp, old_logp, batch.spread(adv), engine_logp=engine_logp, mean=batch.mean,
+                    logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
                 correction = losses.correction_weights(
-                    old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.spread(lengths),
+                    old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.flat(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
                 if reference and not kl_estimator.startswith("k1"):     # KL: no correction, as in TRL
@@ -206,7 +206,7 @@ for step in range(run.first_step, max_steps + 1):
                         logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
-                loss = (batch.spread(weight) * token_loss).sum()
+                loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()                  # FSDP averages over ranks: undo that
                 log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
                         means={"entropy": entropy, "sampling/correction_mean": correction}

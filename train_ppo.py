@@ -194,7 +194,7 @@ for step in range(run.first_step, max_steps + 1):
                 new_value = critic(batch)                                               # [C]
                 value_losses, value_clipped = losses.value_loss(
                     new_value, batch.flat(old_values), batch.flat(rets), value_clip)        # [C] each
-                vf_loss = (batch.spread(weight) * value_losses).sum()
+                vf_loss = (batch.flat(weight) * value_losses).sum()
                 (vf_loss * world_size).backward()               # FSDP averages over ranks: undo that
                 log.add(sums={"critic/vf_loss": vf_loss / updates_per_step},
                         means={"critic/vf_clipfrac": value_clipped})
@@ -212,7 +212,7 @@ for step in range(run.first_step, max_steps + 1):
                     epsilon_high=epsilon_high)                                          # [C] each
                 if entropy_coef > 0:
                     token_loss = token_loss - entropy_coef * entropy
-                loss = (batch.spread(weight) * token_loss).sum()
+                loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()
                 log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),

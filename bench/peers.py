@@ -64,15 +64,10 @@ class Batch:
         self.share = share
 
     def flat(self, values):
-        return torch.cat([values[s] for s in self.share])
+        return torch.cat([values[s].expand(LENGTHS[s]) for s in self.share])
 
     def split(self, values):
         return dict(zip(self.share, values.split([LENGTHS[s] for s in self.share])))
-
-    def spread(self, values):
-        if isinstance(values, dict):
-            return self.flat(values)
-        return torch.cat([values[s].expand(LENGTHS[s]) for s in self.share])
 
     def mean(self, values):
         return torch.cat([part.mean().expand(len(part)) for part in self.split(values).values()])

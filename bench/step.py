@@ -153,8 +153,8 @@ weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))),
 def update():
     for batch in micro_batches(policy, rollouts, range(len(rollouts)), token_budget):
         logp, entropy = policy(batch, 1.0)
-        token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.spread(adv))
-        loss = (batch.spread(weight) * token_loss).sum()
+        token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.flat(adv))
+        loss = (batch.flat(weight) * token_loss).sum()
         (loss * world_size).backward()
     if torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().isfinite().item():
         optimizer.step()

@@ -399,7 +399,7 @@ baseline_optimizer = torch.optim.AdamW(baseline.parameters(), 1e-3)
 networks = {"": (policy, optimizer), "baseline": (baseline, baseline_optimizer)} '''),
     ("    # ------------------------------------------------------------ 6 weight sync\n", '''
     for batch in micro_batches(baseline, rollouts, sum(shares, []), token_budget):
-        loss = ((baseline(batch) - batch.spread(scores)) ** 2).sum() / lengths.sum()
+        loss = ((baseline(batch) - batch.flat(scores)) ** 2).sum() / lengths.sum()
         (loss * world_size).backward()
         log.add(sums={"baseline/loss": loss})
     norm = torch.nn.utils.clip_grad_norm_(baseline.parameters(), 1.0).full_tensor()

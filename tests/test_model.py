@@ -84,9 +84,9 @@ def test_rows_with_several_spans_are_trained_on_what_was_sampled(folder, mesh, l
         for s, part in batch.split(logp.detach()).items():
             torch.testing.assert_close(part, logps[s].detach(), atol=1e-5, rtol=1e-5)
             assert torch.equal(part, without_gradient[s])
-        token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.spread(adv),
+        token_loss, _, _ = losses.LOSSES[loss_type](logp, batch.flat(old_logps), batch.flat(adv),
                                                     mean=batch.mean)
-        loss = (batch.spread(weight) * token_loss).sum()
+        loss = (batch.flat(weight) * token_loss).sum()
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
@@ -107,16 +107,16 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
     engine_logps = [old + 0.2 * torch.randn(len(old)) for old in old_logps]
     policy = load_policy(folder, mesh, torch.float32)
 
-    def token_losses(logp, flat, spread, mean):
-        loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), spread(adv), mean=mean,
+    def token_losses(logp, flat, mean):
+        loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), flat(adv), mean=mean,
                                               engine_logp=flat(engine_logps))
         return loss * losses.correction_weights(flat(old_logps), flat(engine_logps), "sequence_truncate",
-                                                mean=mean, lengths=spread(lengths), low=0.5, high=2.0)
+                                                mean=mean, lengths=flat(lengths), low=0.5, high=2.0)
 
     for aggregation in losses.AGGREGATIONS:
         weight = losses.sequence_weights(lengths, aggregation, [*range(N)], 1, 20)
         expected = sum(
-            (weight[s] * token_losses(logps[s], lambda x: x[s], lambda x: x[s].expand(len(logps[s])),
+            (weight[s] * token_losses(logps[s], lambda x: x[s].expand(len(logps[s])),
                                       lambda x: x.mean().expand_as(x))).sum() for s in range(N))
         expected = torch.autograd.grad(expected, list(plain.parameters()), retain_graph=True)
         batches = pack(rollouts, range(N), 28)
@@ -124,7 +124,7 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
         assert len(batches) > 1 and any(batch.segments.places is not None for batch in batches)
         for batch in batches:
             logp, _ = policy(batch, 1.0)
-            (batch.spread(weight) * token_losses(logp, batch.flat, batch.spread, batch.mean)).sum().backward()
+            (batch.flat(weight) * token_losses(logp, batch.flat, batch.mean)).sum().backward()
         for parameter, theirs in zip(policy.hf.parameters(), expected):
             assert (parameter.grad.full_tensor() - theirs).norm() < 1e-5 * theirs.norm()
 
@@ -148,7 +148,7 @@ def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_toke
     policy = load_policy(folder, mesh, torch.float32)
     (batch,) = pack(rollouts, [0, 1], 100)
     logp, _ = policy(batch, 1.0)
-    token_loss, low, high = losses.LOSSES["clip"](logp, batch.flat(old_logps), batch.spread(adv))
+    token_loss, low, high = losses.LOSSES["clip"](logp, batch.flat(old_logps), batch.flat(adv))
     loss = (token_loss / num_tokens).sum()
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and 0 < (low | high).sum() < num_tokens
@@ -165,11 +165,11 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
         logp, entropy = policy(batch, 1.0)
         old_logp, engine_logp = batch.flat({}), logp.detach()
         token_loss, low, high = losses.LOSSES[loss_type](
-            logp, old_logp, batch.spread(adv), mean=batch.mean, engine_logp=engine_logp)
+            logp, old_logp, batch.flat(adv), mean=batch.mean, engine_logp=engine_logp)
         weights = losses.correction_weights(old_logp, engine_logp, correction, mean=batch.mean,
-                                            lengths=batch.spread(lengths), low=0.5, high=2.0)
+                                            lengths=batch.flat(lengths), low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)
-        loss = (batch.spread(adv) * (weights * token_loss + 0.1 * kl - 0.1 * entropy)).sum()
+        loss = (batch.flat(adv) * (weights * token_loss + 0.1 * kl - 0.1 * entropy)).sum()
         loss.backward()
         assert loss.item() == 0 and len(low | high) == 0 and batch.split(logp.detach()) == {}
         assert all(p.grad is not None and not p.grad.full_tensor().any() for p in policy.parameters())
@@ -273,8 +273,8 @@ def test_loss_and_gradients_are_those_of_the_padded_computation(tmp_path, mesh, 
     total = 0.0
     for batch in pack(rollouts, range(count), rng.randint(width, 4 * width)):
         new, _ = policy(batch, temperature)
-        token_loss, _, _ = losses.LOSSES["clip"](new, batch.flat(old_logps), batch.spread(adv))
-        part = (batch.spread(weight) * token_loss).sum()
+        token_loss, _, _ = losses.LOSSES["clip"](new, batch.flat(old_logps), batch.flat(adv))
+        part = (batch.flat(weight) * token_loss).sum()
         part.backward()
         total += part.item()
     assert total == pytest.approx((loss.sum() / trained.sum()).item(), rel=1e-5, abs=1e-6)
@@ -331,8 +331,8 @@ def test_a_micro_batch_never_waits_for_the_device(folder):
         logp, entropy = policy(batch, 1.0)
         assert logp.shape == entropy.shape == batch.targets.shape
         old = batch.split(logp.detach())
-        loss, _, _ = losses.LOSSES["clip"](logp, batch.flat(old), batch.spread(adv), mean=batch.mean)
-        (batch.spread(adv) * loss).sum().backward()
+        loss, _, _ = losses.LOSSES["clip"](logp, batch.flat(old), batch.flat(adv), mean=batch.mean)
+        (batch.flat(adv) * loss).sum().backward()
         assert all(p.grad is not None for p in policy.parameters())
         # Such a read would have raised this.
         with pytest.raises(DataDependentOutputException):

@@ -106,7 +106,7 @@ def test_values_of_rollouts_go_to_the_device_as_those_of_a_micro_batch():
     (batch,) = pack(random_rollouts(3, 50), range(3), 10 ** 6)
     lengths, batch = batch.lengths, batch.to("meta")
     each = {s: torch.zeros(length) for s, length in zip(batch.sequences, lengths)}
-    assert {batch.flat(each).device.type, batch.spread(torch.zeros(3)).device.type} == {"meta"}
+    assert {batch.flat(each).device.type, batch.flat(torch.zeros(3)).device.type} == {"meta"}
 
 
 def test_pack_by_hand():
@@ -120,8 +120,7 @@ def test_pack_by_hand():
     assert segments.key_sizes == [1, 3, 3] and segments.key_offsets.tolist() == [0, 1, 4, 7]
     assert segments.places.tolist() == [0, 0, 1, 2, 0, 1, 3]
     assert batch.index.tolist() == [0, 1, 2, 1, 3] and batch.targets.tolist() == [9, 7, 8, 9, 8]
-    assert batch.owner.tolist() == [1, 0, 0, 2, 2]
-    assert batch.spread(torch.tensor([0.5, 2.0, 3.0])).tolist() == [2, 0.5, 0.5, 3, 3]
+    assert batch.flat(torch.tensor([0.5, 2.0, 3.0])).tolist() == [2, 0.5, 0.5, 3, 3]
     tensors = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])]
     assert batch.flat(tensors).tolist() == [3, 1, 2, 4, 5]
     assert batch.mean(torch.tensor([5.0, 1.0, 2.0, 0.0, 1.0])).tolist() == [5, 1.5, 1.5, 0.5, 0.5]
@@ -137,10 +136,11 @@ def test_pack_of_several_spans_by_hand():
     assert batch.position_ids.tolist() == [[*range(8), 0]]
     assert batch.segments.sizes == batch.segments.key_sizes == [8, 1] and batch.segments.places is None
     assert batch.index.tolist() == [1, 2, 5, 7, 8] and batch.targets.tolist() == [7, 8, 9, 4, 9]
-    assert batch.spread(torch.tensor([2.0, 0.5])).tolist() == [0.5, 0.5, 0.5, 0.5, 2.0]
-    # It would broadcast against [C] without a word.
-    with pytest.raises(ValueError, match=r"values of the shape \[2, 1\]: there has to be one per rollout"):
-        batch.spread(torch.ones(2, 1))
+    assert batch.flat(torch.tensor([2.0, 0.5])).tolist() == [0.5, 0.5, 0.5, 0.5, 2.0]
+    # What has neither one value per rollout nor one per token would broadcast against [C] without a word.
+    assert batch.flat(torch.tensor([[2.0], [0.5]])).tolist() == [0.5, 0.5, 0.5, 0.5, 2.0]
+    with pytest.raises(RuntimeError, match="expanded size"):
+        batch.flat(torch.ones(2, 2))
     assert batch.flat([torch.tensor([5]), torch.tensor([1, 2, 3, 4])]).tolist() == [1, 2, 3, 4, 5]
     assert batch.mean(torch.tensor([1.0, 2.0, 3.0, 6.0, 5.0])).tolist() == [3, 3, 3, 3, 5]
     parts = batch.split(torch.tensor([1, 2, 3, 4, 5]))
@@ -170,7 +170,8 @@ def test_pack_trains_every_sampled_token_once_and_no_other_token(budget, longest
     for batch in batches:
         T = computed(rollouts, batch.sequences)
         assert T <= budget and batch.input_ids.shape == (1, T + -T % multiple) == batch.position_ids.shape
-        trained = iter(zip(batch.index.tolist(), batch.targets.tolist(), batch.owner.tolist()))
+        owners = batch.flat(torch.arange(50)).tolist()
+        trained = iter(zip(batch.index.tolist(), batch.targets.tolist(), owners, strict=True))
         seen, ids, positions = seen_from(batch), batch.input_ids[0], batch.position_ids[0]
         for row in batch.sequences:
             whole = sum(lists[row], [])
@@ -236,7 +237,7 @@ def test_rows_of_their_own_by_hand():
     assert one.input_ids.tolist() == [[5, 3, 4, 4], [5, 6, 7, 0]]
     assert one.position_ids.tolist() == [[0, 1, 2, 3]] * 2 and one.segments.sizes == [4]
     assert one.index.tolist() == [0, 3, 5, 6] and one.targets.tolist() == [3, 9, 7, 8]
-    assert one.sequences == [2, 0] and one.owner.tolist() == [2, 2, 0, 0]
+    assert one.sequences == [2, 0] and one.lengths == [2, 2]
     assert other.input_ids.tolist() == [[5]] and other.sequences == [1]
 
 
@@ -274,7 +275,7 @@ def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):
     (batch,) = micro_batches(network, random_rollouts(3, 300), [], 100)
     assert batch.sequences == batch.lengths == []
     assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
-    assert len(batch.index) == len(batch.targets) == len(batch.owner) == 0
+    assert len(batch.index) == len(batch.targets) == sum(batch.lengths) == 0
     assert len([*micro_batches(network, random_rollouts(3, 300), range(3), 200)]) == 1
 
 
@@ -309,10 +310,10 @@ def test_a_micro_batch_keeps_the_tokens_of_each_sequence_together(parts):
         assert torch.equal(flat, torch.cat([values[s] for s in batch.sequences]))
         assert torch.equal(flat, batch.flat(dict(enumerate(values))))
         assert list(batch.split(flat)) == batch.sequences
-        means, spread = batch.split(batch.mean(flat)), batch.split(batch.spread(one_each))
+        means, same = batch.split(batch.mean(flat)), batch.split(batch.flat(one_each))
         for s, part in batch.split(flat).items():
-            assert torch.equal(part, values[s]) and (spread[s] == one_each[s]).all()
-            assert len(spread[s]) == len(values[s])
+            assert torch.equal(part, values[s]) and (same[s] == one_each[s]).all()
+            assert len(same[s]) == len(values[s])
             torch.testing.assert_close(means[s], values[s].mean().expand(len(values[s])))
 
 
@@ -326,7 +327,7 @@ def test_a_loss_of_packed_rows_is_that_of_each_row_by_itself(name):
     by_itself = lambda x: x.mean().expand_as(x)
     for batch in pack(rollouts, range(16), 80):
         logp = batch.flat(logps).requires_grad_()
-        loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.spread(adv), mean=batch.mean,
+        loss, low, high = losses.LOSSES[name](logp, batch.flat(old_logps), batch.flat(adv), mean=batch.mean,
                                               engine_logp=batch.flat(engine_logps))
         (loss * batch.flat(upstream)).sum().backward()
         found = [batch.split(x) for x in (loss.detach(), logp.grad, low, high)]
@@ -349,7 +350,7 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
     for batch in pack(rollouts, range(16), 80):
         found |= batch.split(losses.correction_weights(
             batch.flat(old_logps), batch.flat(engine_logps), correction, mean=batch.mean,
-            lengths=batch.spread(lengths), **bounds))
+            lengths=batch.flat(lengths), **bounds))
     for s in range(16):
         torch.testing.assert_close(found[s], losses.correction_weights(
             old_logps[s], engine_logps[s], correction, mean=lambda x: x.mean().expand_as(x),
@@ -359,7 +360,7 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
 
 def test_the_tensors_of_an_idle_micro_batch_are_empty():
     batch, values = idle(), torch.randn(5)
-    assert batch.spread(values).tolist() == batch.mean(torch.empty(0)).tolist() == []
+    assert batch.flat(values).tolist() == batch.mean(torch.empty(0)).tolist() == []
     assert batch.flat({}).tolist() == batch.flat([values]).tolist() == []
     assert batch.split(torch.empty(0)) == {}
     assert batch.flat({}).dtype == torch.float32

@@ -175,7 +175,7 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
     the completion), or if it returns anything but one finite number, None, dict of these or list of pairs for
     each completion.
     """
-    completions, failures = columns["completions"], []
+    completions = columns["completions"]
 
     def call(some):
         arguments = judge, reward, some, timeout, end, workers
@@ -190,19 +190,16 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
     # One call for all, unless the reward scores one completion at a time.
     results = [] if reward.verl and not reward.at_once else call(columns)
     if len(results) < len(completions):
-        failures = results
-        for error in failures:
+        for error in results:
             print(f"reward {reward.name} {error} for {len(completions)} completions: each is scored by a "
                   "call of its own", file=sys.stderr)
         results = [one for i in range(len(completions)) for one in call(only(columns, i))]
-    if any(isinstance(one, TimeUp) for one in results):
-        failures = []                                           # one alone did fail
-        if process:
-            process.end()                                       # because calls of an async reward may go on
-    blamed = [f"the completion is {content(one)[:500]!r}" for one in completions]
-    for error, who in zip([*results, *failures], [*blamed, "it fails for none alone"]):
-        if isinstance(error, Failed) and not unscored:
-            raise ValueError(f"reward {reward.name} {error}; {who}") from error
+    if process and any(isinstance(one, TimeUp) for one in results):
+        process.end()                                           # because calls of an async reward may go on
+    for one, completion in zip(results, completions):
+        if isinstance(one, Failed) and not unscored:
+            raise ValueError(f"reward {reward.name} {one}; the completion is "
+                             f"{content(completion)[:500]!r}") from one
     # A completion without a score gets all parts that others have.
     names = [name for one in results if isinstance(one, tuple) for name in one[0]] or [reward.name]
     without = dict.fromkeys(names, math.nan if unscored else 0.0)

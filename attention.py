@@ -26,10 +26,10 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varle
 
 
 def kernel_takes(query, value):
-    """Return whether PyTorch's CUDA kernel for sequences of several lengths accepts tensors like these."""
+    """Return whether PyTorch's kernel for sequences of several lengths accepts CUDA tensors like these."""
     head = query.shape[-1]
-    return (query.is_cuda and len(query) == 1 and query.dtype in (torch.bfloat16, torch.float16)
-            and head % 8 == 0 and head <= 256 and value.shape[-1] == head
+    return (len(query) == 1 and query.dtype in (torch.bfloat16, torch.float16) and head % 8 == 0
+            and head <= 256 and value.shape[-1] == head
             and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
@@ -55,7 +55,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
         key, value = (Pick.apply(x.transpose(1, 2).flatten(2)[0], segments.places).unflatten(
             1, (x.shape[1], -1)).transpose(0, 1)[None] for x in (key, value))               # [1, heads, K, d]
     window = sliding_window or math.inf
-    if softcap is None and s_aux is None and kernel_takes(query, value):
+    if query.is_cuda and softcap is None and s_aux is None and kernel_takes(query, value):
         output = attend_by_kernel(query, key, value, scaling, segments, window)
     else:
         output = attend_in_turn(query, key, value, scaling, segments, window, softcap, s_aux)

@@ -45,25 +45,21 @@ class Network(nn.Module):
     def __init__(self, hf):
         super().__init__()
         self.hf, self.decoder = hf, (text_model(hf),)   # in a tuple, or PyTorch would list its weights twice
-        self.loss_scale = 1.0
+        self.loss_scale = None                                  # a number in float16
 
     def set_loss_scale(self, scale):
         """From now on, compute gradients `scale` times as large, and divide them by it once they are float32.
 
-        In float16 the layers' gradients would otherwise be 0 below 6e-8. What FSDP hands to its hook is
-        float32 and summed over the ranks, of one micro-batch.
+        In float16 the layers' gradients would otherwise be 0 below 6e-8. The scale acts before the gradient
+        of the logits is rounded to the layers' dtype. What FSDP hands to its hook is float32 and summed over
+        the ranks, of one micro-batch.
         """
+        if self.loss_scale is None:
+            self.register_forward_hook(scale_gradient)
         self.loss_scale = scale
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.set_all_reduce_hook(lambda gradient: gradient.div_(scale))
-
-    def scaled(self, output):
-        """Return an output whose gradient comes back `loss_scale` times as large."""
-        if self.loss_scale != 1 and output.requires_grad:
-            # For an entropy that is only logged the gradient is None.
-            output.register_hook(lambda gradient: None if gradient is None else gradient * self.loss_scale)
-        return output
 
     def hidden_states(self, batch):
         """Return the last hidden states where the sampled tokens of a MicroBatch are predicted, [C, H].
@@ -122,10 +118,9 @@ class Policy(Network):
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
         head = self.hf.get_output_embeddings()
-        logp, entropy = LogprobsFromHidden.apply(self.hidden_states(batch), head.weight, head.bias,
-                                                 batch.targets, temperature, *self.scale_and_softcap)
-        # The scale acts before the gradient of the logits is rounded to the layers' dtype.
-        return tuple(self.scaled(x if batch.cut is None else join(x, batch.cut)) for x in (logp, entropy))
+        found = LogprobsFromHidden.apply(self.hidden_states(batch), head.weight, head.bias, batch.targets,
+                                         temperature, *self.scale_and_softcap)
+        return found if batch.cut is None else tuple(join(x, batch.cut) for x in found)
 
 
 class Critic(Network):
@@ -138,7 +133,15 @@ class Critic(Network):
         """
         head = self.hf.score
         values = self.hidden_states(batch).float() @ head.weight[0].float() + head.bias.float()
-        return self.scaled(values if batch.cut is None else join(values, batch.cut))
+        return values if batch.cut is None else join(values, batch.cut)
+
+
+def scale_gradient(network, inputs, outputs):
+    # A hook of a network's forward, in float16: the gradient of each output is loss_scale times as large.
+    for output in outputs if isinstance(outputs, tuple) else [outputs]:
+        if output.requires_grad:
+            # For an entropy that is only logged the gradient is None.
+            output.register_hook(lambda grad: None if grad is None else grad * network.loss_scale)
 
 
 def text_model(hf):

@@ -78,6 +78,8 @@ class Run:
                 now.isoformat()) if dist.get_rank() == 0 else None)
         # For load_policy: what it has to know about the adapters, or 0 if there are none.
         self.adapter = settings.lora_rank and (settings.lora_rank, settings.seed, self.resumed)
+        in_float32 = distributed.compute_dtype(settings.dtype) == torch.float32
+        self.logprob_gap = settings.logprob_gap or (1e-3 if in_float32 else 0)
         # From here on, beginning with the chat template, code may run that never ends.
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
@@ -109,9 +111,8 @@ class Run:
     def gap_bound(self):
         """The largest mean |trainer - engine| of logprobs, in nats, that does not stop the run."""
         first = self.state["first_gap"]
-        if self.settings.logprob_gap or distributed.compute_dtype(self.settings.dtype) == torch.float32:
-            return self.settings.logprob_gap or 1e-3
-        return 0.15 if first is None else max(0.05, 3 * first)  # what 16 bits round off depends on the model
+        # What 16 bits round off depends on the model.
+        return self.logprob_gap or (0.15 if first is None else max(0.05, 3 * first))
 
     def begin(self, networks, engine, data_note, updates):
         """Load the optimizers of a resumed run, print the opening lines, catch signals; return the RunLog.

@@ -7,16 +7,18 @@ A row is a dict. Its `prompt` is a string or a list of chat messages, and the re
     load_prompts   a run's training rows, of which Prompts.draw encodes what a step uses, and held-out prompts
     epoch_order    the order in which an epoch uses its rows
 """
+import contextlib
 import functools
 import json
 import math
 import numbers
 import os
 import random
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+
+import torch
 
 from tasks.generate_problems import GENERATORS, held_out
 
@@ -89,17 +91,10 @@ def gsm8k_rows(split):
     name = {"train": "train.jsonl", "eval": "test.jsonl"}[split]
     url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
     path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
-    part = f"{path}.{os.getpid()}"
-    if not os.path.exists(path) or os.path.getsize(path) == 0:
+    if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
-            with urllib.request.urlopen(url, timeout=30) as response:
-                Path(part).write_bytes(response.read())
-        except OSError as error:
-            raise ValueError(f"gsm8k: {error}. Download {url} elsewhere and put it at {path}, or use a file "
-                             "of your own rows: --task=file --train_file=...") from error
-        # The file appears whole or not at all, even if another process is writing it as well.
-        os.replace(part, path)
+        with naming(f"gsm8k: {url} cannot be fetched to {path}"):
+            torch.hub.download_url_to_file(url, path, progress=False)
     ask = ' Let\'s think step by step and output the final answer after "####".'
     return [(where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
                      "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
@@ -131,31 +126,12 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
     # needs no prompt.
     rows, answers = {}, (answer_column,) if answer_column else ANSWERS
     for where, row in read_rows(path):
-        row = {"conversations": row} if isinstance(row, list) else row      # as in Open-Reasoner-Zero's files
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: not an object")
-        column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
-        prompt = row.get(column)
-        if prompt is None and not optional:
-            raise ValueError(f"{where}: no column {column}; the columns are {', '.join(row) or 'none'}: "
-                             "--prompt_column=...")
-        if isinstance(prompt, str) and prompt_column and chat:
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list):
-            prompt = [as_message(where, message) for message in prompt]
-            if column != "prompt" and prompt and prompt[-1].get("role") == "assistant":
-                # The policy is to find it. Open-Reasoner-Zero's files have the true answer there.
-                truth = prompt.pop().get("ground_truth")
-                row = {"answer": truth.get("value") if isinstance(truth, dict) else truth} | row
-        elif not isinstance(prompt, (str, type(None))):
-            raise ValueError(f"{where}: prompt must be a string or a list of messages, not {prompt!r:.100}")
-        text = "?" if prompt is None else whole_text(prompt)
-        if not text.strip():
-            raise ValueError(f"{where}: empty prompt")
-        if text != text.encode(errors="ignore").decode():
-            raise ValueError(f"{where}: half a surrogate pair, which cannot be encoded")
-        row = row | {"prompt": NO_PROMPT if prompt is None else prompt}
-        source, answer = row.get("data_source", row.get("source")), answer_of(where, row, answers)
+        with naming(where):
+            row = json.loads(row) if isinstance(row, bytes) else row
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+            row = row | {"prompt": prompt_of(row, prompt_column, chat, optional)}
+            source, answer = row.get("data_source", row.get("source")), answer_of(row, answers)
         rows[where] = row | ({"source": source} if source is not None else {})
         if answer is not None or answer_column:
             rows[where]["answer"] = answer
@@ -170,25 +146,53 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
     return [(where, columns | row) for where, row in rows.items()]
 
 
-def as_message(where, message):
+@contextlib.contextmanager
+def naming(where):
+    # Begins the message of an error with the place in a file, for example, that it is about.
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{where}: {error if isinstance(error, ValueError) else repr(error)}") from error
+
+
+def prompt_of(row, prompt_column, chat, optional):
+    # The prompt of a row, as it is encoded.
+    column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
+    prompt = row.get(column)
+    if prompt is None and optional:
+        return NO_PROMPT
+    if prompt is None:
+        raise ValueError(f"no column {column}; the columns are {', '.join(row) or 'none'}: "
+                         "--prompt_column=...")
+    if isinstance(prompt, str) and prompt_column and chat:
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list):
+        prompt = [*map(as_message, prompt)]
+        if column != "prompt" and prompt and prompt[-1]["role"] == "assistant":
+            prompt.pop()                                        # the policy is to find it
+    elif not isinstance(prompt, str):
+        raise ValueError(f"prompt must be a string or a list of messages, not {prompt!r:.100}")
+    # Half a surrogate pair cannot be encoded.
+    if not whole_text(prompt).strip().encode():
+        raise ValueError("empty prompt")
+    return prompt
+
+
+def as_message(message):
     """Return a message of a file as chat templates expect it: with role and content, and without null, which
     Arrow writes into every field that another message has. The arguments of a call may be a JSON string."""
-    if not isinstance(message, dict):
-        raise ValueError(f"{where}: a message must be an object, not {message!r:.100}")
-    message = without_null(message)
-    if "from" in message:                                       # ShareGPT's form
-        who = message.pop("from")
-        message = {"role": ROLES.get(who, who), "content": message.pop("value", "")} | message
-    for call in message.get("tool_calls", []):
-        message.setdefault("content", "")
-        function = call.get("function", call) if isinstance(call, dict) else call
-        if not isinstance(function, dict):
-            raise ValueError(f"{where}: a call of a tool must be an object, not {call!r:.100}")
+    said = without_null(message) if isinstance(message, dict) else {}
+    if "from" in said:                                          # ShareGPT's form
+        who = said.pop("from")
+        said = {"role": ROLES.get(who, who), "content": said.pop("value", "")} | said
+    for call in said.get("tool_calls", []):
+        said.setdefault("content", "")
+        function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
-            function["arguments"] = parsed(f"{where}: arguments", function["arguments"])
-    if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-        raise ValueError(f"{where}: a message needs a role and a content, both strings: {message!s:.100}")
-    return message
+            function["arguments"] = json.loads(function["arguments"])
+    if not all(isinstance(said.get(key), str) for key in ("role", "content")):
+        raise ValueError(f"a message needs a role and a content, both strings: {message!s:.100}")
+    return said
 
 
 def without_null(value):
@@ -197,7 +201,7 @@ def without_null(value):
     return [*map(without_null, value)] if isinstance(value, list) else value
 
 
-def answer_of(where, row, columns):
+def answer_of(row, columns):
     # The answer of a row, from the first of the columns that has one: a text or a list of texts, or None.
     judged = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     truths = row | {"reward_model.ground_truth": judged.get("ground_truth")}
@@ -210,29 +214,24 @@ def answer_of(where, row, columns):
             return [*map(str, truth)] if isinstance(truth, list) else str(truth)
         # What verl's form holds may be anything that a reward understands; then it is no answer.
         if truth is not None and key != "reward_model.ground_truth":
-            raise ValueError(f"{where}: {key} must be text or a finite number, not {truth!r:.100}; "
+            raise ValueError(f"{key} must be text or a finite number, not {truth!r:.100}; "
                              "a list may hold several; a column of another name goes to the reward as it is")
 
 
 def read_rows(path):
-    # All rows of a file as pairs (where, row); a message about the row begins with `where`.
-    whole = os.path.expanduser(path)
-    if not path.endswith((".jsonl", ".json", ".parquet")):
-        raise ValueError(f"{path}: rows are read from .jsonl, .json and .parquet files")
-    if not os.path.isfile(whole):
-        raise ValueError(f"{path}: no such file")
-    with open(whole, "rb") as file:
-        content = file.read().removeprefix(b"\xef\xbb\xbf")      # a byte order mark
-    if path.endswith(".parquet"):
-        try:
+    # All rows of a file as pairs (where, row); a row of JSONL is its line.
+    whole = Path(path).expanduser()
+    if not path.endswith((".jsonl", ".json", ".parquet")) or not whole.is_file():
+        raise ValueError(f"{path}: no such file of .jsonl, .json or .parquet")
+    with naming(path):
+        if path.endswith(".parquet"):
             rows = parquet_rows(whole)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from error
-    elif path.endswith(".json") and content.lstrip().startswith(b"["):
-        rows = parsed(path, content)
-    else:
-        return [(f"{path}:{number}", parsed(f"{path}:{number}", line))
-                for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        else:
+            content = whole.read_bytes().removeprefix(b"\xef\xbb\xbf")     # a byte order mark
+            rows = json.loads(content) if content.lstrip().startswith(b"[") else None
+    if rows is None:
+        lines = enumerate(content.split(b"\n"), 1)
+        return [(f"{path}:{number}", line) for number, line in lines if line.strip()]
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
@@ -245,13 +244,6 @@ def parquet_rows(whole):
             shortest = table[place].cast(pyarrow.string()).cast(pyarrow.float64())
             table = table.set_column(place, column.name, shortest)
     return table.to_pylist()
-
-
-def parsed(where, text):
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -279,12 +271,10 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
     a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
-    prompts, not_embedded = [], getattr(tokenizer, "not_embedded", {})
+    prompts = []
     for (name, row), ids in zip(named, encoded):
-        strange = [token for token, number in not_embedded.items() if number in ids]
-        if strange or not ids:
-            what = f"{strange[0]}, a token that the model does not have" if strange else "no tokens"
-            raise ValueError(f"{name}: its prompt has {what}")
+        if not ids:
+            raise ValueError(f"{name}: its prompt has no tokens")
         plain = not chat or isinstance(row["prompt"], str)
         prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
     return prompts
@@ -382,36 +372,27 @@ def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **change
     s = SimpleNamespace(**vars(settings) | changed)
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
     total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    left_out = check_kinds(tokenizer, prompts)
+    check_kinds(tokenizer, prompts)
     order = epoch_order(total, 0, s.seed) if split == "train" else range(total)
     encoded, fitting = [], []
     while len(encoded) < total and len(fitting) < wanted:
         encoded += prompts.encoded(order[len(encoded):len(encoded) + 512])
         fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
-    first = encoded[:32]
-    if len({tuple(one.ids) for one in first}) == 1 < len({repr(one.row["prompt"]) for one in first}):
-        raise ValueError(f"model={s.model}: its chat template gives the same tokens for different prompts, "
-                         f"{tokenizer.decode(first[0].ids)!r:.200}")
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
     kind, long = {"train": "", "eval": "held-out "}[split], len(encoded) - len(fitting)
-    note = (f"{total:,} {kind}prompts of {source} ({long:,} of {len(encoded):,} have more than "
-            f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
-    if left_out:
-        note += f"; the chat template does not write what these roles say: {', '.join(left_out[:3])}"
-    return prompts, fitting, note
+    return prompts, fitting, (
+        f"{total:,} {kind}prompts of {source} ({long:,} of {len(encoded):,} have more than "
+        f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
 
 
 def check_kinds(tokenizer, prompts):
     # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
-    # it now, not after hours. Returns the roles that are left out, with the names of their rows.
-    s, kinds, left_out = prompts.s, {}, []
-    not_embedded = getattr(tokenizer, "not_embedded", {})
+    # it now, not after hours.
+    s, kinds = prompts.s, {}
     for name, row in prompts.named:
-        if strange := [token for token in not_embedded if token in whole_text(row["prompt"])]:
-            raise ValueError(f"{name}: its prompt has {strange[0]}, a token that the model does not have")
         messages = [] if isinstance(row["prompt"], str) else row["prompt"]
         kinds.setdefault(tuple((m["role"], "tool_calls" in m) for m in messages), (name, row["prompt"]))
     for kind, (name, prompt) in kinds.items():
@@ -420,12 +401,10 @@ def check_kinds(tokenizer, prompts):
             raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
                              "last one not the assistant's")
         text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, prompts.tools)
-        if s.system_prompt.strip() not in text:
-            raise ValueError(f"system_prompt={s.system_prompt}: the chat template leaves it out")
-        # Only the end of an answer, because many templates leave out what stands in <think>.
-        left_out += [f"{m['role']} ({name})" for m in (prompt if kind else ())
-                     if m["content"].rpartition("</think>")[2].strip() not in text]
-    return left_out
+        for message in ({"role": "system", "content": s.system_prompt}, *(prompt if kind else ())):
+            # Templates may shorten an earlier answer, and rewrite what a tool has returned.
+            if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+                raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
 
 
 def whole_text(prompt):

@@ -202,12 +202,10 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     embedded = read_config(path).get_text_config().vocab_size
     # Gemma 3's text models share their tokenizer with larger ones and do not embed its image token.
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
-    if beyond.keys() - special:
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if any(number >= embedded for number in tokenizer.get_vocab().values() if number not in special):
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
-    tokenizer.not_embedded = beyond                             # no prompt may spell them: data.py
     tokenizer.clean_up_tokenization_spaces = False              # rewards read what was written
     if settings:
         if path := settings.chat_template:

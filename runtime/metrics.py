@@ -213,15 +213,14 @@ class RunLog:
     def evaluate(self, prompts, k, sample, scorer, name="eval", **sampling):
         """Sample k completions per prompt, with the same seeds every time, score them, and log an evaluation.
 
-        sample: a rollout.Sampler; sampling: keywords for it. Return the rollouts of this rank, which samples
-        for its share of the prompts. A collective.
+        sample: a rollout.Sampler; sampling: keywords for it. Each rank samples for its share of the prompts. A
+        collective.
         """
         own = range(dist.get_rank(), len(prompts), dist.get_world_size())
         with self.timed("eval"):
             rollouts = sample([prompts[i] for i in own], k, [f"{name} {i}" for i in own], **sampling)
             scorer(rollouts)
             self.evaluation(distributed.gathered(rollouts), k, name)
-        return rollouts
 
     def evaluation(self, rollouts, k, name="eval"):
         """Log the figures of an evaluation's scored rollouts, of all ranks, and show the first three.

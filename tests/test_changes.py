@@ -384,8 +384,8 @@ def test_a_second_evaluation(folder, reward_file, tmp_path):
     # The first evaluation is that of the script as it is.
     plain, _ = train(folder, tmp_path / "plain", reward_file, "--max_steps=1", ranks=2)
     assert plain[1]["eval/mean@2"] == metrics[1]["eval/mean@2"]
-    script = changed(tmp_path, ("held_out = log.evaluate(eval_set, eval_samples, sample, scorer)",
-                                "held_out = log.evaluate(eval_set, eval_samples, sample, scorer, length=99)"))
+    script = changed(tmp_path, ("log.evaluate(eval_set, eval_samples, sample, scorer)",
+                                "log.evaluate(eval_set, eval_samples, sample, scorer, length=99)"))
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/cut", code=1)
     assert re.search(r"a row of \d+ tokens: the engine was made for 76", output)
 

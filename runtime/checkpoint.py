@@ -13,18 +13,13 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
 """
-import atexit
-import contextlib
 import fcntl
-import itertools
 import json
 import os
 import re
 import shutil
 import sys
-import time
 import zlib
-from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -123,10 +118,8 @@ def checksum(path):
 
 def checksum_of_rows(rows):
     """Return the CRC-32 of a data set's rows, by which a resumed run recognises its data."""
-    value, encode = 0, json.JSONEncoder(default=str).encode
-    for row in rows:
-        value = zlib.crc32(encode(row).encode(), value)
-    return value
+    encode = json.JSONEncoder(default=str).encode
+    return zlib.crc32("".join(map(encode, rows)).encode())
 
 
 # ---------------------------------------------------------------- and back
@@ -186,8 +179,7 @@ def load_optimizer(folder, model, optimizer):
     The optimizer keeps the learning rate, betas and weight decay that it was made with, because settings may
     change. Raises ValueError if the files cannot be read or do not fit the model.
     """
-    parameters, state = dict(model.named_parameters()), defaultdict(dict)
-    places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    parameters = dict(model.named_parameters())
     try:
         files = [safe_open(path, "pt") for path in sorted(Path(folder, "trainer").glob("optimizer-*"))]
         for entry in files[0].keys():
@@ -201,10 +193,10 @@ def load_optimizer(folder, model, optimizer):
                 value.to_local().copy_(torch.cat(rows))
             else:
                 value = files[0].get_tensor(entry)              # how many steps were made
-            state[places[parameter]][key] = value
+            optimizer.state[parameter][key] = value
     except Exception as error:
         raise ValueError(f"resume={folder}: its optimizer's state cannot be read: {error!r:.300}") from error
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    optimizer.load_state_dict(optimizer.state_dict())           # each value on the device that it needs
 
 
 # ---------------------------------------------------------------- the folder of a run
@@ -212,12 +204,12 @@ def load_optimizer(folder, model, optimizer):
 def locate_run(out_dir, resume, default):
     """Return (the run's folder, the checkpoint to resume or None), from the settings out_dir and resume.
 
-    If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder named
-    `default`, with a number after it if the name is taken. The folder is locked. resume=auto takes the newest
-    checkpoint in out_dir, if there is one; it passes over damaged ones and prints their names. Raises
-    ValueError for a resume that is not a checkpoint, is damaged, or is not the newest of its run, and for a
-    folder that holds another run or only damaged checkpoints, or belongs to no run; OSError for one that
-    cannot be written.
+    If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder whose name
+    is `default` and the number of this process, because two runs may begin in the same second. The folder is
+    locked. resume=auto takes the newest checkpoint in out_dir, if there is one; it passes over damaged ones
+    and prints their names. Raises ValueError for a resume that is not a checkpoint, is damaged, or is not the
+    newest of its run, and for a folder that holds another run or only damaged checkpoints, or belongs to no
+    run; OSError for one that cannot be written.
     """
     out_dir, resume, default = (
         path if path in ("", "auto") else os.path.abspath(os.path.expanduser(path))
@@ -226,7 +218,7 @@ def locate_run(out_dir, resume, default):
         raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
     if resume not in ("", "auto") and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
         raise ValueError(f"resume={resume}: not a checkpoint folder")
-    folder = out_dir or os.path.dirname(resume) or new_folder(default)
+    folder = out_dir or os.path.dirname(resume) or f"{default}-{os.getpid()}"
     # Another run in the folder may be about to end, so the lock comes before looking into it.
     lock(folder)
     found = checkpoints(folder)
@@ -248,12 +240,12 @@ def locate_run(out_dir, resume, default):
     return folder, resume or None
 
 
-def lock(out_dir, patience=600):
+def lock(out_dir):
     """Make a folder, if it is not there, and keep other runs out of it while this process lives.
 
-    Waits up to `patience` seconds for a run that is still in the folder, because the workers of a torchrun
-    that was killed live on until the end of their step. Raises ValueError if that run does not end or the
-    folder belongs to no run, and OSError if it cannot be written.
+    Waits for a run that is still in the folder, because the workers of a torchrun that was killed live on
+    until the end of their step. Raises ValueError if the folder belongs to no run, and OSError if it cannot
+    be written.
     """
     os.makedirs(out_dir, exist_ok=True)
     # A run's folder has a .lock from its first moment on.
@@ -262,31 +254,10 @@ def lock(out_dir, patience=600):
         raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
                          "a new folder")
     LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
-    for second in range(patience + 1):
-        try:
-            fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if second == 0:
-                print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
-            time.sleep(1)
-        except OSError as error:
-            print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
-            return
-    raise ValueError(f"out_dir={out_dir}: another run is writing there")
-
-
-def new_folder(default):
-    # Two runs may begin in the same second, but only one of them can make the folder.
-    for count in itertools.count(1):
-        folder = default if count == 1 else f"{default}-{count}"
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(folder)
-            atexit.register(remove_unused, folder)
-            return folder
-
-
-def remove_unused(folder):
-    # A run that is refused before it has written anything leaves no folder.
-    if os.path.isdir(folder) and set(os.listdir(folder)) <= {".lock"}:
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
+        fcntl.flock(LOCKS[-1], fcntl.LOCK_EX)
+    except OSError as error:
+        print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)

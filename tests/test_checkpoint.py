@@ -157,7 +157,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
         time.sleep(0.01)
     (tmp_path / "end").touch()
     folders = [finish(some, log).strip() for some, log in zip(processes, logs)]
-    assert sorted(folders) == [str(tmp_path / "out" / name) for name in ("grpo", "grpo-2", "grpo-3")]
+    assert len({*folders}) == 3 and all(folder.startswith(f"{tmp_path}/out/grpo-") for folder in folders)
 
 
 @pytest.mark.parametrize("resume", ["", "auto"])

@@ -310,21 +310,19 @@ def test_the_best_checkpoint_stays(whole):
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
-    out_dir = str(tmp_path / "run")
+    """A second one waits for the end of the first, however that comes."""
     (tmp_path / "holds.py").write_text(
         "import time; from runtime import checkpoint; "
-        f"checkpoint.lock({out_dir!r}, 0); print('in', flush=True); time.sleep(600)")
-    (holder,) = begin(tmp_path / "log", tmp_path / "holds.py")
-    wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "in\n", holder)
-    assert holder.is_alive()
-    # A lock that could not be had does not make the folder this process's own.
-    for patience in (1, 0):
-        with pytest.raises(ValueError, match="another run is writing there"):
-            checkpoint.lock(out_dir, patience)
+        f"checkpoint.lock({str(tmp_path / 'run')!r}); print('in', flush=True); time.sleep(600)")
+    logs, said = [tmp_path / "log 0", tmp_path / "log 1"], lambda log: log.exists() and log.read_text()
+    (holder,) = begin(logs[0], tmp_path / "holds.py")
+    wait_for(lambda: said(logs[0]) == "in\n", holder)
+    (waiter,) = begin(logs[1], tmp_path / "holds.py")
+    wait_for(lambda: said(logs[1]), waiter)
+    assert said(logs[1]).endswith("another run is writing there; waiting for its end\n") and holder.is_alive()
     holder.kill()
-    holder.join()
-    checkpoint.lock(out_dir, patience=1)
-    assert "another run is writing there" in forked(tmp_path / "log", tmp_path / "holds.py", code=1)
+    wait_for(lambda: said(logs[1]).endswith("in\n"), waiter)
+    waiter.kill()
 
 
 # ---------------------------------------------------------------- files that changed in between

@@ -79,10 +79,10 @@ def check_model(path, key="model", tokenizer=True, length=0):
         raise ValueError(f"{what}: the folder holds an adapter (adapter_config.json) and not a model; "
                          f"python lora.py {path} writes one")
     with reading(f"{what}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
-        limit, why = longest_row(read_config(path).get_text_config())
+        limit = longest_row(read_config(path).get_text_config())
     if length > limit:
         raise ValueError(f"{what}: a prompt and its completion (max_completion_length) may have {length} "
-                         f"tokens, the model takes {limit:g}: {why}")
+                         f"tokens, by its config (max_position_embeddings) the model takes {limit:g}")
     return path
 
 
@@ -93,19 +93,15 @@ def has_tokenizer(path):
 
 
 def longest_row(config):
-    """Return how many tokens a model with this config reads in a row, and why no more."""
-    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    """Return how many tokens a model with this config reads in a row."""
+    longest, chunk = (getattr(config, key, None) or math.inf for key in (
+        "max_position_embeddings", "attention_chunk_size"))     # attention in chunks is not supported
     rope = getattr(config, "rope_parameters", None) or {}
-    kind, factor = rope.get("rope_type"), rope.get("factor") or 1
     original = (rope.get("original_max_position_embeddings")
                 or getattr(config, "original_max_position_embeddings", None) or longest)
-    if chunk := getattr(config, "attention_chunk_size", None):
-        return chunk, "beyond them its attention is cut into chunks, which is not supported"
-    if kind in ("dynamic", "longrope"):
-        return original, (f"beyond them its positions depend on the batch (rope_type={kind}), which is not "
-                          "supported")
-    stretched = original * factor if kind in ("linear", "yarn") else 0
-    return max(longest, stretched), "it reads no more (max_position_embeddings)"
+    if rope.get("rope_type") in ("dynamic", "longrope"):        # beyond them positions depend on the batch
+        return min(original, chunk)
+    return min(max(longest, original * (rope.get("factor") or 1)), chunk)
 
 
 def check_trainable(path, key="model", tokenizer=True, length=0):
@@ -135,9 +131,8 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size or others:
-        raise ValueError(f"{key}={path}: it has to read the policy's tokens, but " + (
-            f"{others[0]!r} has another id than in the model" if others else
-            f"has a vocabulary of {size} tokens, the model one of {policy_size}"))
+        raise ValueError(f"{key}={path}: it has to read the policy's tokens; it has {size} of {policy_size}, "
+                         f"and other ids for {others[:3]}")
     return path
 
 
@@ -162,15 +157,12 @@ def end_tokens(model, tokenizer):
     if not in_folder or os.path.exists(path):
         with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
             named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
-    for ids in named:
-        if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            vocabulary = range(read_config(model).get_text_config().vocab_size)
-            if not ids or not all(number in vocabulary for number in ids):
-                raise ValueError(f"model={model}: eos_token_id={ids} is no token of the model")
-            return ids
-    raise ValueError(f"model={model}: neither its generation config nor its tokenizer "
-                     "names an end-of-sequence token")
+    ids = next((ids for ids in named if ids is not None), [])
+    ids, vocabulary = ids if isinstance(ids, list) else [ids], read_config(model).get_text_config().vocab_size
+    if not ids or not all(number in range(vocabulary) for number in ids):
+        raise ValueError(f"model={model}: eos_token_id={ids}, of its generation config, config or tokenizer, "
+                         "names no token that ends a completion")
+    return ids
 
 
 def end_note(model, tokenizer):

@@ -435,7 +435,7 @@ def test_end_tokens(folder, tmp_path):
     check_model.read_config.cache_clear()
     assert check_model.end_tokens(path, tokenizer) == [tokenizer.eos_token_id]
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="end-of-sequence"):
+    with pytest.raises(ValueError, match="names no token that ends a completion"):
         check_model.end_tokens(path, tokenizer)
 
 

@@ -1,5 +1,4 @@
 """train_ppo.py as a user runs it: whole short runs, resume, and bad input of its own."""
-import json
 import math
 import random
 import shutil

@@ -24,7 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from configurator import fail, given
 from runtime import distributed, health
-from runtime.user_code import TimeUp, content
+from runtime.user_code import TOO_LATE, content
 from tasks.check_answer import extract_answer, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,7 +116,7 @@ def rollout_metrics(rollouts, n, group_std, engines):
                "rewards/min": min(scored, default=0.0), "rewards/max": max(scored, default=0.0),
                "rewards/unscored": len(scores) - len(scored), **reward_means(rollouts, "rewards"),
                **part_means([r.extra for r in rollouts], "logged"),
-               "rewards/timeouts": sum(str(TimeUp()) in r.problem for r in rollouts),
+               "rewards/timeouts": sum(r.problem.endswith(TOO_LATE) for r in rollouts),
                "completions/mean_length": mean(lengths),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
                "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts])}
@@ -143,7 +143,7 @@ def episode_metrics(rollouts, engines):
 def sample_lines(rollouts, n, tokenizer):
     """Return a step's lines of samples.jsonl: the first of n rollouts of each of the first eight prompts."""
     return [{"prompt": r.row["prompt"],
-             "completion": r.completion if r.counts else content(r.completion), "reward": r.score,
+             "completion": r.completion if r.counts else plain_text(r.completion), "reward": r.score,
              "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
              "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
              "logprobs": (r.logprobs.astype(float).round(3) + 0.0).tolist(),

@@ -34,7 +34,7 @@ from losses import LogprobsFromHidden
 from packing import deal, idle, pack
 from runtime import distributed
 from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
-                                 model_class, read_config, read_model, write_model)
+                                 model_class, read_config, read_model, reading, write_model)
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -351,9 +351,11 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
 
     transformers' class for token classification reads its checkpoints as well, if the family has one.
     """
-    what, config = f"critic_model={path}", AutoConfig.from_pretrained(path, num_labels=1)
+    what = f"critic_model={path}"
 
     def read():
+        with reading(f"{what}: its config"):                    # the checkpoint of a run without a critic has none
+            config = AutoConfig.from_pretrained(path, num_labels=1)
         hf = read_model(what, model_class(config), path, config, has_head=False)
         hf.score = read_model(what, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score
         return Critic(hf)

@@ -214,19 +214,22 @@ LOSSES = {"clip": clip, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo
 
 
 # ---------------------------------------------------------------- weights of sequences and tokens
+# The update's loss is the sum of weight * token loss. The weight of each token of a sequence, by aggregation:
+#   token_mean       1 / num_tokens: every token counts the same                   DAPO, Yu et al. 2025
+#   sequence_mean    1 / (length * num_sequences): every sequence counts the same  GRPO, Shao et al. 2024
+#   constant_length  1 / (max_length * num_sequences): no length bias              Dr. GRPO, Liu et al. 2025
+#   sequence_sum     1 / num_sequences: the plain policy gradient                  RLOO, Ahmadian et al. 2024
+#   prompt_mean      1 / (tokens of the prompt's sequences * num_prompts): every prompt counts the same
+#                    ScaleRL, Khatri et al. 2025, https://arxiv.org/abs/2510.13786
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length", "sequence_sum", "prompt_mean")
+
 
 def sequence_weights(lengths, aggregation, update, num_generations, max_length):
-    """Return the weight of each sequence's tokens, [N]. The update's loss is the sum of weight * token loss.
+    """Return the weight of each sequence's tokens, [N]. An unknown aggregation raises KeyError.
 
     lengths [N]: the number of sampled tokens of each sequence of the step. update: the numbers of those that
     this optimizer step trains on, over all ranks, so that the weights and the gradient do not depend on how
-    they are dealt and packed. Only their weights mean something. An unknown aggregation raises KeyError.
-    token_mean       1 / num_tokens: every token counts the same                   DAPO, Yu et al. 2025
-    sequence_mean    1 / (length * num_sequences): every sequence counts the same  GRPO, Shao et al. 2024
-    constant_length  1 / (max_length * num_sequences): no length bias              Dr. GRPO, Liu et al. 2025
-    sequence_sum     1 / num_sequences: the plain policy gradient                  RLOO, Ahmadian et al. 2024
-    prompt_mean      1 / (tokens of the prompt's sequences * num_prompts): every prompt counts the same
-                     ScaleRL, Khatri et al. 2025, https://arxiv.org/abs/2510.13786
+    they are dealt and packed. Only their weights mean something.
     """
     num_tokens, num_sequences = lengths[update].sum(), len(update)
     trained = torch.zeros_like(lengths)
@@ -238,22 +241,23 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length", "sequence_sum", "prompt_mean")
+# Importance weights for the gap between the trainer's logprobs and the engine's, with which it sampled. The
+# ratio is exp(old_logp - engine_logp). The weight of a token, by correction:
+#   none               1
+#   token_truncate     min(ratio, high)                        TIS, https://fengyao.notion.site/off-policy-rl
+#   token_mask         ratio, but 0 outside [low, high]           IcePop, https://ringtech.notion.site/icepop
+#   sequence_truncate  as token_truncate, with the product of the sequence's ratios as the ratio
+#   sequence_mask      as token_mask, with that product                 MIS, https://richardli.xyz/rl-collapse
+#   geometric_mask     1, but 0 where the geometric mean of the sequence's ratios is outside [low, high], for
+#                      instance [0.99, 1.01]; unlike the product it does not drift with the length
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 def correction_weights(old_logp, engine_logp, correction, *, mean, lengths, low, high):
-    """Return importance weights [C] for the gap between the trainer's logprobs and the engine's.
+    """Return the importance weights [C], without gradient, that multiply the token losses.
 
-    The engine sampled with engine_logp [C]; the trainer computes old_logp [C] for the same tokens. The ratio
-    is exp(old_logp - engine_logp). The weights have no gradient and multiply the token losses. mean is as in
-    the losses; lengths [C] is the length of each token's sequence.
-    none               1
-    token_truncate     min(ratio, high)                        TIS, https://fengyao.notion.site/off-policy-rl
-    token_mask         ratio, but 0 outside [low, high]           IcePop, https://ringtech.notion.site/icepop
-    sequence_truncate  as token_truncate, with the product of the sequence's ratios as the ratio
-    sequence_mask      as token_mask, with that product                 MIS, https://richardli.xyz/rl-collapse
-    geometric_mask     1, but 0 where the geometric mean of the sequence's ratios is outside [low, high], for
-                       instance [0.99, 1.01]; unlike the product it does not drift with the length
+    old_logp, engine_logp [C]: of the same tokens. mean: as in the losses. lengths [C]: of each token's
+    sequence.
     """
     if correction == "none":
         return torch.ones_like(old_logp)
@@ -266,9 +270,6 @@ def correction_weights(old_logp, engine_logp, correction, *, mean, lengths, low,
         return ratio.clamp(max=high)
     inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
     return inside if level == "geometric" else ratio * inside
-
-
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 # ---------------------------------------------------------------- KL to a reference
@@ -364,6 +365,9 @@ def value_loss(value, old_value, ret, value_clip):
 
 # ---------------------------------------------------------------- logprobs and entropies
 # From hidden states, without ever holding all logits at once: C sampled tokens, H hidden size, V vocabulary.
+# Products of bfloat16 factors are not rounded to bfloat16, which has three digits: a logit of 20 would be off
+# by up to a sixteenth. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that this rounding causes most of
+# the gap between engine and trainer; in the default run it caused a quarter to two fifths (docs/speed.md).
 
 # The most logits that are held at once. Two copies of them in float32 take 128 MB on a CPU and 2 GB on a GPU.
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}
@@ -381,11 +385,8 @@ def head_logits(hidden, weight, bias, scale=1.0, softcap=0.0, temperature=1.0):
     None.
 
     scale: a factor of the logits (Granite, Cohere). softcap: if it is not 0, the scaled logits become
-    softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
-    Products of bfloat16 factors are not rounded to bfloat16, which has three digits: a logit of 20 would be
-    off by up to a sixteenth. MiniMax-M1 (https://arxiv.org/abs/2506.13585) found that this rounding causes
-    most of the gap between engine and trainer; in the default run it caused a quarter to two fifths
-    (docs/speed.md). On a CPU each call makes a float32 copy of a bfloat16 weight.
+    softcap * tanh(logits / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). On a CPU each call
+    makes a float32 copy of a bfloat16 weight.
     """
     if weight.dtype == torch.float32:
         logits = F.linear(hidden, weight, bias)

@@ -74,15 +74,11 @@ class Network(nn.Module):
     def full_weights(self, dtype=None, naming=None):
         """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
 
-        Gathering a sharded parameter is a collective, so every rank has to run through the whole iterator. In
-        addition to the shards it takes about two copies of the largest parameter: the gathered pieces and the
-        whole. naming: how the tensors are called. If it is given, frozen parameters are left out, and of a
-        policy with adapters the merged weights are yielded.
-        None        each parameter once, under its name in the module
-        module      the same, but a head that shares the embedding's weight has its own name as well
-        checkpoint  as module, but with the names of a checkpoint and split as there, because a module may
-                    store several tensors as one, such as the experts of a layer. vLLM expects these names,
-                    and its CPU build refreshes its packed copy of a tied head only under the head's own name
+        naming: None yields each parameter under its name in the module. The others are for engines: of a
+        policy with adapters they yield the merged weights, and they leave out frozen parameters. "module" has
+        the same names; "checkpoint" has those of a checkpoint and splits tensors as there, because a module
+        may store several as one, such as the experts of a layer. A collective, so every rank has to run
+        through the whole iterator. It takes about two copies of the largest parameter.
         """
         # After a forward without backward FSDP2 leaves the root's parameters gathered.
         self.reshard()
@@ -90,7 +86,8 @@ class Network(nn.Module):
         tensors = adapters.merged() if adapters and naming else (
             # The cast comes before the gather, so that there is less to send.
             (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
-            for name, parameter in self.hf.named_parameters(remove_duplicate=naming is None)
+            # The CPU build of vLLM refreshes its packed copy of a tied head only under the head's own name.
+            for name, parameter in self.hf.named_parameters(remove_duplicate=naming != "checkpoint")
             # Frozen parameters, which read images, never change, and the engine may not have them.
             if parameter.requires_grad or not (naming or adapters))
         for name, tensor in tensors:
@@ -170,13 +167,12 @@ def micro_batches(network, rollouts, chosen, token_budget):
     the other. This function is a collective as well.
     """
     device = next(network.parameters()).device
-    group = network.sequence_group if network.packed else None
+    group = network.sequence_group
     P = group.size() if group else 1
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
     # Every rank needs at least one, so that it has a gradient, even if that is 0.
     turns = max(1, *distributed.gathered([len(batches)]))
-    while len(batches) < turns:
-        batches.append(idle(P))
+    batches += [idle(P)] * (turns - len(batches))
     if group:
         batches = [part for batch in batches for part in cut_over(group, batch)]
     # Each is moved only when its turn comes, so that its attention masks are freed together with it.
@@ -204,12 +200,8 @@ def gathered_logprobs(policy, rollouts, token_budget, temperature):
     A collective."""
     (share,) = deal_to_ranks(rollouts, [range(len(rollouts))])
     logps = token_logprobs(policy, rollouts, share, token_budget, temperature)
-    # A copy for each rollout would take as long as the computation of a small model.
-    flat, found = torch.cat([logps[s] for s in share] or [torch.empty(0)]).cpu().numpy(), {}
-    for share, logp in distributed.gathered([(share, flat)]):
-        lengths = [len(rollouts[s].logprobs) for s in share]
-        found |= zip(share, torch.from_numpy(logp).split(lengths))
-    return found
+    found = distributed.gathered([(s, logp.cpu().numpy()) for s, logp in logps.items()])
+    return {s: torch.from_numpy(logp) for s, logp in found}
 
 
 def token_values(critic, rollouts, chosen, token_budget):
@@ -444,13 +436,6 @@ def make_optimizer(network, learning_rate, offload_optimizer):
     return optimizer
 
 
-def set_learning_rate(optimizer, learning_rate):
-    """Set and return the learning rate; a parameter group may have a factor of its own, group["lr_scale"]."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
-    return learning_rate
-
-
 @torch.no_grad()
 def check_same(what, network, P):
     """Compare a network with transformers; return whether one of its rows may hold several sequences.
@@ -473,11 +458,6 @@ def check_same(what, network, P):
 
     try:
         expected = by_transformers(network, [one.ids for one in three])
-        # PyTorch's norm takes one kernel of a GPU instead of six; on a CPU it would be slower.
-        for norm in hf.modules() if torch.cuda.is_available() else ():
-            if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):   # as Llama's
-                norm.__class__, norm.elementwise_affine = nn.RMSNorm, True
-                norm.normalized_shape, norm.eps = norm.weight.shape, norm.variance_epsilon
         hf.set_attn_implementation("packed")
         for packed in (True, False):
             gap = (ours(packed) - expected).abs().max() / expected.abs().max()

@@ -394,8 +394,6 @@ class HFEngine(Engine):
             self.generate([[0], [0, 0]], 2, [0, 0], 3, 1.0)
         except Exception as error:
             raise ValueError(f"engine=hf cannot run {model}: {error!r:.300}") from error
-        # A tied weight is in it under both of its names.
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.max_length = max_length
 
     @torch.no_grad()
@@ -446,10 +444,10 @@ class HFEngine(Engine):
     def load_weights(self, named_tensors, version):
         self.version = version
         for name, tensor in named_tensors:
-            self.parameters[name].copy_(tensor)
+            self.model.get_parameter(name).copy_(tensor)
 
     def close(self):
-        self.model = self.parameters = None
+        self.model = None
 
 
 def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):

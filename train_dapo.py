@@ -29,7 +29,7 @@ import rollout
 from configurator import configure, input_errors
 from episodes import Player
 from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
-                   make_optimizer, micro_batches, open_folders, set_learning_rate, token_logprobs)
+                   make_optimizer, micro_batches, open_folders, token_logprobs)
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
@@ -73,11 +73,11 @@ epsilon_high = 0.28             # DAPO: the upper clip bound is 1 + epsilon_high
 skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faster, with the same gradient as
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
-                                # sequence_sum (RLOO), prompt_mean; see losses.sequence_weights
+                                # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
 engine_correction = "none"      # the trainer's probabilities differ a little from the engine's; this weights
                                 # tokens by the ratio of the two or leaves tokens out: token_truncate (TIS),
                                 # token_mask, sequence_truncate, sequence_mask, geometric_mask; or none; see
-                                # losses.correction_weights
+                                # losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to one above this; a truncation lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
@@ -199,8 +199,8 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        log.metrics["learning_rate"] = set_learning_rate(
-            optimizer, losses.schedule(learning_rate, step, max_steps, lr_decay, warmup_steps))
+        log.metrics["learning_rate"] = optimizer.param_groups[0]["lr"] = losses.schedule(
+            learning_rate, step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]. It divides by counts of the whole update, over all ranks, however that is dealt and packed.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)

@@ -30,7 +30,7 @@ import rollout
 from configurator import configure, input_errors
 from episodes import Player
 from model import (compare_logprobs, deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer,
-                   micro_batches, open_folders, set_learning_rate, token_logprobs, token_values)
+                   micro_batches, open_folders, token_logprobs, token_values)
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
@@ -66,7 +66,7 @@ epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsil
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
-                                # sequence_sum (RLOO), prompt_mean; see losses.sequence_weights
+                                # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
@@ -179,10 +179,10 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     policy_step = step - critic_warmup_steps                    # below 0 only the critic is trained
-    log.metrics["learning_rate"] = set_learning_rate(optimizer, losses.schedule(
-        learning_rate, policy_step, max_steps - critic_warmup_steps, lr_decay, warmup_steps))
-    log.metrics["critic/lr"] = set_learning_rate(
-        critic_optimizer, losses.schedule(critic_learning_rate, step, max_steps, lr_decay, warmup_steps))
+    log.metrics["learning_rate"] = optimizer.param_groups[0]["lr"] = losses.schedule(
+        learning_rate, policy_step, max_steps - critic_warmup_steps, lr_decay, warmup_steps)
+    log.metrics["critic/lr"] = critic_optimizer.param_groups[0]["lr"] = losses.schedule(
+        critic_learning_rate, step, max_steps, lr_decay, warmup_steps)
     for update, share in num_epochs * list(zip(updates, shares)):
         # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
         weight = scores.isfinite() * losses.sequence_weights(

@@ -102,15 +102,16 @@ def here(d, word="", ref=None, **given):
                 for s, score in enumerate(d.scores.tolist())]
     names |= given | {
         "losses": losses, "torch": torch, "random": random, "G": G, "N": N, "step": 0, "world_size": 1,
-        "scores": d.scores, "lengths": torch.tensor(LENGTHS), "rollouts": rollouts, "optimizer": None,
-        "engine_logps": per(d.engine), "scorer": SimpleNamespace(weights={}),
+        "scores": d.scores, "lengths": torch.tensor(LENGTHS), "rollouts": rollouts,
+        "optimizer": SimpleNamespace(param_groups=[{}]), "engine_logps": per(d.engine),
+        "scorer": SimpleNamespace(weights={}),
         "log": SimpleNamespace(timed=lambda _: nullcontext(), metrics={},
                                add=lambda sums, means: found.append(sums["loss"].item())),
         "reference": "given" if ref is not None else None,
         # A rollout stands for its number, and behind another prompt it is still that.
         "gathered_logprobs": lambda reference, shown, *_: per(ref),
         "behind_hint": lambda r, right: (r, names.setdefault("hints", []).append(right))[0],
-        "token_logprobs": lambda *_: per(table.detach()), "set_learning_rate": lambda *_: 0,
+        "token_logprobs": lambda *_: per(table.detach()),
         "deal_to_ranks": lambda _, shares: shares,
         "micro_batches": lambda policy, _, share, budget: [Batch(share[0::2]), Batch(share[1::2])],
         "policy": lambda batch, _: (batch.flat(per(table)), batch.flat(per(entropy))),

@@ -8,6 +8,7 @@ sequences.
 import inspect
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import sub
 
 import numpy as np
@@ -46,13 +47,15 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     for name, given in {"attention_mask": attention_mask, **others}.items():
         if isinstance(given, torch.Tensor):             # the model's own; transformers makes no mask (below)
             raise ValueError(f"its attention depends on {name}, which is not supported")
-    segments = segments or Segments([query.shape[2]], [np.arange(query.shape[2])]).to(query.device)
+    segments = segments or Segments([query.shape[2]], [np.arange(query.shape[2])])
     if cut is not None:
         query, key, value = (exchange(x, cut.group) for x in (query, key, value))   # [1, heads / P, T, d]
         s_aux = None if s_aux is None else s_aux.chunk(cut.group.size())[cut.group.rank()]
     if segments.places is not None:
+        if "places" not in segments.made:
+            segments.made["places"] = torch.from_numpy(segments.places).to(query.device)
         # With all heads of a token at once a CPU takes a third of the time.
-        key, value = (Pick.apply(x.transpose(1, 2).flatten(2)[0], segments.places).unflatten(
+        key, value = (Pick.apply(x.transpose(1, 2).flatten(2)[0], segments.made["places"]).unflatten(
             1, (x.shape[1], -1)).transpose(0, 1)[None] for x in (key, value))               # [1, heads, K, d]
     window = sliding_window or math.inf
     if query.is_cuda and softcap is None and s_aux is None and kernel_takes(query, value):
@@ -67,9 +70,12 @@ def attend_by_kernel(query, key, value, scaling, segments, window):
     rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                      # [T, heads, d]
     # window_size: how many tokens before and after a token it sees; -1 stands for all. If a segment has fewer
     # tokens than keys, the kernel aligns their ends: the last token sees the last key.
-    longest = max(segments.key_sizes)
+    sizes, longest = (segments.sizes, segments.key_sizes), max(segments.key_sizes)
     before = window - 1 if window < longest else -1
-    return varlen.varlen_attn(*rows, segments.offsets, segments.key_offsets, max(segments.sizes), longest,
+    if "offsets" not in segments.made:      # where each segment begins in the row, and where its keys begin
+        segments.made["offsets"] = [torch.tensor([0, *accumulate(one)], dtype=torch.int32,
+                                                 device=query.device) for one in sizes]
+    return varlen.varlen_attn(*rows, *segments.made["offsets"], max(segments.sizes), longest,
                               scale=scaling, window_size=(before, 0), **GROUPED)[None]
 
 
@@ -86,14 +92,14 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
         if not plain:
             # One mask for all segments and layers, to add to scores: 0 where a token sees a key, otherwise
             # -inf. Its first row is a token with `most` keys before it.
-            if (kind := (window, q.dtype)) not in segments.masks:
+            if (kind := (window, q.dtype)) not in segments.made:
                 longest, most = max(segments.sizes), max(map(sub, segments.key_sizes, segments.sizes))
                 place = torch.arange(-most, longest, device=q.device, dtype=torch.int32)
                 distance = place[most:, None] - place
                 hidden = (distance < 0) | (distance >= window)
-                segments.masks[kind] = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
-            rows, columns = segments.masks[kind].shape
-            mask = segments.masks[kind][:size, columns - rows + size - keys:columns - rows + size]
+                segments.made[kind] = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+            rows, columns = segments.made[kind].shape
+            mask = segments.made[kind][:size, columns - rows + size - keys:columns - rows + size]
             mask = mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels need aligned rows
         outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
                        F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling,

@@ -172,13 +172,13 @@ def micro_batches(network, rollouts, chosen, token_budget):
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
     # Every rank needs at least one, so that it has a gradient, even if that is 0.
     turns = max(1, *distributed.gathered([len(batches)]))
-    batches += [idle(P)] * (turns - len(batches))
+    batches += [idle(P) for _ in range(len(batches), turns)]
     if group:
         batches = [part for batch in batches for part in cut_over(group, batch)]
-    # Each is moved only when its turn comes, so that its attention masks are freed together with it.
-    for batch in batches:
+    # Nothing holds one whose turn is over, so that what attention made for it is freed.
+    while batches:
         distributed.watchdog.moved()
-        yield batch.to(device)
+        yield batches.pop(0).to(device)
 
 
 def deal_to_ranks(rollouts, updates):
@@ -228,8 +228,7 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     sync, a wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the
     worst tokens. Pass an infinite bound for weights that are known to differ. version: that of the policy;
     rollouts of another version raise RuntimeError, because another policy is their pi_old. None accepts all.
-    docs/metrics.md explains the metrics: importance_sampling_ratio is exp(trainer - engine), and kl is
-    KL(engine || trainer) by k3. A collective, also for a rank without any logprobs.
+    docs/metrics.md explains the metrics. A collective, also for a rank without any logprobs.
     """
     stale = {sampled_by for s in logps for _, sampled_by in rollouts[s].versions} - {version}
     if stale and version is not None:
@@ -241,10 +240,8 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
     sums = torch.stack([x.sum() for x in (torch.ones_like(gap), gap, ratio, ratio.square(),
                                           ratio - 1 - (ours - theirs))])
-    peaks = torch.full((4,), -math.inf)
-    if len(gap):
-        p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
-        peaks = torch.stack([p99, gap.max(), ratio.max(), -ratio.min()])
+    peaks = torch.full((4,), -math.inf) if len(gap) == 0 else torch.stack(
+        [gap.kthvalue(math.ceil(0.99 * len(gap))).values, gap.max(), ratio.max(), -ratio.min()])
     dist.all_reduce(sums)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
     if sums[0] == 0:                                    # no rank compares a token, so nothing can be wrong

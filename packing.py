@@ -24,9 +24,7 @@ sequences belong to gets all C logprobs or values; on the other ranks C = 0 (att
 Layers that carry a state from token to token, such as Mamba's, would carry it into the next sequence of a
 row. In models with such layers each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
-import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,7 +172,7 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
 
 def micro_batch(rollouts, members, packed, multiple):
     # Builds the MicroBatch of members (s, size, shared); `shared` tokens are those of the member before.
-    ids, positions, seen, index, targets = [], [], [], [], []
+    parts, index, targets = [], [], []      # a part has the tokens of a segment, their positions and places
     longest = max(size for _, size, _ in members)
     T, places = 0, np.arange(0)
     for s, size, shared in members:
@@ -186,16 +184,12 @@ def micro_batch(rollouts, members, packed, multiple):
         index += [places[start - 1:stop - 1] for start, stop in r.spans]
         targets += [r.ids[start:stop] for start, stop in r.spans]
         if end > shared:                                        # otherwise it adds no token to the row
-            ids.append(np.pad(r.ids[shared:size], (0, end - size)))
-            positions.append(np.arange(shared, end))
-            seen.append(places)
+            parts.append((np.pad(r.ids[shared:size], (0, end - size)), np.arange(shared, end), places))
             T += end - shared
     if padding := -T % multiple:                                # a segment from which nothing is predicted
-        ids.append(np.zeros(padding))
-        positions.append(np.arange(padding))
-        seen.append(np.arange(T, T + padding))
-    segments = (Segments([len(part) for part in ids], seen) if packed else
-                Segments([longest], [np.arange(longest)]))
+        parts.append((np.zeros(padding), np.arange(padding), np.arange(T, T + padding)))
+    ids, positions, seen = zip(*parts)
+    segments = (Segments([*map(len, ids)], seen) if packed else Segments([longest], [np.arange(longest)]))
     tensor = lambda parts: torch.from_numpy(np.concatenate(parts).astype(np.int64))
     row = lambda parts: tensor(parts).view(1 if packed else len(members), -1)
     sequences = [s for s, _, _ in members]
@@ -218,19 +212,10 @@ class Segments:
     sizes: the number of tokens in each segment; they sum to T. places: for each segment an array with the
     places of the tokens that it attends to, its own at the end. The attribute places has them joined to [K],
     or is None if no tokens are shared.
-    masks: those that attention.py has made for all layers. Segments is no dataclass, because FSDP2 hands each
-    layer a copy of a dataclass.
+    made: what attention.py makes of this on its device, once for all layers. Segments is no dataclass,
+    because FSDP2 hands each layer a copy of a dataclass.
     """
 
     def __init__(self, sizes, places):
-        self.sizes, self.key_sizes, self.masks = sizes, [len(part) for part in places], {}
-        self.places = None if self.key_sizes == sizes else torch.from_numpy(np.concatenate(places))
-        # Where each segment begins in the row, then T; where its keys begin in places, then K.
-        self.offsets, self.key_offsets = (torch.tensor([0, *accumulate(x)], dtype=torch.int32)
-                                          for x in (sizes, self.key_sizes))
-
-    def to(self, device):
-        """Return a copy with its tensors on the device."""
-        other = copy.copy(self)
-        vars(other).update({name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)})
-        return other
+        self.sizes, self.key_sizes, self.made = sizes, [len(part) for part in places], {}
+        self.places = None if self.key_sizes == sizes else np.concatenate(places)

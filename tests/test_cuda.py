@@ -47,7 +47,7 @@ def test_the_attention_kernel_is_as_exact_as_the_loop(monkeypatch, heads, kv_hea
         path = np.concatenate([path[:shared], np.arange(T, T + own)])
         paths.append(path)
         T += own
-    segments = Segments([own for own, _ in row], paths).to("cuda")
+    segments = Segments([own for own, _ in row], paths)
     inputs = [torch.randn(1, count, T, size, device="cuda").bfloat16()
               for count in (heads, kv_heads, kv_heads)]
     upstream = torch.randn(1, T, heads, size, device="cuda").bfloat16()

@@ -116,8 +116,7 @@ def test_pack_by_hand():
     assert batch.sequences == [1, 0, 2] and batch.lengths == [1, 2, 2]
     assert batch.input_ids.tolist() == [[5, 6, 7, 9]] and batch.position_ids.tolist() == [[0, 1, 2, 2]]
     segments = batch.segments
-    assert segments.sizes == [1, 2, 1] and segments.offsets.tolist() == [0, 1, 3, 4]
-    assert segments.key_sizes == [1, 3, 3] and segments.key_offsets.tolist() == [0, 1, 4, 7]
+    assert segments.sizes == [1, 2, 1] and segments.key_sizes == [1, 3, 3]
     assert segments.places.tolist() == [0, 0, 1, 2, 0, 1, 3]
     assert batch.index.tolist() == [0, 1, 2, 1, 3] and batch.targets.tolist() == [9, 7, 8, 9, 8]
     assert batch.flat(torch.tensor([0.5, 2.0, 3.0])).tolist() == [2, 0.5, 0.5, 3, 3]

@@ -70,11 +70,12 @@ def attend_by_kernel(query, key, value, scaling, segments, window):
     rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))                      # [T, heads, d]
     # window_size: how many tokens before and after a token it sees; -1 stands for all. If a segment has fewer
     # tokens than keys, the kernel aligns their ends: the last token sees the last key.
-    sizes, longest = (segments.sizes, segments.key_sizes), max(segments.key_sizes)
+    longest = max(segments.key_sizes)
     before = window - 1 if window < longest else -1
     if "offsets" not in segments.made:      # where each segment begins in the row, and where its keys begin
-        segments.made["offsets"] = [torch.tensor([0, *accumulate(one)], dtype=torch.int32,
-                                                 device=query.device) for one in sizes]
+        segments.made["offsets"] = [
+            torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=query.device)
+            for sizes in (segments.sizes, segments.key_sizes)]
     return varlen.varlen_attn(*rows, *segments.made["offsets"], max(segments.sizes), longest,
                               scale=scaling, window_size=(before, 0), **GROUPED)[None]
 
@@ -100,7 +101,7 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
                 segments.made[kind] = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
             rows, columns = segments.made[kind].shape
             mask = segments.made[kind][:size, columns - rows + size - keys:columns - rows + size]
-            mask = mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels need aligned rows
+            mask = mask.contiguous()                            # CUDA's kernels need aligned rows
         outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
                        F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling,
                                                       enable_gqa=True))

@@ -209,9 +209,7 @@ def merge_folder(folder):
         dtype = getattr(torch, file.metadata()["base_dtype"])
     base = check_trainable(base, f"{folder}: base_model_name_or_path")
     config = AutoConfig.from_pretrained(base)
-    hf = read_model(base, model_class(config), base, config)
-    for parameter in hf.parameters():
-        parameter.data = parameter.data.to(dtype)
+    hf = read_model(base, model_class(config), base, config).to(dtype)
     for name, (A, B) in read_tensors(folder).items():
         weight = hf.get_submodule(name).weight
         weight.data = merge(weight.data, A, B, scale)

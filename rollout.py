@@ -378,8 +378,7 @@ class HFEngine(Engine):
     name, naming, allocated = "hf", "module", 0
     max_seqs = 256           # how many requests a step answers at most
 
-    def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
-                 apart=False):
+    def __init__(self, model, dtype, max_length, eos_ids, *for_vllm, apart=False):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.eos_ids, self.added, self.versions = eos_ids, [], {}
         try:

@@ -273,8 +273,8 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
     prompts = []
     for (name, row), ids in zip(named, encoded):
-        if not ids:
-            raise ValueError(f"{name}: its prompt has no tokens")
+        if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
+            raise ValueError(f"{name}: its prompt has no tokens, or a token that the model does not have")
         plain = not chat or isinstance(row["prompt"], str)
         prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
     return prompts

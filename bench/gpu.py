@@ -37,7 +37,8 @@ length = 1024                   # tokens of a sequence; in speed also 4 and 16 t
 sequences = 128                 # of that length; in speed also four times as many, for the memory
 cycles = 100                    # of colocation
 # of base, larger and trl
-base = "--base=larger"          # settings for tiny/pretrain.py
+base = ("--difficulty=3 --train_prompts=50000 --harder_prompts=50000 --layers=8 --hidden_size=512 "
+        "--intermediate_size=1536 --steps=4000 --batch_size=256")          # settings for tiny/pretrain.py
 larger = "config/tasks/larger.py"  # settings for train_grpo.py
 trl = "out/trl/bin/python"      # the interpreter that has TRL
 # ------------------------------------------------------------------------------------------------------------

@@ -198,6 +198,7 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
     if any(number >= embedded for number in tokenizer.get_vocab().values() if number not in special):
         raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
                          f"{embedded}: not the tokenizer that it was trained with")
+    tokenizer.embedded = embedded                               # no prompt may spell what is not: data.py
     tokenizer.clean_up_tokenization_spaces = False              # rewards read what was written
     if settings:
         if path := settings.chat_template:

@@ -219,12 +219,11 @@ def locate_run(out_dir, resume, default):
         raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
     if resume not in ("", "auto") and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
         raise ValueError(f"resume={resume}: not a checkpoint folder")
-    folder = out_dir or os.path.dirname(resume)
-    if not folder:
-        folder = f"{default}-{os.getpid()}"
-        atexit.register(remove_unused, folder)
+    folder = out_dir or os.path.dirname(resume) or f"{default}-{os.getpid()}"
     # Another run in the folder may be about to end, so the lock comes before looking into it.
     lock(folder)
+    if not (out_dir or resume):                                 # a run that is refused leaves no folder
+        atexit.register(lambda: os.listdir(folder) == [".lock"] and shutil.rmtree(folder))
     found = checkpoints(folder)
     if resume == "auto":
         for newest in reversed(found):
@@ -265,9 +264,3 @@ def lock(out_dir):
         fcntl.flock(LOCKS[-1], fcntl.LOCK_EX)
     except OSError as error:
         print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
-
-
-def remove_unused(folder):
-    # A run that is refused before it has written anything leaves no folder.
-    if os.path.isdir(folder) and set(os.listdir(folder)) <= {".lock"}:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -385,7 +385,8 @@ ROW = {  # the third row of a file
         answered("answer", 5), answered("answer", True), answered("answer", "9" * 100_000),
         answered("answer", ["1", 2]),
         prompt("x", self=1), prompt("x", more={"a": [1, None]}), prompt("x", **{"": 1, "a b": 2, "\n": 3}),
-        prompt("x", solution_str="5"), prompt("x", prompts=1), prompt("x", completions=[]), called(None), message("\U0001f600\u202e"),
+        prompt("x", solution_str="5"), prompt("x", prompts=1), prompt("x", completions=[]), called(None),
+        message("\U0001f600\u202e"),
         b'{"prompt": "a", "prompt": "b", "answer": "1"}']}
 FILES = {r"rows\.jsonl": [b"", b"\n \n\t\n", GARBAGE, b"x" * 10_000_000, FOLDER, FIFO, ZERO, NULL, LOST]}
 ONE_SIDED = [jsonl(GOOD[0]), jsonl(*[GOOD[0]] * 20)]

@@ -518,6 +518,16 @@ def test_a_text_ends_without_the_end_token_that_a_tokenizer_adds(tokenizer):
     assert [one.ids for one in found] == [plain, plain, plain + tokenizer("\n").input_ids]
 
 
+def test_a_prompt_with_a_token_that_the_model_does_not_embed(tokenizer):
+    image = copy.deepcopy(tokenizer)
+    image.add_special_tokens({"additional_special_tokens": ["<img>"]})
+    image.embedded = 261
+    assert len(data.encode_rows(image, named("1?"))) == 1
+    for last in ("see <img>", [{"role": "user", "content": "<img>"}]):
+        with pytest.raises(ValueError, match="^rows:2: its prompt has .* a token that the model does not have"):
+            data.encode_rows(image, named("1?", last))
+
+
 def test_a_prompt_without_tokens_is_named(tokenizer):
     empty = copy.deepcopy(tokenizer)
     empty.backend_tokenizer.normalizer = normalizers.Strip()

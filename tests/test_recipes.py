@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClas
 
 import runs
 from runs import ROOT, forked
-from tiny.pretrain import BASES, make_tokenizer
+from tiny.pretrain import make_tokenizer
 
 # What makes a run small, whatever a recipe says about its size. Everything else is as the recipe has it.
 SMALL = {"model": "tiny", "engine": "hf", "prompts_per_step": 8, "max_prompt_length": 64,
@@ -71,11 +71,10 @@ def test_a_step_of(name, files, tmp_path):
         key: value for key, value in recipe.items() if key not in needed}
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["algebra", "episodes", "compose"])
 def test_a_base_is_made(base, tmp_path):
     small = {"train_prompts": 64, "harder_prompts": 64, "layers": 1, "hidden_size": 64,
-             "intermediate_size": 64, "heads": 2, "steps": 2, "batch_size": 2}
-    assert BASES[base].keys() - small <= {"difficulty"}
+             "intermediate_size": 64, "steps": 2, "batch_size": 2}
     forked(tmp_path / "log", "tiny/pretrain.py", f"--base={base}", f"--out={tmp_path}/base",
            *runs.with_defaults([], small))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config.num_hidden_layers == 1

@@ -103,7 +103,7 @@ def test_the_base_of_compose_knows_the_steps_and_no_plan():
 def test_a_model_of_your_own(tmp_path):
     run = [tmp_path / "log", "-m", "tiny.pretrain", "--steps=3", "--batch_size=4",
            "--train_prompts=64", "--harder_prompts=64", "--layers=1", "--hidden_size=32",
-           "--intermediate_size=32", "--heads=1", f"--out={tmp_path}/mine"]
+           "--intermediate_size=32", f"--out={tmp_path}/mine"]
     forked(*run)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     assert model.config.num_hidden_layers == 1 and model.dtype == torch.bfloat16
@@ -112,7 +112,7 @@ def test_a_model_of_your_own(tmp_path):
 
 @pytest.mark.parametrize("argument, message", [
     ("steps=0", "steps=0: must be above 0"),
-    ("base=x", "base=x: choose algebra, episodes, compose, larger"), ("out=tiny", "tiny exists: remove it")])
+    ("base=x", "base=x: choose algebra, episodes, compose"), ("out=tiny", "tiny exists: remove it")])
 def test_settings_that_do_not_fit_are_refused(tmp_path, argument, message):
     refused([f"--{argument}"] + [f"--out={tmp_path}/mine"] * ("out" not in argument), message, tmp_path,
             script="tiny/pretrain.py")

@@ -3,9 +3,8 @@ This script trains small Qwen3 models that read bytes; the default run's has a m
 model folders tiny/algebra, tiny/episodes and tiny/compose, for --model=tiny, tiny_episodes and tiny_compose:
 
     python -m tiny.pretrain --base=algebra --out=out/algebra              # 19 minutes of one busy core
-    python -m tiny.pretrain --base=episodes --out=out/episodes
-    python -m tiny.pretrain --base=compose --out=out/compose
-    python -m tiny.pretrain --base=larger --out=out/larger                # 27 M parameters; on a GPU
+    python -m tiny.pretrain --base=episodes --steps=1000 --out=out/episodes
+    python -m tiny.pretrain --base=compose --steps=1500 --hidden_size=128 --out=out/compose
 
 The default model is trained from scratch on problems of the train split, none of which is held out, and reads
 two styles of answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are
@@ -33,13 +32,13 @@ from transformers import (DataCollatorForTokenClassification, GenerationConfig, 
                           Qwen3Config, Qwen3ForCausalLM)
 
 import data
-from configurator import SUITS_TINY, check, check_values, configure, given
+from configurator import SUITS_TINY, check, check_values, configure
 from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
-base = "algebra"                # algebra, episodes, compose or larger; see BASES for the settings of each
-# what the base reads
+base = "algebra"                # what the model reads: algebra, episodes or compose
+# of algebra
 difficulty = 1
 train_prompts = 6500            # distinct problems; the train split has no more
 harder_prompts = 12000          # problems of difficulty + 1: more numbers to compute, less to learn by heart
@@ -47,9 +46,8 @@ harder = 0.4                    # share of the harder problems in what is read
 quick = 0.8                     # share of quick answers in the last 0.15 of the steps
 # model
 layers = 3
-hidden_size = 160
+hidden_size = 160               # 32 for each head, a size that every attention kernel knows
 intermediate_size = 416
-heads = 5                       # of 32 dimensions each at the defaults, a size every attention kernel knows
 # optimizer
 steps = 5000
 batch_size = 32
@@ -57,13 +55,6 @@ learning_rate = 5e-3            # AdamW's, for embeddings and norms; twice as mu
 seed = 0
 # ------------------------------------------------------------------------------------------------------------
 
-# What the settings of a base are where nobody gives another value. larger was not measured yet: it reads a
-# million answers of up to 211 tokens, and algebra 160,000 of up to 85.
-BASES = {"algebra": {}, "episodes": {"steps": 1000},
-         "compose": {"hidden_size": 128, "heads": 4, "steps": 1500},
-         "larger": {"difficulty": 3, "train_prompts": 50000, "harder_prompts": 50000, "layers": 8,
-                    "hidden_size": 512, "intermediate_size": 1536, "heads": 8, "steps": 4000,
-                    "batch_size": 256}}
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = """\
 {% if tools %}<|system|>Tools:{% for tool in tools %} {{ tool.function.name }}\
@@ -94,8 +85,9 @@ def make_model(tokenizer):
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=intermediate_size,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        head_dim=hidden_size // heads, tie_word_embeddings=True, max_position_embeddings=1024,
+        num_hidden_layers=layers, num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 32, head_dim=32, tie_word_embeddings=True,
+        max_position_embeddings=1024,
         # Sequences are short, and plain attention is faster than the fused kernel in bfloat16 on a CPU.
         attn_implementation="eager", suits=SUITS_TINY, **ids))
     model.generation_config = GenerationConfig(**ids)
@@ -177,7 +169,7 @@ def compose(rng):
     return None, [{"role": "user", "content": text}, {"role": "assistant", "content": read}]
 
 
-# Functions that draw a conversation (tools, messages) from a random generator; other bases read problems.
+# Functions that draw a conversation (tools, messages) from a random generator.
 TRANSCRIPTS = {"episodes": episode, "compose": compose}
 
 
@@ -219,9 +211,8 @@ def pretrain(model, tokenizer, conversations):
 
 
 if __name__ == "__main__":
-    settings = configure(globals(), choices={"base": BASES})
+    settings = configure(globals(), choices={"base": ["algebra", *TRANSCRIPTS]})
     check_values(settings)
-    globals().update({key: value for key, value in BASES[base].items() if key not in given})
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
     tokenizer, rng = make_tokenizer(), random.Random(seed)
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")

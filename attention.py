@@ -100,8 +100,8 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
                 hidden = (distance < 0) | (distance >= window)
                 segments.made[kind] = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
             rows, columns = segments.made[kind].shape
-            mask = segments.made[kind][:size, columns - rows + size - keys:columns - rows + size]
-            mask = mask.contiguous()                            # CUDA's kernels need aligned rows
+            # CUDA's kernels need aligned rows.
+            mask = segments.made[kind][:size, columns - rows + size - keys:columns - rows + size].contiguous()
         outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
                        F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling,
                                                       enable_gqa=True))

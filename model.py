@@ -108,9 +108,12 @@ class Policy(Network):
     The head is applied here, in the forward of FSDP's root, because its weight is whole only there.
     """
 
-    def __init__(self, hf):
-        super().__init__(hf)
-        self.scale_and_softcap = scale_and_softcap(hf.config)
+    @functools.cached_property
+    def scale_and_softcap(self):
+        """The scale and the softcap of the logits (see head_logits). Their names depend on the family."""
+        named = lambda key: getattr(self.hf.config.get_text_config(), key, None)
+        scale = (named("logit_scale") or 1.0) * (named("lm_head_multiplier") or 1.0)
+        return scale / (named("logits_scaling") or 1.0), named("final_logit_softcapping") or 0.0
 
     def forward(self, batch, temperature):
         """MicroBatch -> logp [C] and entropy [C] of softmax(logits / temperature), in nats, with gradient."""
@@ -146,14 +149,6 @@ def text_model(hf):
     images."""
     part = hf.get_decoder()
     return part if part is hf or part.get_decoder() is part else text_model(part)
-
-
-def scale_and_softcap(config):
-    """Return the scale and the softcap of a model's logits (see head_logits).
-    Their names depend on the family."""
-    named = lambda key: getattr(config.get_text_config(), key, None)
-    scale = (named("logit_scale") or 1.0) * (named("lm_head_multiplier") or 1.0)
-    return scale / (named("logits_scaling") or 1.0), named("final_logit_softcapping") or 0.0
 
 
 # ---------------------------------------------------------------- rollouts through a network
@@ -343,7 +338,7 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
     what = f"critic_model={path}"
 
     def read():
-        with reading(f"{what}: its config"):                    # the checkpoint of a run without a critic has none
+        with reading(f"{what}: its config"):                    # a run without a critic saves none
             config = AutoConfig.from_pretrained(path, num_labels=1)
         hf = read_model(what, model_class(config), path, config, has_head=False)
         hf.score = read_model(what, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score

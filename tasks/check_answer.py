@@ -16,18 +16,16 @@ from unicodedata import normalize
 
 # A line per language, or for related ones: words for `answer`, for `is`, and for `so`. Add a line for yours.
 LANGUAGES = [
-    ("answer|ans|(?:correct|best) (?:option|choice)", r"is|are|equals|\w+ be",
-     r"so|thus|hence|therefore|also|results?|solution|total|value|number|(?:i|we) get|it(?: i|['’]?)s|"
-     r"that(?: i|['’]?)s|option(?: is)?|choice|choose|pick"),
+    ("answer|ans|(?:correct|best) (?:option|choice)", r"is|are|equals|\w{1,9} be",
+     r"so|thus|hence|therefore|results?|solution|total|value|number|(?:i|we) get|(?:it|that)(?: i|['’]?)s|"
+     "option|choice|choose|pick"),
     ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于", "结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|故"),
     ("答え|解答|正解|정답|답", "は|은|는", "よって|따라서"),
     ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont|vaut",
      "resultado|risultato|résultat|donc"),
-    ("antwort|antwoord|lösung|svaret|svar|richtige option", "ist|lautet|är|er", "ergebnis|also"),
-    ("ответ|вариант|відповідь|отговор|odpowiedź|odpov[ěe]ď", "равен|это|є|е|je|jest|wynosi",
-     "итак|результат"),
-    ("cevap|đáp (?:án|số)|jawaban(?:nya)?|yanıt|válasz|vastaus|απάντηση", "là|(?:ad|i)alah|az|είναι",
-     "kết quả là"),
+    ("antwort|antwoord|lösung|svaret|svar|vastaus|richtige option", "ist|lautet|är|er", "ergebnis|also"),
+    ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď", "равен|это|є|е|je|jest|wynosi", "итак|результат"),
+    ("cevap|đáp (?:án|số)|jawaban(?:nya)?|yanıt|válasz|απάντηση", "là|(?:ad|i)alah|az|είναι", "kết quả là"),
     ("उत्तर|উত্তর|คำตอบ|الإجابة|الجواب|پاسخ|תשובה", "है|হলো?|คือ|هي|هو|برابر|היא", "∴|⇒|=>")]
 NOUN, VERB, SO = ("|".join(column) for column in zip(*LANGUAGES))
 # Not inside a Latin word
@@ -43,20 +41,22 @@ SIGNS = [re.compile(pattern, re.M | re.I) for pattern in [
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|(?<!#)####(?!#)(?![ \t]*\**[a-z][^\n]{0,80}\n\s{0,9}\S)",
     rf"(?:{NOUN}){EDGE}[^\n.:：。!?=<>]{{0,60}}?(?:{EDGE}(?:{VERB}){EDGE}"
     rf"(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra){EDGE})*\s*[:：]?|[:：])"]]
-MARK = re.compile(rf"{NOUN}|<solution>|<final_?answer>|####|\[\[|<answer>", re.I)
-# What leads to an answer in the last line, as in `So the total is 18`
-LEADING = re.compile(rf"^.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:is|are|get|have|equals|est?|ist|é|è)\b)?{EDGE}"
-                     r"[\s,:：*}]*", re.I)
+# What leads to an answer in the last line, as in `So the total is 18` and `Janet makes 9*2 = 18`
+LEADING = re.compile(
+    rf"^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:is|are|get|have|equals|est?|ist|é|è)\b)?{EDGE}[\s,:：*}}]*)?"
+    r"(?:[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|so|is|we|to|it)(?![^\W\d_])[\s,:：}]*(?=[^=]*=))?", re.I)
 # What may follow an answer in its line: `18 because`, `18 is the answer`, `18</s>`
 TAIL = re.compile(
     rf"(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
     rf"是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|이에요|예요|है|।){EDGE}|</|<\|).*", re.I | re.S)
 # The end of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
-# A number in a sentence: `She makes 18 dollars.`, but not `at least 18` or `the square root of 18`
-SENTENCE = re.compile(
-    r"^(?!.{201}|.*\b(?:at|not|no|than|about|around|over|under|of|or|and|to|plus|minus|times|is|by)\b)"
-    r"(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
+# Words that change a number: 18 is no answer in `at least 18`, `the square root of 18` and `18 thousand`.
+OPERATOR = (r"(?:or|and|not?|than|about|around|over|under|below|of|to|by|is|at|plus|minus|squared|cubed|"
+            r"factorial|dozen|hundred|thousand|\w+illion|halves|quarters|thirds|(?!mon)\w*[defghnrx]ths?)\b")
+# A number in a sentence: `She makes 18 dollars.`
+SENTENCE = re.compile(rf"^(?!.{{201}}|.*\b{OPERATOR})"
+                      r"(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
 # A box with brackets in it, up to eight levels deep, and \boxed 5. Boxes with only a comma or `and` between
 # them, as in `\boxed{1} and \boxed{2}`, are one answer.
 INSIDE = r"(?:[^{}\\]|\\.)*+"
@@ -65,11 +65,9 @@ for _ in range(8):
 BOX = rf"\\(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|\\boxed\s+([^\s{{}}$]+)"
 BOXES = re.compile(rf"(?:{BOX})(?:[\s$]*+(?:,\s*+(?:and\b)?|and\b)[\s$]*+(?:{BOX}))*+", re.S)
 # What a text may end with: **18**, `18`, $$18$$, \[18\], and $18$ or \(18\) in a line of its own
-FRAMED = re.compile(r"(?:\*\*|`|\$\$|\\\[|\n\$|\n\\\()((?:(?!\*\*|`|\$\$|\\\[).)+)(?:\*\*|`+|\$\$?|\\[])])$",
-                    re.S)
+FRAMED = re.compile(r"(?s)(?:\*\*|`|\$\$|\\\[|\n\$|\n\\\()((?:(?!\*\*|`|\$\$|\\\[).)+)(?:[*`$]+|\\[])])$")
 EDGES = " \t\r\n*`\"'“”"
-# The words before an equation, and `= 2*9 =` in `x = 2*9 = 18`, where no = is part of <= or =>
-BEFORE = re.compile(r"^[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|so|is|we|to|it)(?![^\W\d_])[\s,:：}]*")
+# `= 2*9 =` in `x = 2*9 = 18`, where no = is part of <= or =>
 CHAIN = re.compile(r"(?<![<>!=:])=(?![=>])(?:(?:(?!\b(?:and|or)\b|[,;，；]\D).)*(?<![<>!=:])=(?![=>]))?")
 # `Let x = 5`, `Step 2`; and a text with a word, or with a sign that no answer has
 ASSUMPTION = re.compile(r"\W*(?:let|suppose|assume|if|when|where|step|first|next|set|say|try)\b|设|若|假设", re.I)
@@ -96,11 +94,10 @@ def boxed_answer(text):
 
 def marked_answer(text):
     # Returns the answer behind the last sign. A longer text is no answer but the beginning of a solution.
-    # The last 500 words are enough, and keep this quick.
-    words = [word.start() for word in MARK.finditer(text)][:-500:-1]
+    # The last 10,000 characters are enough, and keep this quick.
     for signs in SIGNS:
         end = len(text)
-        for sign in filter(None, (signs.match(text, start) for start in words)):
+        for sign in reversed(list(signs.finditer(text, end - 10_000))):
             # The answer that a sign announces ends before the next sign.
             answer, end = announced(sign[0], text[sign.end():end]), sign.start()
             if 0 < len(answer) <= 100:
@@ -126,16 +123,12 @@ def last_answer(text):
     text = text.strip().rstrip(".。．! ")
     framed = FRAMED.search(text[-1000:])
     line = (framed[1].strip(EDGES) if framed else text).rpartition("\n")[2]
-    if len(line) > 300 or ASSUMPTION.match(line):
-        return None
-    rest = LEADING.sub("", TAIL.sub("", line)).strip(EDGES)
-    if CHAIN.search(rest):
-        # `So x = 2*9 = 18` is x = 18, and `Total = 2*9 = 18` is = 18.
-        return CHAIN.sub("=", BEFORE.sub("", rest))
+    rest = CHAIN.sub("=", LEADING.sub("", TAIL.sub("", line[-300:]))).strip(EDGES)
     # A text that is no formula has its tokens apart. B) 12 may be the last of the choices.
     tree, _, (*_, choice) = read(rest)
     formula = not choice and (isinstance(tree, Fraction) or " " not in tree and not WORDY.search(rest))
-    return rest if rest and (formula or framed and len(rest) <= 100) else None
+    answer = formula or CHAIN.search(rest) or framed and len(rest) <= 100
+    return rest if rest and answer and len(line) <= 300 and not ASSUMPTION.match(line) else None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -150,26 +143,21 @@ SYMBOLS = {rf"\{name}": name for name in FUNCTIONS} | {
     r"\binom": r"\dbinom \tbinom", r"\pi": "π pi", r"\sqrt": "√ sqrt", r"\theta": "θ", r"\pm": "±",
     r"\infty": r"∞ \inf \infinity inf infinity", r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈",
     r"\emptyset": r"\varnothing ∅", "mi/h": "mph", "km/h": "kph", "%": r"\% percent",
-    " ": r"\, \; \: \quad \qquad ~",
-    "": r"\left \right \big \bigl \bigr \bigg \biggl \biggr \Big \Bigl \Bigr \Bigg \displaystyle \! \( \) "
-        r"\[ \] \$ $ £ € ¥ ₹ \degree °"}
+    ",": "、", " ": r"\, \; \: \quad \qquad ~", "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in SYMBOLS.items() for each in names.split()}
-# NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12. The
-# last row removes characters without width.
-FORMS = [("[¼-¾⅐-⅞]", " {}"), ("[²³¹⁰⁴-⁹⁺⁻]+", "^{{{}}}"), ("[₀-₉]+", "_{{{}}}"), ("[①-⑳]", "({})"),
-         ("、", ","), ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", "")]
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
+    # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12.
+    ("[¼-¾⅐-⅞]", r" \g<0>"), ("[²³¹⁰⁴-⁹⁺⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[①-⑳]", r"(\g<0>)"),
+    ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", ""), (r"[\s\S]+", lambda found: normalize("NFKC", found[0])),
     # The \\ (here ;) and the & (here ,) of a matrix; elsewhere \\ is \
-    (r"\\\\(?:\[[\d.]+(?:pt|em|ex|mm)\])?(?=[\s\S]*\\end)", ";"), (r"\\\\", r"\\"), ("&", ","), (r"\\ ", " "),
+    (r"\\\\(?:\[\w+\])?(?=[\s\S]*\\end)", ";"), (r"\\\\", r"\\"), ("&", ","), (r"\\ ", " "),
     (r"\\begin\s*\{(?:[pb]?matrix|array)\}(?:\{[lcr|]*\})?", r"\\matrix("),
-    (r";?\s*\\end\s*\{(?:[pb]?matrix|array)\}", ")"),
+    (r";?\s*\\end\s*\{(?:[pb]?matrix|array)\}", ")"), (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
     # 11{,}111 and 11,\! 111
     (r"(?<=\d)(?:\{,\}|(?:\\[!,;:]\s*)?,(?:\\[!,;:]\s*)+|(?:\\[!,;:]\s*),)(?=\d{3}(?!\d))", ","),
     # 90^\circ and 90\circ, but not f\circ g
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])", ""),
     (r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[a-zA-Z]+|[^\w\s]|[πθ]", lambda found: SPELLINGS.get(found[0], found[0])),
-    # A one-letter unit is written upright, because a plain m may be a variable.
-    (r"((?:[\d}]|\\pi)\s*)\\(?:text|mathrm)\s*\{\s*([acghj-nstvwACGHJ-NSTVW])\s*\}", r"\1 upright\2"),
     # \text{cm}, \mathbf{x}
     (r"\\(?:text\w*|math[a-z]{2}|mbox|underline|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
     # One or more choices or statements: B, (B), BC, B and C, (1)(3)
@@ -194,65 +182,57 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
 
 # The names of each unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in (
-    "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|nm|"
-    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|j|am|"
-    "pm|hz|kw|ml milliliter millilitre 毫升|l liter litre 升|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|"
-    "week 周|month 月|yr year 年|/ per|2 square sq|3 cubic").split("|")
-    for word in names.split() for name in (word, word + "s")}
-UNITS |= {f"upright{letter}": UNITS.get(letter, letter) for letter in "acghjklmnstvw"}
-# Other words after a number are units as well, up to three of them, but not these, which are part of the
-# value. A word of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米
-# the unit is written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
-OPERATOR = (
-    "(?:or|and|not|plus|minus|times|over|mod|choose|less|more|squared|cubed|dozen|hundred|thousand|half|"
-    r"halves|quarters|thirds|(?!mon|upright)\w*[defghnrx]ths?|factorial|root|to|out|below|at|\w+illion|"
-    r"[abcnxyz]{2,3})\b|мил|млн|тыс|\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미]")
-NAME = rf"(?!{OPERATOR})(?:(?=[a-z]*[aeiouy])[a-z]{{3,}}|[^\W\d_a-z]{{1,10}}|[cmk]m|kg|ml|ft|yd|sq)"
-WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})"
-EXPONENT = r"(?:\s*\^[({]?[23][)}]?)?"
-# A unit of any kind follows a number: 5 m; only a name follows a formula: 2\sqrt{3} cm, 12\pi cm.
-UNIT = re.compile(rf"^(?:([^a-z]*\d)\s+{WORD}|((?:[^a-z\\]|\\[a-z]+)*(?:(?<=[\d)}}])|(?<=\\pi)))\s*{NAME})"
-                  rf"(?![a-z]){EXPONENT}(?:[ /]+{WORD}(?![a-z]){EXPONENT}){{0,2}}$", re.I)
-# $5 or 5 dollars, 5 euros, £5, 5 cents
-CURRENCY = re.compile(r"(\\\$|^[^$]*\$[^$]*$|\bdollars?\b|美元)|(€|\beuros?\b|欧元)|(£)|(¢|\bcents?\b)", re.I)
+    "mm millimeter 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|in inch inche|"
+    "ft foot feet|yd yard|mi mile|mg|g gram 克|kg kilogram 千克|lb pound|oz ounce|ml milliliter|l liter|J|N|W|V|"
+    "K|C|F|T|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|yr year 年|/ per|2 square sq|"
+    "3 cubic|am|pm|dollar 美元|cent|euro").split("|") for word in names.split() for name in (word, word + "s")}
+# Other words after a number are units as well, up to three of them, if they do not change its value. A word
+# of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米 the unit is
+# written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
+NAME = (rf"(?!{OPERATOR}|[abcnxyz]{{2,3}}\b|мил|млн|тыс|"
+        r"\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미])"
+        r"(?:(?=[a-z]*[aeiouy])[a-z]{3,}|[^\W\d_a-zA-Z]{1,10}|[cmk]m|kg|ml|ft|yd|sq)")
+WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})(?![a-zA-Z])(?:\s*\^[({{]?[23][)}}]?)?"
+UNIT = re.compile(rf"^((?:[^a-zA-Z\\]|\\[a-zA-Z]+)*(?:(?<=[\d)}}])|(?<=\\pi)))(?:\s+|(?={NAME})){WORD}"
+                  rf"(?:[ /]+{WORD}){{0,2}}$")
 # A left side such as x =, f(x) =, 2*9 =, or x \in; but x=1, y=2 stays as it is. Or a choice with its text:
 # B) 12, but not (A) or (B)
 LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b)|"
-                  r"[\d\s.+*/^()-]*=(?!\s*[a-z])|\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2})))")
+                  r"[\d\s.+*/^()-]*=(?!\s*[a-z])|\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2})))?")
 # 1,234.5 or 1 234.5
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?")
-# A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, or a character, but not %
-TOKEN = re.compile(r"(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:[eE][-+]?\d{1,3}(?!\d|\s*_))?|\\[a-zA-Z]+|\\.|[^\s%]")
+# A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, a word, or a character except %
+TOKEN = re.compile(r"(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:[eE][-+]?\d{1,3}(?!\d|\s*_))?|\\[a-zA-Z]+|\\.|"
+                   r"[a-zA-Z]{4,}|[^\s%]")
 # Operators by how tightly they bind, after what ends an operand: `*` stands also between a and b in `ab`, and
-# `(` is the one of f(x).
+# `(` is the one of f(x), but not of (x+1)(x-1).
 LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap", r"+ - \pm \mp", "* /", "^", "_ ("]
 PRECEDENCE = {"": 0, **{op: level for level, ops in enumerate(LEVELS) for op in ops.split()}}
 SUM, ATOM = PRECEDENCE["+"], PRECEDENCE["_"]
-# Pairs of brackets, and how the tree names them; those without a name count only around a list: (1, 2)
-BRACKETS = {"()": "", "{}": "", r"\{\}": "", "[]": "[]", "[)": "[)", "(]": "(]"}
+BRACKETS = {"()": "()", "{}": "{}", r"\{\}": "{}", "[]": "[]", "[)": "[)", "(]": "(]"}
 FOLDS = {"+": sum, "*": math.prod}
 
 
 def value(text):
     """Return the exact value of text like -3, 0.5, 1/2 or 2*(3+4)^2 as a Fraction.
 
-    For other formulas this is a tree of nested tuples, in which the order of a sum's terms, a list 2, 1 or a
-    set does not count, but the order of a product's factors does; for a text that is no formula it is None.
+    For other formulas this is a tree of nested tuples, in which the order of terms, of factors, and of a list
+    2, 1 or a set does not count; for a text that is no formula it is None.
     """
-    # 1 \pm x is the list 1+x, 1-x.
+    # 1 \pm x is the list 1+x, 1-x, and a list is a set.
     text = re.sub(r"^([^,;(]*)\\pm([^,;(]*)$", r"\1+\2,\1-\2", text)
-    tokens = ["", *reversed(TOKEN.findall(text))]
+    tokens = ["", "}", *reversed(TOKEN.findall(text)), "{"]
 
     def parse(level):
         # Reads an operand, and goes on as long as the operators bind more tightly than the level.
-        token, op = tokens.pop(), None
+        token = tokens.pop()
         if PRECEDENCE.get(token) == SUM:
             tree = applied(token, Fraction(0), parse(max(level, SUM)))
         elif token in ("(", "[", "{", r"\{"):
-            tree, end = parse(0), tokens.pop()
-            name = BRACKETS[token + end]
-            if name or isinstance(tree, tuple) and tree[0] in (",", ";"):
-                tree = name or token.strip("\\"), unordered(tree) if end[-1] == "}" else tree
+            tree, name = parse(0), BRACKETS[token + tokens.pop()]
+            # (5) is 5, but (1, 2) is a pair. The order of a set does not count, but that of 1; 2 does.
+            if isinstance(tree, tuple) and tree[0] in (",", ";"):
+                tree = name, *(sorted(tree, key=repr) if name == "{}" and tree[0] == "," else tree)
         elif token == r"\frac":
             tree = applied("/", parse(ATOM), parse(ATOM))
         elif token[1:] in FUNCTIONS and tokens[-1] not in ("^", "_"):
@@ -261,20 +241,19 @@ def value(text):
             # There is no fraction of ! and ).
             tree = token if re.match(r"[^\W\d_]|[\\|]", token) else Fraction(token)
         while True:
-            before, op = op, tokens[-1]
-            if op not in PRECEDENCE or op == "(" and isinstance(tree, Fraction):
+            op = tokens[-1]
+            if op not in PRECEDENCE or op == "(" and (isinstance(tree, Fraction) or tree[0] in "+*"):
                 op = "*"
             if PRECEDENCE[op] <= level:
                 return tree
             if op == tokens[-1] != "(":
                 tokens.pop()
-            elif op == "*" and (before == "/" or re.match(r"\.?\d", tokens[-1]) and (
-                    not isinstance(tree, tuple) or tree[0] == "*")):
-                raise ValueError("1/2x may be x/2, 2 3 may be 23, and words have no value: the 2 of 3")
+            elif re.match(r"\.?\d", tokens[-1]) and (not isinstance(tree, tuple) or tree[0] == "*"):
+                raise ValueError("2 3 may be 23, and words have no value: the 2 of 3")
             tree = applied(op, tree, parse(PRECEDENCE[op] - (op == "^")))
 
     with contextlib.suppress(ValueError, LookupError, ZeroDivisionError, RecursionError):
-        tree = unordered(parse(0))
+        tree = parse(0)
         return tree if tokens == [""] else None
 
 
@@ -283,58 +262,46 @@ def items(op, tree):
 
 
 def applied(op, a, b):
-    # The numbers of a sum or a product become one number, and the order of a sum's terms does not count.
+    # The numbers of a sum or a product become one number, and the order of the rest does not count.
     if op == "-":
         return applied("+", a, applied("*", Fraction(-1), b))
     if op == "/":
         return applied("*", a, applied("^", b, Fraction(-1)))
-    if op in FOLDS:
-        found = items(op, a) + items(op, b)
-        number = FOLDS[op](each for each in found if isinstance(each, Fraction))
-        rest = [each for each in found if not isinstance(each, Fraction)]
-        if op == "+":
-            rest.sort(key=repr)
-        # x + 0 and 1x are x.
-        found = rest if rest and number == FOLDS[op](()) else [Fraction(number), *rest]
-        return (op, *found) if len(found) > 1 else found[0]
     if op == "^" and {type(a), type(b)} == {Fraction} and b.denominator == 1:
         if abs(b) * max(map(int.bit_length, a.as_integer_ratio())) <= 4096:
             return a ** b
-    # a, b, c is one tuple.
-    return (op, *(items(op, a) if op == "," else [a]), b)
-
-
-def unordered(tree):
-    # Returns a list a, b, c in an order that does not depend on how it was written. a; b keeps its order.
-    return (",", *sorted(tree[1:], key=repr)) if isinstance(tree, tuple) and tree[0] == "," else tree
+    if op not in FOLDS:
+        # a, b, c is one list.
+        return op, *items(op, a), b
+    found = items(op, a) + items(op, b)
+    number = FOLDS[op](each for each in found if isinstance(each, Fraction))
+    rest = sorted((each for each in found if not isinstance(each, Fraction)), key=repr)
+    # x + 0 and 1x are x.
+    found = rest if rest and number == FOLDS[op](()) else [Fraction(number), *rest]
+    return (op, *found) if len(found) > 1 else found[0]
 
 
 def read(text):
     """Return the value of an answer, its plain text, and a list of what it says besides.
 
     The value is a Fraction, a tree of tuples for a formula, a list or a set, and a text for what is neither.
-    Besides it may say a currency; a name, that of a left side, x or f(x); units, a sorted list with exponents,
-    and / for per; and a choice, the b of B) 12.
+    Besides it may say a name, that of a left side, x or f(x); units, a sorted list with exponents, and / for
+    per; and a choice, the b of B) 12.
     """
-    for pattern, form in () if text.isascii() else FORMS:
-        text = re.sub(pattern, lambda run, form=form: form.format(normalize("NFKC", run[0])), text)
-    text = normalize("NFKC", text)
-    if len(text) > 500:
-        return text, "", [None] * 4
-    rest, currency = text, CURRENCY.search(text)
+    if len(normalize("NFKC", text)) > 500:
+        return text, "", [None] * 3
+    rest = text
     for pattern, replacement in CLEANING:
         rest = pattern.sub(replacement, rest)
     left = LEFT.match(rest)
     # x_{1} is x_1, and y is f(x). A word does not count: area = 5 is A = 5.
-    name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", left and left[1] or "")
-    rest = rest[left.end():] if left else rest
-    bare = UNIT.sub(r"\1\2", rest)
-    unit = re.findall(r"[a-z]+|[/23]|[^\x00-\x7f]+", rest[len(bare):].lower())
-    unit = sorted(UNITS[word] for word in unit if word in UNITS)
+    name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", left[1] or "").replace("f(x)", "y")
+    rest = rest[left.end():]
+    bare = UNIT.sub(r"\1", rest)
+    unit = sorted(UNITS[word] for word in re.findall(r"\w+|/", rest[len(bare):]) if word in UNITS)
     tree = value(re.sub("[, ]", "", bare) if THOUSANDS.fullmatch(bare) else bare)
-    said = [currency and currency.lastindex, name.replace("f(x)", "y"), {*unit} - {*"/23"} and unit,
-            left and left[2] and left[2].lower()]
-    return " ".join(TOKEN.findall(rest)).lower() if tree is None else tree, rest, said
+    plain = " ".join(TOKEN.findall(rest)).lower()
+    return plain if tree is None else tree, rest, [name, unit, left[2] and left[2].lower()]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -345,29 +312,25 @@ def comparison(given, truth):
     """Return whether two answers are the same, or None if algebra could still show that they are.
 
     They are the same if they are equal as exact values or formulas, or as text if one of them is no formula.
-    Spaces, LaTeX's spellings, currencies and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does the
-    order of a sum, list or set, except between semicolons. A unit or a letter before = counts only if both
-    answers have one. It never raises, and no input makes it slow.
+    Spaces, LaTeX's spellings, the sign of a currency and % do not count: 50% is 50, but 0.5% is not 0.5. Nor
+    does the order of terms, of factors, and of a list or a set, except between semicolons. A unit or a letter
+    before = counts only if both answers have one. It never raises, and no input makes it slow.
     """
     (one, rest, said), (other, known_rest, known) = read(given), read(truth)
     if any(mine and theirs and mine != theirs for mine, theirs in zip(said, known)):
         return False
-    # B) 12 is B, and the other way round.
-    if one == known[-1] or other == said[-1]:
-        return True
-    percent = ("%" in rest) != ("%" in known_rest)
     numbers = isinstance(one, Fraction) and isinstance(other, Fraction)
-    if one == other != "" and not (percent and numbers and 0 < abs(one) < 1):
-        return True
-    # 3 h is 3h, whether h is a unit or a variable.
-    if not numbers and value(rest) == value(known_rest) is not None:
+    percent = numbers and ("%" in rest) != ("%" in known_rest)
+    # B) 12 is B, and 3 h is 3h, whether h is a unit or a variable.
+    same = (one == other != "" or one == known[-1] or other == said[-1]
+            or value(rest) == value(known_rest) is not None)
+    if same and not (percent and 0 < abs(one) < 1):
         return True
     # Algebra cannot make two numbers equal, except 50% and 0.5, nor numbers in a base, different brackets, or
     # a number and a list.
     kinds = {isinstance(tree, Fraction) or tree[0] for tree in (one, other) if not isinstance(tree, str)}
-    kinds &= {True, ",", "(", "{", "_", *BRACKETS.values()}
-    differ = len(kinds) > 1 and kinds != {",", "{"} or "_" in kinds
-    return False if differ or numbers and not percent else None
+    kinds &= {True, "_", *BRACKETS.values()}
+    return False if len(kinds) > 1 or "_" in kinds or numbers and not percent else None
 
 
 def check_answer(text, truth, algebra=False):
@@ -404,4 +367,4 @@ def by_algebra(given, text, truth):
 
 def formula(text):
     # Returns an answer in the form that math-verify reads, without its unit.
-    return "$" + UNIT.sub(r"\1\2", read(text)[1]) + "$"
+    return "$" + UNIT.sub(r"\1", read(text)[1]) + "$"

@@ -17,7 +17,7 @@ import json
 import threading
 import zlib
 from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from queue import SimpleQueue
 from secrets import token_hex
 
@@ -26,7 +26,7 @@ from aiohttp import web
 from episodes import Conversation, Episode, read_call, read_turn
 from rollout import text_of
 from runtime.chat_template import Template, tool_call
-from runtime.user_code import Failed, TimeUp, event_loop, load_from, name_of, outcome, shown
+from runtime.user_code import Failed, TimeUp, event_loop, outcome, shown
 
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 # The fields of a request that are read. Those of ONLY can have no other values, because the policy is sampled
@@ -57,29 +57,13 @@ def template_for(tokenizer, eos_ids, tools):
     return template
 
 
-class Agents:
-    """The agent that a run's settings name, in the place of an episodes.Environment, and its endpoint.
+class Endpoint:
+    """Listens to the agents of all episodes. playing: {key: AgentEpisode}. unused: the fields of requests
+    that were said to have no effect."""
 
-    playing: {key: AgentEpisode}. unused: the fields of requests that were said to have no effect. Raises
-    ValueError for an agent that cannot be loaded.
-    """
-    tools, rewards_as, has_step, has_reward, close = None, "", False, False, staticmethod(lambda: None)
-
-    def __init__(self, settings):
-        self.make, self.key = load_from(settings.agent, "agent", "function"), f"agent={settings.agent}"
-        self.episode, self.name, self.playing, self.unused = AgentEpisode, name_of(self.make), {}, set()
+    def __init__(self):
+        self.playing, self.unused = {}, set()
         asyncio.run_coroutine_threadsafe(self._serve(), event_loop("of the endpoint")).result()
-
-    def give_back(self, episode, spent):
-        """Listen to an episode no longer, and refuse what it has not answered."""
-        # In this order, because the endpoint's thread may be about to append another one: see _hear.
-        del self.playing[episode.key]
-        for future in (one for one in episode.open if not one.done()):
-            future.set_result(refusal(401, "the episode of this key has ended"))
-
-    def broken(self, problem, row):
-        """Return the error that says how the agent failed."""
-        return ValueError(f"agent {self.name}: {problem.removeprefix('reset ')}; the row is {row!r:.300}")
 
     async def _serve(self):
         app = web.Application(client_max_size=2**22)                # bytes of a request
@@ -93,13 +77,15 @@ class Agents:
         if episode := self.playing.get(key):
             if request.method == "GET":
                 return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
-            episode.open.append(future := Future())
             # Only what has a key is read, because it takes memory.
-            episode.mail.put((future, await request.read()))
-            # If the episode ends after this, give_back finds the future; before this, it may have missed it.
+            episode.mail.put((future := Future(), await request.read()))
+            # If the episode ends after this, _leave finds the future; before this, it may have missed it.
             if key in self.playing:
                 return await asyncio.wrap_future(future)
         return refusal(401, "this key belongs to no episode that is being played")
+
+
+endpoint = cache(Endpoint)              # there is one in a process
 
 
 class AgentEpisode(Episode):
@@ -108,21 +94,22 @@ class AgentEpisode(Episode):
     score: what the agent returned. rows: the Conversation of each answered request, up to its answer. It also
     has the attributes player (whether it is the opponent, and its tools as JSON), messages, begin (how many
     of these precede the row's first answer), read (the messages, each through as_read) and before (the
-    Conversation that it continues, or None). first: the Conversation of the data set's row. key: what the
-    agent shows. mail: what came, requests and in the end the agent's outcome. open: the Futures of all
-    requests. longest: how many tokens may precede the first answer. full: whether a limit has refused or cut
-    off a turn.
+    Conversation that it continues, or None). first: the Request for the data set's row. key: what the agent
+    shows. mail: what came and is not answered, pairs of a Future and a request, and in the end of None and
+    the agent's outcome. longest: how many tokens may precede the first answer. full: whether a limit has
+    refused or cut off a turn.
     """
 
-    def __init__(self, player, prompt, seed, sampling):
-        super().__init__(player, prompt, seed, sampling)
-        self.first, self.key, self.mail, self.rows, self.open = self.talk, token_hex(), SimpleQueue(), [], []
-        self.full, self.last, self.longest = False, 0, max(self.settings.max_prompt_length, len(prompt.ids))
+    def __init__(self, player, row, first):
+        super().__init__(player, row, first)
+        self.first, self.key, self.mail, self.rows = first, token_hex(), SimpleQueue(), []
+        self.full, self.last, self.longest = False, 0, max(self.settings.max_prompt_length, len(first.ids))
 
     def _begin(self):
         # All that the agent does. Its thread, which may never end, does not keep the episode.
-        self.instance = self.world.playing[self.key] = self
-        solve, mail = partial(self.world.make, self.world.url, self.key, copy.deepcopy(self.row)), self.mail
+        self.instance = endpoint().playing[self.key] = self
+        solve = partial(self.player.make, endpoint().url, self.key, copy.deepcopy(self.row))
+        mail = self.mail
         threading.Thread(target=lambda: mail.put((None, outcome(solve))), daemon=True).start()
         try:
             while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
@@ -133,7 +120,7 @@ class AgentEpisode(Episode):
                 except Exception as error:
                     future.set_result(refusal(400, shown(error)))
                 else:
-                    answer = yield row.request(*self.sampling)
+                    answer = yield row.request()
                     future.set_result(self._answered(row, answer, said.get("stream")))
         except (Failed, TimeUp) as late:
             raise Failed(f"took more than call_timeout={self.settings.call_timeout:g} seconds") from late
@@ -142,12 +129,20 @@ class AgentEpisode(Episode):
             raise error or Failed("never asked the policy")
         self.ended = "length" if self.full else "stop"
 
+    def _leave(self):
+        # Listens to the agent no longer, and refuses what it has asked. In this order, because the endpoint's
+        # thread may be about to add another request: see _hear.
+        del endpoint().playing[self.key]
+        while not self.mail.empty():
+            if future := self.mail.get()[0]:
+                future.set_result(refusal(401, "the episode of this key has ended"))
+
     def _row(self, body):
         # Returns the row that a request continues, or a new one. Raises an error if there can be no answer.
         if refused := [key for key, values in ONLY.items() if body.get(key) not in values]:
             raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
-        if strange := {key for key, value in body.items() if value is not None} - READ - self.world.unused:
-            self.world.unused |= strange
+        if strange := {key for key, value in body.items() if value is not None} - READ - endpoint().unused:
+            endpoint().unused.update(strange)
             print("agent: the run's settings replace these fields of its requests:", *sorted(strange))
         for tool in body.get("tools") or ():
             tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
@@ -164,14 +159,15 @@ class AgentEpisode(Episode):
             # The author of the agent wrote what the system says, but anybody may have written the rest.
             safe = [one if one["role"] == "system" else json.loads(template.defused(json.dumps(
                 one, ensure_ascii=False))) for one in read]
-            row = Conversation(template.opening(safe), self.first.left, self.first.seed, template)
+            row = Conversation(self.first._replace(ids=template.opening(safe)), template)
             row.messages, row.begin, fits = [*read], len(read), len(row.ids) <= self.longest
         row.player, row.before, row.read, self.full = player, before, read, self.full or not fits
         if not fits:
-            raise ValueError(f"the maximum context length is {self.longest} + {self.first.left} tokens")
+            raise ValueError(f"the maximum context length is {self.longest} + {row.first.max_tokens} tokens")
         # No two answers are sampled with one seed. What was refused is not in rows and takes none.
         if any(one.before is before for one in self.rows):
-            row.seed = zlib.crc32(f"{self.first.seed} row {len(self.rows)}".encode())
+            seed = zlib.crc32(f"{self.first.seed} row {len(self.rows)}".encode())
+            row.first = row.first._replace(seed=seed)
         return row
 
     def _answered(self, row, answer, stream):

@@ -24,12 +24,11 @@ import itertools
 import json
 import os
 import math
-import re
 import zlib
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import partial
 from threading import Semaphore
 from types import SimpleNamespace
 
@@ -41,11 +40,13 @@ from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, c
                                in_thread, in_time, load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
-# What a turn consists of, besides text: thoughts, calls in the form that Qwen and many other models use, and
-# the end of a thought that the template began. What is not closed reaches to the end.
-PART = re.compile(r"<think>(?P<thought>.*?)(?:</think>|\Z)"
-                  r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)|</think>", re.DOTALL)
-DEEP = 50               # levels of lists and objects: copying what is nested deeper ends in a RecursionError
+# How Qwen and many other models write thoughts and calls: for tokenizers without a response template. What is
+# not closed reaches to the end.
+COMMON = {"start_anchor": "<think>", "fields": {
+    "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
+    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True,
+                   "transform": {"function": "{content}"}},
+    "content": {"repeats": True, "join": "\n"}}}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -55,23 +56,20 @@ DEEP = 50               # levels of lists and objects: copying what is nested de
 class Conversation:
     """A row of tokens in the making: a prompt, turns as they were sampled, and what stands between them.
 
-    prompt_ids: the row so far. left: how many tokens may still follow. seed: the first turn's; each further
-    turn has a seed of its own. template: a chat_template.Template, which only `extend` needs. spans, logprobs
-    and versions are as in rollout.Rollout, versions as a dict.
+    first: the Request for the first turn; its max_tokens counts all that follows the prompt. ids: the row so
+    far. left: how many tokens may still follow. template: a chat_template.Template, which only `extend`
+    needs. spans, logprobs and versions are as in rollout.Rollout, versions as a dict.
     """
 
-    def __init__(self, prompt_ids, left, seed, template=None):
-        self.ids, self.left, self.seed, self.template = list(prompt_ids), left, seed, template
+    def __init__(self, first, template=None):
+        self.first, self.ids, self.left, self.template = first, list(first.ids), first.max_tokens, template
         self.spans, self.logprobs, self.versions = [], [], {}
 
-    def request(self, *sampling, name=None):
-        """Return the Request for the next turn, with at most all tokens that are left.
-
-        sampling: temperature, top_p and top_k; those at the end may be missing.
-        """
-        turn = len(self.spans) + 1
-        seed = self.seed if turn == 1 else zlib.crc32(f"{self.seed} {turn}".encode())
-        return Request(name, self.ids, seed, self.left, *sampling)
+    def request(self):
+        """Return the Request for the next turn, which has a seed of its own and may take all that is left."""
+        turn, seed = len(self.spans) + 1, self.first.seed
+        seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
+        return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.left)
 
     def answer(self, answer):
         """Append the turn that an engine sampled for the request."""
@@ -109,28 +107,18 @@ def read_turn(tokenizer, tools, before, sampled, text):
     try:
         if getattr(tokenizer, "response_template", None):
             parsed = tokenizer.parse_response(sampled, prefix=before, tools=tools)
-            found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
-            said |= parsed | {"content": parsed.get("content") or ""}
         elif tools:
             begun = tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
-            said, found = parsed_turn("<think>" + text if begun else text)
+            parsed = tokenizer.parse_response(text, COMMON, prefix="<think>" if begun else "")
+        else:
+            return said, []
+        found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
+        said |= parsed | {"content": parsed.get("content") or ""}
     # A parser may raise anything for text that is not as it expects.
     except Exception as error:
         return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
     names = [tool["function"]["name"] for tool in tools or ()]
     return said, [read_call(names, number, one) for number, one in enumerate(found)]
-
-
-def parsed_turn(text):
-    # Returns the message of a turn, and the texts of its calls. Thoughts call nothing, also one that was cut
-    # off.
-    parts = [*PART.finditer(text)]
-    # All before the end of a thought that began elsewhere belongs to it.
-    begin = max((part.end() for part in parts if part[0] == "</think>"), default=0)
-    thoughts = [part["thought"] for part in parts if part["thought"] is not None]
-    found = [part["call"] for part in parts if part["call"] is not None and part.start() >= begin]
-    said = {"role": "assistant", "content": PART.sub("", text[begin:]).strip()}
-    return said | ({"reasoning_content": "\n".join(thoughts).strip()} if thoughts else {}), found
 
 
 def read_call(tools, number, found):
@@ -140,9 +128,10 @@ def read_call(tools, number, found):
     try:
         found = json.loads(found) if isinstance(found, str) else found
         name, given = str(found["name"]), found.get("arguments") or {}
-        arguments = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(arguments, dict) or deep(arguments):
-            arguments, problem = {}, f"the arguments have to be an object, with at most {DEEP} levels"
+        # Rewards get copies, and what is nested too deeply cannot be copied.
+        arguments = deepcopy(json.loads(given) if isinstance(given, str) else given)
+        if not isinstance(arguments, dict):
+            arguments, problem = {}, "the arguments have to be an object"
         if name not in tools:
             problem = f"there is no tool {name}; there are {', '.join(tools)}"
     except Exception as error:
@@ -150,105 +139,13 @@ def read_call(tools, number, found):
     return tool_call(number, name, arguments), problem
 
 
-def deep(value, levels=DEEP):
-    # Whether lists and objects are nested in more levels than that.
-    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return below is not None and (not levels or any(deep(one, levels - 1) for one in below))
-
-
 def result_of(value):
     # Returns what a tool returned as the content of a message: a list or an object in values that JSON has,
     # for rewards, and anything else as text.
-    if isinstance(value, (list, dict)) and not deep(value):
-        with contextlib.suppress(ValueError, TypeError):
-            return json.loads(json.dumps(value, default=str))
+    if isinstance(value, (list, dict)):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            return deepcopy(json.loads(json.dumps(value, default=str)))
     return str(value)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# the user's class and functions
-
-
-class OnlyTools:
-    """The environment of a run that has only functions as tools."""
-
-    def reset(self):
-        pass
-
-
-class Environment:
-    """The class and the functions that a run's settings name, and the instances of the class.
-
-    make: the class, or None if the settings name nothing. tools: JSON schemas of the tools, or None.
-    methods: {tool: its name in an instance}. rewards_as: the name of the class if it gives rewards, otherwise
-    "". opened: {id: instance}; idle: the instances that play no episode now. Raises ValueError for what
-    cannot be used.
-    """
-
-    def __init__(self, settings):
-        s, self.settings, self.opened, self.idle = settings, settings, {}, []
-        self.tools, self.rewards_as, self.has_step, self.has_reward = None, "", False, False
-        functions = [load_from(spec, "tools", "function") for spec in specs(s.tools)]
-        self.functions = {name_of(function): function for function in functions}
-        self.make = (load_from(s.environment, "environment", "Class") if s.environment
-                     else OnlyTools if functions else None)
-        self.key = f"environment={s.environment}" if s.environment else f"tools={s.tools}"
-        self.name = s.environment.rpartition(":")[2]
-        self.who = f"environment {self.name}" if self.name else "tools"
-        if self.make:
-            self._inspect(functions)
-
-    def _inspect(self, functions):
-        # Makes the first instance and finds out what it has.
-        closing.callback(self.close)
-        instance, error, _ = outcome(self.make, self.settings.call_timeout)
-        os.chdir(STARTED_IN)                                    # the class may have left it; data.py needs it
-        if error:
-            raise ValueError(f"{self.key}: {self.name}() {error}")
-        self.opened[id(instance)] = instance
-        self.idle.append(instance)
-        # As in TRL tools are bound methods, of the class or of the instance. Properties are not read, because
-        # this may fail before the first reset.
-        names = [name for name, static in inspect.getmembers_static(instance)
-                 if not (name.startswith("_") or isinstance(static, (property, cached_property)))]
-        methods = {name: getattr(instance, name, None) for name in names}
-        methods = {name: method for name, method in methods.items() if inspect.ismethod(method)}
-        if "reset" not in methods:
-            raise ValueError(f"{self.key} has no method reset; it has {', '.join(methods) or 'none'}")
-        self.has_step, self.has_reward = "step" in methods, "get_reward" in methods
-        self.rewards_as = self.name if self.has_step or self.has_reward else ""
-        if self.has_step:
-            if functions:
-                raise ValueError(f"tools={self.settings.tools}: {self.key} has a method step, which reads no "
-                                 "calls of tools")
-            return
-        closes = {name for name in ("close", "release") if closer(instance, name)}
-        tools = {name: methods[name] for name in methods if name not in {"reset", "get_reward", *closes}}
-        self.methods = {name_of(tool): name for name, tool in tools.items()}
-        try:
-            self.tools = [get_json_schema(tool) for tool in (*functions, *tools.values())]
-        except Exception as error:                              # it names the tool
-            raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
-                             f"arguments: {error}") from error
-        names = [tool["function"]["name"] for tool in self.tools]
-        if len({*names}) < len(names):
-            raise ValueError(f"{self.key}: two of the tools {', '.join(names)} have the same name")
-
-    def give_back(self, instance, spent=False):
-        """Take an instance back from its episode. If it is spent, it is closed and plays no other."""
-        if spent:
-            close([self.opened.pop(id(instance))], 0)
-        else:
-            self.idle.append(instance)
-
-    def close(self):
-        """Close all instances. It is called when the process ends."""
-        close([*self.opened.values()], seconds=10)
-        self.opened, self.idle = {}, []
-
-    def broken(self, problem, row):
-        """Return the error that ends a run in which the environment did what it must not."""
-        return ValueError(f"{self.who}: {problem}; the row is {row!r:.300}")
 
 
 def read_step(returned):
@@ -273,14 +170,12 @@ def read_step(returned):
 class Episode:
     """An episode of a Player, or without an environment a single answer.
 
-    prompt: a data.Prompt. seed: the first turn's. sampling: (max_tokens, temperature, top_p, top_k), of which
-    those at the end may be missing.
+    row: the row of the data set. first: the Request for the first turn.
     """
 
-    def __init__(self, player, prompt, seed, sampling):
-        self.player, self.world, self.settings = player, player.environment, player.settings
-        self.row, (most, *self.sampling) = prompt.row, sampling
-        self.talk = Conversation(prompt.ids, most, seed, player.template)
+    def __init__(self, player, row, first):
+        self.player, self.settings, self.row = player, player.settings, row
+        self.talk = Conversation(first, player.template)
         # spent: whether the instance of the environment can play no other episode
         self.instance, self.spent, self.ended = None, False, ""
         self.messages, self.rewards, self.extra = [], {}, {}    # rewards: as in Rollout
@@ -289,8 +184,8 @@ class Episode:
     def play(self):
         """A generator that plays the episode and returns its Rollout.
 
-        It yields Requests, for which it is sent their Answers, and functions that call the environment, for
-        which it is sent what user_code.outcome returns.
+        It yields Requests, for which it is sent their Answers, and with call_workers also functions that call
+        the environment, for which it is sent what user_code.outcome returns.
         """
         try:
             for part in (self._begin, self._turns, self._last_reward):
@@ -298,24 +193,31 @@ class Episode:
                     yield from part()
                 except (Failed, TimeUp, ValueError) as error:
                     turn, late = len(self.talk.spans), isinstance(error, TimeUp)
+                    when = f"in turn {turn}" if turn else "before its first turn"
+                    told = f"{self.player.key}, {when}: {error}; the row is {self.row!r:.300}"
                     if isinstance(error, ValueError):           # the environment did what it must not
-                        told = f"in turn {turn}: {error}" if turn else str(error)
-                        raise self.world.broken(told, self.row) from error
+                        raise ValueError(told) from error
                     self.ended = "timeout" if late and turn else "error"
                     self.spent = self.spent or late or not turn
-                    told = f"it {error} in turn {turn}" if turn else f"reset {error}"
-                    self.counts["problem"] = str(self.world.broken(told, self.row))
+                    self.counts["problem"] = told
             if self.ended == "error":
                 self.rewards = {self.last: math.nan}
             rollout = self.talk.rollout(
                 self.ended, self.row, self.text if isinstance(self.row["prompt"], str) else self.messages,
-                counts=self.counts, extra=self.extra, rewards=self.rewards if self.world.rewards_as else {})
+                counts=self.counts, extra=self.extra, rewards=self.rewards if self.player.rewards_as else {})
             if self.player.judge and self._at_rest():
                 self.player.judge(rollout, self.instance)
             return rollout
         finally:
             if self.instance is not None:
-                self.world.give_back(self.instance, self.spent)
+                self._leave()
+
+    def _leave(self):
+        # Leaves the instance to other episodes, or closes it if it can play no more of them.
+        if self.spent:
+            close([self.player.opened.pop(id(self.instance))], 0)
+        else:
+            self.player.idle.append(self.instance)
 
     def _at_rest(self):
         # Whether the environment can be asked. After a call that took too long, it may still be at work in a
@@ -324,7 +226,9 @@ class Episode:
 
     def _call(self, function, /, *args, **kwargs):
         # Returns what a function of the environment returns. Raises Failed or TimeUp.
-        value, error, seconds = yield partial(function, *args, **kwargs)
+        call = partial(function, *args, **kwargs)
+        value, error, seconds = ((yield call) if self.settings.call_workers
+                                 else outcome(call, self.settings.call_timeout))
         self.counts["seconds"] += seconds
         if error:
             raise error
@@ -334,9 +238,9 @@ class Episode:
         # Resets an instance, and adds what reset returns to the prompt.
         if not self.player.make:
             return
-        world, (*earlier, last) = self.world, self.row["prompt"]
-        instance = self.instance = world.idle.pop() if world.idle else (yield from self._call(world.make))
-        world.opened[id(instance)] = instance
+        player, (*earlier, last) = self.player, self.row["prompt"]
+        instance = self.instance = player.idle.pop() if player.idle else (yield from self._call(player.make))
+        player.opened[id(instance)] = instance
         columns = accepted(instance.reset, deepcopy(self.row), "reset", logging_into(self.extra))
         observation = yield from self._call(instance.reset, **columns)
         if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
@@ -345,10 +249,10 @@ class Episode:
             return
         if not isinstance(observation, str):
             raise ValueError(f"reset returned {shown(observation)}, neither a string nor None")
-        template = self.player.template
-        ids = template.opening(self.player.messages(self.row["prompt"], template.defused(observation)))
+        template = player.template
+        ids = template.opening(player.messages(self.row["prompt"], template.defused(observation)))
         if (most := self.settings.max_prompt_length) < len(ids):
-            raise Failed(f"returned so much that the prompt has {len(ids)} tokens, more than "
+            raise Failed(f"reset returned so much that the prompt has {len(ids)} tokens, more than "
                          f"max_prompt_length={most}")
         self.talk.ids = ids
         self.row = self.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}
@@ -359,7 +263,7 @@ class Episode:
         talk, player = self.talk, self.player
         while not (self.ended and talk.spans):
             before = talk.ids
-            answer = yield talk.request(*self.sampling)
+            answer = yield talk.request()
             talk.answer(answer)
             self.last = len(talk.logprobs) - 1                  # the turn's reward belongs to its last token
             self.rewards[self.last] = 0.0
@@ -374,7 +278,7 @@ class Episode:
     def _reply(self, said, calls, cut):
         # What the environment replies to a turn. cut: whether the turn was cut off.
         turn, reply, ended = len(self.talk.spans), [], "stop"
-        if self.world.has_step:
+        if "step" in self.player.methods:
             returned = yield from self._call(self.instance.step, self.text)
             observation, self.rewards[self.last], ended = read_step(returned)
             reply = [{"role": "user", "content": observation}]
@@ -397,7 +301,8 @@ class Episode:
         self.counts["calls"] += 1
         try:
             if not problem:
-                method = self.world.functions.get(name) or getattr(self.instance, self.world.methods[name])
+                tool = self.player.called[name]
+                method = getattr(self.instance, tool) if isinstance(tool, str) else tool
                 result = yield from self._call(method, **arguments)
                 content = yield from self._call(result_of, result)
         except Failed as error:
@@ -409,11 +314,11 @@ class Episode:
 
     def _last_reward(self):
         # Adds what the environment gives for the whole episode.
-        if self.world.has_reward and self._at_rest():
+        if "get_reward" in self.player.methods and self._at_rest():
             reward = yield from self._call(self.instance.get_reward)
             if reward is not None:
                 self.rewards[self.last] += as_float(reward)
-            elif not self.world.has_step:
+            elif "step" not in self.player.methods:
                 self.rewards[self.last] = math.nan              # not scored, as in TRL
 
 
@@ -421,33 +326,87 @@ class Episode:
 # all episodes
 
 
-class Player:
-    """Plays episodes with the environment and the tools that a run's settings name, or without any.
+class OnlyTools:
+    """The environment of a run that has only functions as tools."""
 
-    make, tools, rewards_as: as in Environment. judge: None, or a function judge(rollout, environment) of a
-    rewards.Scorer, which scores an episode while its environment is still as the episode left it. Raises
-    ValueError for an environment or tools that cannot be used.
+    def reset(self):
+        pass
+
+
+class Player:
+    """Plays episodes with what a run's settings name: a class, functions, an agent, or nothing.
+
+    make: the class or the agent's function, or None. name: that of the class or the agent. key: the setting
+    that names it. methods: the public methods of an instance. tools: JSON schemas of the tools, or None.
+    called: {tool: a function, or the name of a method}. rewards_as: the name of the class if it gives
+    rewards, otherwise "". opened: {id: instance}; idle: the instances that play no episode now. judge: None,
+    or a function judge(rollout, environment) of a rewards.Scorer, which scores an episode while its
+    environment is still as the episode left it. Raises ValueError for what cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):
-        self.settings, self.tokenizer, self.eos_ids, self.judge = settings, tokenizer, eos_ids, None
-        # endpoint.py is opened for an agent alone.
-        world = load_from("endpoint:Agents", "agent", "Class") if settings.agent else Environment
-        self.environment, self.template = world(settings), None
-        self.make, self.tools = self.environment.make, self.environment.tools
-        self.rewards_as, self.close = self.environment.rewards_as, self.environment.close
-        self.episode = getattr(self.environment, "episode", Episode)
+        s, self.settings, self.tokenizer, self.eos_ids = settings, settings, tokenizer, eos_ids
+        self.make = self.tools = self.template = self.judge = None
+        self.rewards_as, self.methods, self.opened, self.idle = "", {}, {}, []
+        kind = "agent" if s.agent else "environment" if s.environment else "tools"
+        self.key, self.name = f"{kind}={getattr(s, kind)}", (s.agent or s.environment).rpartition(":")[2]
+        self.episode = Episode
+        if s.agent:
+            self.make = load_from(s.agent, "agent", "function")
+            # endpoint.py is opened for an agent alone.
+            self.episode = load_from("endpoint:AgentEpisode", "agent", "Class")
+        elif s.environment or s.tools:
+            self._inspect()
         if self.make:
-            if not settings.chat or tokenizer.chat_template is None:
-                raise ValueError(f"{self.environment.key} needs chat=True and a tokenizer with a chat "
-                                 "template")
+            if not s.chat or tokenizer.chat_template is None:
+                raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
             self.template = Template(tokenizer, eos_ids, self.tools)
+
+    def _inspect(self):
+        # Makes the first instance and finds out what it has.
+        s = self.settings
+        functions = [load_from(spec, "tools", "function") for spec in specs(s.tools)]
+        self.make = load_from(s.environment, "environment", "Class") if s.environment else OnlyTools
+        closing.callback(self.close)
+        instance, error, _ = outcome(self.make, s.call_timeout)
+        os.chdir(STARTED_IN)                                    # the class may have left it; data.py needs it
+        if error:
+            raise ValueError(f"{self.key}: {self.name}() {error}")
+        self.opened[id(instance)] = instance
+        self.idle.append(instance)
+        # As in TRL tools are bound methods, of the class or of the instance.
+        self.methods = {name: method for name, method in inspect.getmembers(instance, inspect.ismethod)
+                        if not name.startswith("_")}
+        if "reset" not in self.methods:
+            raise ValueError(f"{self.key} has no method reset; it has {', '.join(self.methods) or 'none'}")
+        if {"step", "get_reward"} & self.methods.keys():
+            self.rewards_as = self.name
+        if "step" in self.methods:
+            if functions:
+                raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls")
+            return
+        closes = {name for name in ("close", "release") if closer(instance, name)}
+        names = [name for name in self.methods if name not in {"reset", "get_reward", *closes}]
+        tools = functions + [self.methods[name] for name in names]
+        self.called = dict(zip(map(name_of, tools), functions + names))
+        if len(self.called) < len(tools):
+            raise ValueError(f"{self.key}: of {', '.join(map(name_of, tools))} two have the same name")
+        try:
+            self.tools = [get_json_schema(tool) for tool in tools]
+        except Exception as error:                              # it names the tool
+            raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
+                             f"arguments: {error}") from error
+
+    def close(self):
+        """Close all instances. It is called when the process ends."""
+        close([*self.opened.values()], seconds=10)
+        self.opened, self.idle = {}, []
 
     def messages(self, prompt, observation=""):
         """Return the messages before the first turn; an observation is added to the last one, as in TRL."""
         if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":
-            raise ValueError(f"{self.environment.key} needs prompts that are lists of messages, the last one "
-                             f"not the assistant's, unlike {prompt!r:.200}")
+            raise ValueError(f"{self.key} needs prompts that are lists of messages, the last one not the "
+                             f"assistant's, unlike {prompt!r:.200}")
         system = [{"role": "system", "content": text} for text in [self.settings.system_prompt] if text]
         return [*system, *prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
 
@@ -474,25 +433,25 @@ class Player:
         answer = lambda name: Answer(name, said[name], [0.0] * len(said[name]), "stop")
         engine = SimpleNamespace(add=asked.append, signalled=False, step=lambda: [answer(asked.pop(0).name)])
         # There is no room for a second turn.
-        jobs = [(prompt, 0, (len(ids),)) for prompt, ids in zip(prompts * 2, said)]
-        rollouts = Table(self, engine).play(jobs)
+        rollouts = Table(self, engine).play([(prompt.row, Request(None, prompt.ids, 0, len(ids)))
+                                             for prompt, ids in zip(prompts * 2, said)])
         for r in rollouts:
             # An agent that has asked may fail for want of a second turn.
             if (problem := r.counts.get("problem")) and not r.counts.get("requests"):
                 raise ValueError(problem)
         return rollouts
 
-    def play(self, engine, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
+    def play(self, engine, prompts, n, seeds, *sampling):
         """Return n adjacent Rollouts per data.Prompt.
 
-        seeds: one per prompt, for seed, seed + 1, ... max_tokens: an episode with more tokens after its
-        prompt is cut off.
+        seeds: one per prompt, for seed, seed + 1, ... sampling: max_tokens, temperature, top_p and top_k of a
+        Request; an episode with more tokens after its prompt is cut off.
 
         finish_reason is stop or length, and with an environment also turns (the episode had max_turns),
         timeout, or error (the environment raised, or the episode could not begin; it gets no score). Raises
         ValueError if an environment returns what it must not.
         """
-        jobs = [(prompt, seed + j, (max_tokens, temperature, top_p, top_k))
+        jobs = [(prompt.row, Request(None, prompt.ids, seed + j, *sampling))
                 for prompt, seed in zip(prompts, seeds) for j in range(n)]
         return engine.serve(jobs, Table(self, engine).play)
 
@@ -507,62 +466,58 @@ class Table:
         self.player, self.engine, self.settings = player, engine, player.settings
         self.free = Semaphore(self.settings.call_workers)       # workers that have nothing to do
         self.calls = {}                         # {Future of a call in a thread: the number of its episode}
-        self.numbers = itertools.count()        # of the episodes, in the order in which they begin
-        # {key: Rollouts, with None for an episode that has not ended}; {number: (episode, key, place)}
-        self.groups, self.playing, self.waiting = {}, {}, deque()
+        self.numbers = itertools.count()        # of the episodes, in the order in which they were added
+        self.groups = {}                        # {key: the numbers of its episodes}
+        # Pairs (number, Episode); {number: Episode.play()}; {number: Rollout}
+        self.waiting, self.playing, self.ended = deque(), {}, {}
         # No more episodes are played at a time than there may be environments.
-        self.most = (self.settings.max_environments if player.make else 0) or math.inf
-        self.asked = 0                          # Requests that wait for an Answer
+        self.most = self.settings.max_environments or math.inf
 
     def add(self, key, jobs):
-        """Add an episode for each of the jobs: prompt, seed, and (max_tokens, temperature, top_p, top_k).
+        """Add an episode for each of the jobs: the row of the data set, and the Request for the first turn.
 
         key: the one under which step returns their Rollouts when all of them have ended.
         """
-        self.groups[key] = [None] * len(jobs)
-        self.waiting += [(key, place, *job) for place, job in enumerate(jobs)]
+        self.groups[key] = [next(self.numbers) for _ in jobs]
+        self.waiting += zip(self.groups[key], jobs)
 
     def play(self, jobs):
         """Return the Rollouts of these jobs, when no others are at the table."""
         self.add("all", jobs)
-        while not (ended := self.step()):
+        while not (complete := self.step()):
             if self.engine.signalled:
                 return []
-        return ended["all"]
+        return complete["all"]
 
     def step(self):
         """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
         while self.waiting and len(self.playing) < self.most:
-            key, place, *job = self.waiting.popleft()
-            number = next(self.numbers)
-            self.playing[number] = self.player.episode(self.player, *job).play(), key, place
+            number, job = self.waiting.popleft()
+            self.playing[number] = self.player.episode(self.player, *job).play()
             self._go_on(number)
-        for answer in self.engine.step() if self.asked else ():
-            self.asked -= 1
-            self._go_on(answer.name, answer)
-        # Without a request for the engine the next thing to happen is the end of a call.
-        ended, _ = wait(self.calls, 0 if self.asked else None, FIRST_COMPLETED)
+        # An episode that waits for no call waits for the engine.
+        if len(self.playing) > len(self.calls):
+            for answer in self.engine.step():
+                self._go_on(answer.name, answer)
+        patience = 0 if len(self.playing) > len(self.calls) else None
+        ended, _ = wait(self.calls, patience, FIRST_COMPLETED)
         for call in ended:
             self._go_on(self.calls.pop(call), call.result())
-        complete = [key for key, group in self.groups.items() if None not in group]
-        return {key: self.groups.pop(key) for key in complete}
+        complete = [key for key, numbers in self.groups.items() if self.ended.keys() >= {*numbers}]
+        return {key: [self.ended.pop(number) for number in self.groups.pop(key)] for key in complete}
 
     def _go_on(self, number, value=None):
         # Runs an episode until it ends, or waits for the engine or for a thread.
         if self.engine.signalled:
             return
-        episode, key, place = self.playing[number]
         try:
-            wish = episode.send(value)
-            while not (self.settings.call_workers or isinstance(wish, Request)):
-                wish = episode.send(outcome(wish, self.settings.call_timeout))
+            wish = self.playing[number].send(value)
         except StopIteration as end:
-            self.groups[key][place] = end.value
+            self.ended[number] = end.value
             del self.playing[number]
             return
         if isinstance(wish, Request):
             self.engine.add(wish._replace(name=number))
-            self.asked += 1
         else:
             self.calls[in_thread(partial(self._call, wish))] = number
 

@@ -7,7 +7,6 @@ Sample from a checkpoint and score it: mean@k, pass@k and maj@k on held-out prob
 """
 import json
 import math
-import zlib
 
 from runtime import distributed         # first, because runtime sets what PyTorch reads when it is loaded
 import data
@@ -70,9 +69,8 @@ with input_errors():
     rollout_engine = rollout.load_engine(settings, base, compute_dtype, longest, eos_ids)
 print(f"generating {len(prompts)} x {samples} completions of at most {max_completion_length} tokens",
       flush=True)
-seeds = [zlib.crc32(f"{seed} eval {i}".encode()) for i in range(len(prompts))]
-rollouts = player.play(rollout_engine, prompts, samples, seeds, max_completion_length, temperature, top_p,
-                       top_k)
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+rollouts = sample(prompts, samples, [f"eval {i}" for i in range(len(prompts))])
 rollout_engine.close()
 
 # Everything after the prompt, with what the chat template writes between the turns of an episode.

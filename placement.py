@@ -197,13 +197,13 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
     own = range(bridge.engine * B, (bridge.engine + 1) * B)     # the places of this engine's prompts
     own_eval = range(bridge.engine, len(eval_set), bridge.engines)
     eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}  # that begin with one
-    sampling = s.max_completion_length, s.temperature, 1.0, 0
     begun, number, waited = {}, version, 0.0
 
     def begin(key, name, prompts, places, n):
         # n adjacent completions per prompt. Their seeds do not depend on the number of engines.
         jobs = [(i, zlib.crc32(f"{s.seed} {name} {i}".encode()) + j) for i in places for j in range(n)]
-        table.add(key, [(prompts[i], seed, sampling) for i, seed in jobs])
+        table.add(key, [(prompts[i].row, rollout.Request(
+            None, prompts[i].ids, seed, s.max_completion_length, s.temperature)) for i, seed in jobs])
         begun[key] = time.perf_counter(), prompts, jobs
 
     def advance():

@@ -261,7 +261,7 @@ class Scorer:
         # Pairs (Reward, the UserProcess that calls it or None).
         rewards = [self._load(spec) for spec in specs(s.reward) or own] if s.reward != "none" else []
         if s.agent:                                             # its score, as if a reward had returned it
-            rewards.append((Reward(player.environment.name, lambda environments: [
+            rewards.append((Reward(player.name, lambda environments: [
                 episode.score for episode in environments], environments=True), None))
         self.judging = [reward for reward, _ in rewards if reward.environments and player.make]
         self.rewards = [(reward, process) for reward, process in rewards if reward not in self.judging]

@@ -148,12 +148,12 @@ class Sampler:
         self.engine.stop()                                      # does not return if a signal has come
         s = self.settings
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
-        length = length or s.max_completion_length
-        temperature = s.temperature if temperature is None else temperature
+        sampling = (length or s.max_completion_length, s.temperature if temperature is None else temperature,
+                    getattr(s, "top_p", 1.0), getattr(s, "top_k", 0))       # those of evaluate_model.py
         if self.player.make:                                    # there is an environment, or tools
-            rollouts = self.player.play(self.engine, prompts, n, seeds, length, temperature)
+            rollouts = self.player.play(self.engine, prompts, n, seeds, *sampling)
         else:
-            rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, length, temperature)
+            rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, *sampling)
             for i, r in enumerate(rollouts):
                 r.row = prompts[i // n].row
                 text = text_of(self.tokenizer, r.sampled_ids.tolist(), r.finish_reason)

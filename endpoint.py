@@ -57,35 +57,35 @@ def template_for(tokenizer, eos_ids, tools):
     return template
 
 
-class Endpoint:
-    """Listens to the agents of all episodes. playing: {key: AgentEpisode}. unused: the fields of requests
-    that were said to have no effect."""
+PLAYING = {}                            # {key: AgentEpisode}
 
-    def __init__(self):
-        self.playing, self.unused = {}, set()
-        asyncio.run_coroutine_threadsafe(self._serve(), event_loop("of the endpoint")).result()
 
-    async def _serve(self):
+@cache
+def serve():
+    """Begin to listen to the agents of all episodes, once, and return the URL."""
+    async def begin():
         app = web.Application(client_max_size=2**22)                # bytes of a request
-        app.add_routes([web.get("/v1/models", self._hear), web.post("/v1/chat/completions", self._hear)])
+        app.add_routes([web.post("/v1/chat/completions", hear)])
         await (runner := web.AppRunner(app, access_log=None)).setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
-    async def _hear(self, request):
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if episode := self.playing.get(key):
-            if request.method == "GET":
-                return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
-            # Only what has a key is read, because it takes memory.
-            episode.mail.put((future := Future(), await request.read()))
-            # If the episode ends after this, _leave finds the future; before this, it may have missed it.
-            if key in self.playing:
-                return await asyncio.wrap_future(future)
-        return refusal(401, "this key belongs to no episode that is being played")
+    return asyncio.run_coroutine_threadsafe(begin(), event_loop("of the endpoint")).result()
 
 
-endpoint = cache(Endpoint)              # there is one in a process
+async def hear(request):
+    """Answer a request, which its episode reads when it comes to it."""
+    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if episode := PLAYING.get(key):
+        # Only what has a key is read, because it takes memory.
+        episode.mail.put((future := Future(), await request.read()))
+        # If the episode ends after this, _leave finds the future; before this, it may have missed it.
+        if key in PLAYING:
+            return await asyncio.wrap_future(future)
+    return refusal(401, "this key belongs to no episode that is being played")
+
+
+print_once = cache(print)
 
 
 class AgentEpisode(Episode):
@@ -107,9 +107,8 @@ class AgentEpisode(Episode):
 
     def _begin(self):
         # All that the agent does. Its thread, which may never end, does not keep the episode.
-        self.instance = endpoint().playing[self.key] = self
-        solve = partial(self.player.make, endpoint().url, self.key, copy.deepcopy(self.row))
-        mail = self.mail
+        self.instance = PLAYING[self.key] = self
+        solve, mail = partial(self.player.make, serve(), self.key, copy.deepcopy(self.row)), self.mail
         threading.Thread(target=lambda: mail.put((None, outcome(solve))), daemon=True).start()
         try:
             while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
@@ -131,8 +130,8 @@ class AgentEpisode(Episode):
 
     def _leave(self):
         # Listens to the agent no longer, and refuses what it has asked. In this order, because the endpoint's
-        # thread may be about to add another request: see _hear.
-        del endpoint().playing[self.key]
+        # thread may be about to add another request: see hear.
+        del PLAYING[self.key]
         while not self.mail.empty():
             if future := self.mail.get()[0]:
                 future.set_result(refusal(401, "the episode of this key has ended"))
@@ -141,9 +140,8 @@ class AgentEpisode(Episode):
         # Returns the row that a request continues, or a new one. Raises an error if there can be no answer.
         if refused := [key for key, values in ONLY.items() if body.get(key) not in values]:
             raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
-        if strange := {key for key, value in body.items() if value is not None} - READ - endpoint().unused:
-            endpoint().unused.update(strange)
-            print("agent: the run's settings replace these fields of its requests:", *sorted(strange))
+        if strange := sorted({key for key, value in body.items() if value is not None} - READ):
+            print_once("agent: the run's settings replace these fields of its requests:", *strange)
         for tool in body.get("tools") or ():
             tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
         player = body.get("model") == "opponent", json.dumps(body.get("tools") or None)

@@ -42,7 +42,7 @@ from rollout import Answer, Request, Rollout, text_of
 
 # How Qwen and many other models write thoughts and calls: for tokenizers without a response template. What is
 # not closed reaches to the end.
-COMMON = {"start_anchor": "<think>", "fields": {
+COMMON = {"start_anchor_pattern": r"\A", "fields": {
     "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True,
                    "transform": {"function": "{content}"}},
@@ -350,11 +350,10 @@ class Player:
         self.rewards_as, self.methods, self.opened, self.idle = "", {}, {}, []
         kind = "agent" if s.agent else "environment" if s.environment else "tools"
         self.key, self.name = f"{kind}={getattr(s, kind)}", (s.agent or s.environment).rpartition(":")[2]
-        self.episode = Episode
+        # endpoint.py is opened for an agent alone.
+        self.episode = load_from("endpoint:AgentEpisode", "agent", "Class") if s.agent else Episode
         if s.agent:
             self.make = load_from(s.agent, "agent", "function")
-            # endpoint.py is opened for an agent alone.
-            self.episode = load_from("endpoint:AgentEpisode", "agent", "Class")
         elif s.environment or s.tools:
             self._inspect()
         if self.make:
@@ -379,8 +378,7 @@ class Player:
                         if not name.startswith("_")}
         if "reset" not in self.methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(self.methods) or 'none'}")
-        if {"step", "get_reward"} & self.methods.keys():
-            self.rewards_as = self.name
+        self.rewards_as = self.name if {"step", "get_reward"} & self.methods.keys() else ""
         if "step" in self.methods:
             if functions:
                 raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls")
@@ -390,7 +388,7 @@ class Player:
         tools = functions + [self.methods[name] for name in names]
         self.called = dict(zip(map(name_of, tools), functions + names))
         if len(self.called) < len(tools):
-            raise ValueError(f"{self.key}: of {', '.join(map(name_of, tools))} two have the same name")
+            raise ValueError(f"{self.key}: two tools have the same name: {', '.join(map(name_of, tools))}")
         try:
             self.tools = [get_json_schema(tool) for tool in tools]
         except Exception as error:                              # it names the tool

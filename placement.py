@@ -20,7 +20,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 import zlib
 
 import numpy as np
@@ -41,9 +40,9 @@ class Bridge:
 
     settings: what configure returned. trains: whether this rank is a trainer. engines: how many engines there
     are. engine: the number of this rank's engine, from 0. newest: for an engine, the last version of the
-    weights that has arrived. sampled: {(kind, number): (rollouts, figures)} of all engines, which the
-    trainers have not taken yet. For runtime.run the bridge is the trainers' engine: it has the attributes
-    name, naming and allocated, load_weights and close.
+    weights that has arrived. sampled: {(kind, number): Rollouts of all engines}, which the trainers have not
+    taken yet. For runtime.run the bridge is the trainers' engine: it has the attributes name, naming and
+    allocated, load_weights and close.
     """
     allocated = 0
 
@@ -105,21 +104,17 @@ class Bridge:
                 self.wire.broadcast(flat, 0).wait(FOREVER)
         self.tell((version, {}, None))                          # these weights are complete
 
-    def take(self, kind, number, prompts):
-        """Return what all engines sampled for these prompts under this kind and number: rollouts, with their
-        rows, and means of the engines' figures. A collective of the trainers."""
-        rollouts, figures = distributed.from_master(self._complete((kind, number)) if self.speaks else None)
+    def take(self, kind, number):
+        """Return the Rollouts that all engines sampled under this kind and number. A collective of the
+        trainers."""
+        rollouts = distributed.from_master(self._complete((kind, number)) if self.speaks else None)
         self.sampled.pop((kind, number), None)
-        for r in rollouts:
-            place, added = r.row                                # see sample_for_trainers
-            r.row = prompts[place].row | added
-        return rollouts, figures
+        return rollouts
 
     def ahead(self, steps):
         """Return what is sampled for these steps, as soon as it is, for run.state and run.arrays."""
-        found = {str(step): self._complete(("step", step)) for step in steps} if self.speaks else {}
-        return ({step: figures for step, (_, figures) in found.items()},
-                rollout.as_arrays([r for rollouts, _ in found.values() for r in rollouts]))
+        found = [self._complete(("step", step)) for step in steps] if self.speaks else []
+        return [*steps], rollout.as_arrays(sum(found, []))
 
     def _complete(self, key):
         # Waits until all engines have sent what they sampled under this key, and joins it.
@@ -128,9 +123,7 @@ class Bridge:
                 first = 1 + e * self.ranks_per_engine           # the place of its first rank
                 while key not in box:
                     box |= [unpacked(lambda tensor: self.gloo.recv([tensor], first, 0))]
-            parts = [box.pop(key) for box in self.boxes]
-            self.sampled[key] = [r for rollouts, _ in parts for r in rollouts], {
-                name: sum(figures[name] for _, figures in parts) / len(parts) for name in parts[0][1]}
+            self.sampled[key] = sum((box.pop(key) for box in self.boxes), [])
         return self.sampled[key]
 
     def close(self):
@@ -145,11 +138,11 @@ class Bridge:
             signal.signal(name, signal.SIG_IGN)
         return self.heard.get()
 
-    def send(self, kind, number, rollouts, figures):
-        """Send rollouts and metrics of their sampling to the trainers, who may take them much later."""
+    def send(self, kind, number, rollouts):
+        """Send rollouts to the trainers, who may take them much later."""
         # A tensor stays here until it has gone. The trainers take everything in order, and no engine is more
         # than max_staleness steps, two evaluations and a beginning ahead of what they wait for.
-        for tensor in packed(((kind, number), (rollouts, figures))):
+        for tensor in packed(((kind, number), rollouts)):
             self.sent.append((self.gloo.send([tensor], 0, 0), tensor))
         while len(self.sent) > 2 * (self.max_staleness + 4):
             self.sent.pop(0)[0].wait(FOREVER)
@@ -193,38 +186,30 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
     engine has, and the step to begin with, whose prompts are drawn from position on. kept: the keys of what
     the trainers have already.
     """
-    B = s.prompts_per_step // bridge.engines                    # prompts per step and engine
-    own = range(bridge.engine * B, (bridge.engine + 1) * B)     # the places of this engine's prompts
-    own_eval = range(bridge.engine, len(eval_set), bridge.engines)
     eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}  # that begin with one
-    begun, number, waited = {}, version, 0.0
+    number = version
 
-    def begin(key, name, prompts, places, n):
-        # n adjacent completions per prompt. Their seeds do not depend on the number of engines.
-        jobs = [(i, zlib.crc32(f"{s.seed} {name} {i}".encode()) + j) for i in places for j in range(n)]
+    def begin(key, name, prompts, n):
+        # n adjacent completions for each of this engine's prompts. Their seeds do not depend on the number of
+        # engines.
+        first, end = (e * len(prompts) // bridge.engines for e in (bridge.engine, bridge.engine + 1))
         table.add(key, [(prompts[i].row, rollout.Request(
-            None, prompts[i].ids, seed, s.max_completion_length, s.temperature)) for i, seed in jobs])
-        begun[key] = time.perf_counter(), prompts, jobs
+            None, prompts[i].ids, zlib.crc32(f"{s.seed} {name} {i}".encode()) + j, s.max_completion_length,
+            s.temperature)) for i in range(first, end) for j in range(n)])
 
     def advance():
         # Takes one step of the engine, then scores and sends what is complete.
-        distributed.watchdog.moved(f"engine {bridge.engine}, which samples for {[*begun]}")
+        distributed.watchdog.moved(f"engine {bridge.engine}, which samples for {[*table.groups]}")
         for key, rollouts in table.step().items():
-            ended, (began, prompts, jobs) = time.perf_counter(), begun.pop(key)
             scorer(rollouts)
-            for r, (i, _) in zip(rollouts, jobs):
-                # The trainers have the rows. A prompt differs from its row's if `reset` has added to it.
-                r.row = i, {} if r.row is prompts[i].row else {"prompt": r.row["prompt"]}
-            bridge.send(*key, rollouts, {
-                "timing_s/gen": ended - began, "timing_s/reward": time.perf_counter() - ended,
-                "timing_s/wait_for_weights": waited})
+            bridge.send(*key, rollouts)
 
     if s.lora_rank and version:                                 # the engine was loaded with the base model
         table.engine.switch(version)
     while True:
         if version in eval_steps:
-            begin(("eval", version), "eval", eval_set, own_eval, s.eval_samples)
-            while ("eval", version) in begun:
+            begin(("eval", version), "eval", eval_set, s.eval_samples)
+            while ("eval", version) in table.groups:
                 advance()
         if version == s.max_steps:
             distributed.watchdog.limit(0)
@@ -234,17 +219,15 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
             while number <= version + s.max_staleness and number < s.max_steps:
                 picked, position = train_set.draw(position, s.prompts_per_step, s.seed)
                 if ("step", number) not in kept:
-                    begin(("step", number), number, picked, own, s.num_generations)
+                    begin(("step", number), number, picked, s.num_generations)
                 number += 1
-            if not begun:
+            if not table.groups:
                 break
             advance()
         version += 1
         while s.in_flight and version not in eval_steps and bridge.newest > version:
             version += 1                                        # an engine that is late takes the newest
-        began = time.perf_counter()
         table.engine.switch(version)                            # waits for these weights
-        waited = time.perf_counter() - began
 
 
 def packed(words):
@@ -269,7 +252,7 @@ def kept_ahead(run, settings):
         return {}
     rollouts = rollout.from_arrays(run.arrays)
     N = len(rollouts) // len(kept)
-    return {("step", int(step)): (rollouts[i * N:(i + 1) * N], kept[step]) for i, step in enumerate(kept)}
+    return {("step", step): rollouts[i * N:(i + 1) * N] for i, step in enumerate(kept)}
 
 
 def staleness(rollouts, step):

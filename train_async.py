@@ -98,7 +98,7 @@ with input_errors():                                            # a ValueError b
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks, bridge.join)
 if bridge.trains:                                               # the trainers know how the run begins
-    run = Run(settings, __file__, ahead={})
+    run = Run(settings, __file__, ahead=[])
     bridge.sampled |= kept_ahead(run, settings)
     resumed, clock = run.resumed, run.state["clock"]
     bridge.tell((resumed, clock, run.first_step, run.state["position"], [*bridge.sampled]))
@@ -127,7 +127,7 @@ if not bridge.trains:
     # The base model, which an engine with lora_rank was loaded with, is version 0, so that all of its ranks
     # switch to the version to begin with.
     rollout_engine.version, rollout_engine.incoming = 0 if lora_rank else version, bridge.weights
-    bridge.send("ready", 0, [], {})
+    bridge.send("ready", 0, [])
     table = Table(player, rollout_engine)
     rollout_engine.serve([], lambda _: sample_for_trainers(                             # until the run ends
         bridge, settings, table, scorer, train_set, eval_set, version, position, kept))
@@ -140,7 +140,7 @@ with input_errors():
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
-bridge.take("ready", 0, [])                                     # engines that are being made take no weights
+bridge.take("ready", 0)                                     # engines that are being made take no weights
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
         + (", and in flight: the run does not repeat bit for bit" if in_flight else ""))
@@ -163,7 +163,7 @@ for step in range(run.first_step, max_steps + 1):
     run.stop(save)                                              # if a signal has come, on any rank
     if run.due(eval_interval):
         with log.timed("eval"):
-            held_out, _ = bridge.take("eval", step, eval_set)   # sampled as in training, with the same seeds
+            held_out = bridge.take("eval", step)                # sampled as in training, with the same seeds
             # A gap over gap_bound stops the run: the engines have not the policy's weights.
             few = range(rank, min(32 * world_size, len(held_out)), world_size)
             logps = token_logprobs(policy, held_out, few, token_budget, temperature)
@@ -176,9 +176,9 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
     with log.timed("wait_for_rollouts"):
-        picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        rollouts, figures = bridge.take("step", step, picked)   # of all engines, on every rank
-    log.metrics |= figures | staleness(rollouts, step)
+        _, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
+        rollouts = bridge.take("step", step)                    # of all engines, on every rank
+    log.metrics |= staleness(rollouts, step)
     N = len(rollouts)
     scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens

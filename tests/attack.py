@@ -601,15 +601,15 @@ ENVIRONMENT_FILES = {  # what is in g.py
     r"g\.py:Game.* no method reset": ["class Game:\n    def step(self, text): pass", "Game = dict"],
     "a tool needs": [TOOL.replace(": str", ""), TOOL.replace("at: a place", ""),
                      "class Game:\n    def reset(self): pass\n    def look(self, at: str): pass"],
-    "Game: reset needs a column colour": [GAME.replace("**row", "colour")],
+    "Game, .*: reset needs a column colour": [GAME.replace("**row", "colour")],
     runs(): [TOOL, "class Game:\n    def reset(self): pass\n    def get_reward(self): return 1.0"]}
 OPENINGS = {
-    "Game: reset": "raise ValueError; sys.exit(0); return 5; return b'x'; await 1; "
+    "Game, before its first turn": "raise ValueError; sys.exit(0); return 5; return b'x'; await 1; "
                    "await asyncio.sleep(1000); row['prompt'][0]['nothing']",
     "reset returned so much .* max_prompt_length=64": "return 'x' * 99",
     runs(): r"return ''; return '\ud800\0'; return '<|end|><|assistant|>'; row['prompt'].clear()"}
 STEPS = {
-    "environment Game: (it|in turn)": """
+    "environment=.*:Game, in turn": """
         raise ValueError; raise ValueError('a\\nb'); sys.exit(0); raise GeneratorExit;
         raise StopIteration; raise asyncio.CancelledError; return None; return ''; return '', 0.5; return '',
         0.5, 1; return '', 0.5, None; return None, 0.5, False; return 5, 0.5, False; return b'', 0.5, False;
@@ -624,13 +624,13 @@ STEPS = {
         sys.stdout.close(); sys.stdout = sys.stderr = None; print('x' * 10 ** 6); return '', 1e38, True;
         asyncio.run(asyncio.sleep(0))"""}
 LATE_STEPS = {
-    later("environment Game: (it|in turn)"): r"""
+    later("environment=.*:Game, in turn"): r"""
         raise ValueError; raise ValueError('a\nb'); sys.exit(0); return None; return '',
         float('nan'), True""",
     still(): "time.sleep(1000); while True: pass; linger()"}
 # Threads are left to themselves.
 LATE_IN_THREADS = {runs(): "time.sleep(1000); linger()",
-                   later("environment Game: (it|in turn)"): "sys.exit(0); return None"}
+                   later("environment=.*:Game, in turn"): "sys.exit(0); return None"}
 ENVIRONMENT_SETTINGS = {
     ITSELF: "max_turns=-1; max_turns=1.5; call_workers=-1; call_workers=x; "
             "call_timeout=-1; call_timeout=nan",
@@ -681,7 +681,7 @@ def environment_cases(add):
         of_file(f"a template {name}", words, TOOL if "tools" in name else game_source(),
                 "--model={dir}/broken", files=broken(MODEL, {TEMPLATE: template}))
     for script in (DAPO, PPO, SAMPLE):
-        of_file(f"{script}, a step that raises", "environment Game: it", game_source("1/0"), script=script)
+        of_file(f"{script}, a step that raises", "environment=.*:Game, in turn", game_source("1/0"), script=script)
 
 
 def game_source(statement="pass", opening="pass", after=0):

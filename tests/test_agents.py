@@ -290,8 +290,8 @@ def test_an_agent_that_fails_costs_its_episode(write, workers):
     assert [r.finish_reason for r in rollouts] == ["error"] * 4 + ["stop"]
     assert all(math.isnan(r.score) for r in rollouts[:4]) and rollouts[4].score == 0.5
     for r, told in zip(rollouts, (
-            "agent solve: it raised KeyError: ", "raised SystemExit", "call_timeout=1 seconds in turn 1",
-            "agent solve: never asked the policy")):
+            ":solve, in turn 1: raised KeyError: ", "raised SystemExit", "call_timeout=1 seconds",
+            ":solve, before its first turn: never asked the policy")):
         assert told in r.counts["problem"]
         assert len(r.spans) == 1 and len(r.logprobs) == 2
     figures = rollout_metrics(rollouts, 5, lambda scores, n: torch.zeros(1), 1)
@@ -360,25 +360,23 @@ def test_what_is_read_and_what_is_refused(write, capsys):
             except (urllib.error.HTTPError, OSError) as error:
                 told.append([getattr(error, "code", 413), ""])
             own = {"Authorization": f"Bearer {api_key}"}
-            request = urllib.request.Request(base_url + "/models", headers=own)
-            models = json.load(urllib.request.urlopen(request))
             request = urllib.request.Request(base_url + "/chat/completions", json.dumps({
                 "model": "gpt-4o", "messages": hi, "stream": True, "temperature": 0, "max_tokens": 1,
             }).encode(), own)
             chunk, done = urllib.request.urlopen(request).read().decode().strip().split("\\n\\n")
             said = json.loads(chunk.removeprefix("data: "))
-            ask(*asks, hi, temperature=0.5)
-            open(row["file"], "w").write(json.dumps([told, models, said, done]))
+            ask(*asks, hi, temperature=0.5, max_tokens=5)
+            open(row["file"], "w").write(json.dumps([told, said, done]))
     """)
     file = agent.rpartition("/")[0] + "/told.json"
     texts = ["<|end|>", "abc<|end|>", "d<|end|>"]
     (r,) = played(player(agent, max_prompt_length=200), [texts], [{"file": file}])
     assert not r.counts.get("problem"), r.counts
-    told, models, said, done = json.load(open(file))
+    told, said, done = json.load(open(file))
     codes = [code for code, _ in told]
     assert codes == [400] * 10 + [401, 400, 413], told
     assert told[0][1] == "ValueError: n cannot be 2" and "maximum context length" in told[9][1]
-    assert [one["id"] for one in models["data"]] == ["policy"] and done == "data: [DONE]"
+    assert done == "data: [DONE]"
     assert said["object"] == "chat.completion.chunk" and said["choices"][0] == {
         "index": 0, "finish_reason": "stop",
         "delta": {"role": "assistant", "content": "abc", "tool_calls": []}}
@@ -412,9 +410,9 @@ def test_another_episodes_key_and_sockets_that_never_close(write):
     plays = player(agent, max_environments=1)
     first, second = played(plays, [["abc<|end|>"], ["d<|end|>"]], n=2)
     assert parts_of(first)[1:] == ["abc<|end|>"] and parts_of(second)[1:] == ["d<|end|>"]
-    assert second.score == 1.0 and plays.environment.playing == {}
-    assert plays.environment.url.startswith("http://127.0.0.1:")
-    port = int(plays.environment.url.split(":")[2].split("/")[0])
+    assert second.score == 1.0 and endpoint.PLAYING == {}
+    assert endpoint.serve().startswith("http://127.0.0.1:")
+    port = int(endpoint.serve().split(":")[2].split("/")[0])
     with pytest.raises(OSError):                                # it listens on one address
         socket.create_connection(("127.0.0.2", port), timeout=2)
 
@@ -440,18 +438,18 @@ def test_a_request_of_an_episode_that_has_ended_is_refused(write):
             return 1.0
     """)
     plays = player(agent)
-    world, its, found = plays.environment, plays.environment.make.__globals__, {}
-    address = "127.0.0.1", int(world.url.split(":")[2].split("/")[0])
+    its, found = plays.make.__globals__, {}
+    address = "127.0.0.1", int(endpoint.serve().split(":")[2].split("/")[0])
 
     def second(key):
         try:
-            its["ask"](world.url, key, [its["user"]("b")])
+            its["ask"](endpoint.serve(), key, [its["user"]("b")])
         except urllib.error.HTTPError as error:
             found["code"], found["told"] = error.code, json.load(error)["error"]["message"]
 
     class Late(Says):
         def step(self):
-            (key, episode), = world.playing.items()
+            (key, episode), = endpoint.PLAYING.items()
             found["episode"] = weakref.ref(episode)
             found["half"] = socket.create_connection(address)
             found["half"].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
@@ -473,15 +471,15 @@ def test_a_request_of_an_episode_that_has_ended_is_refused(write):
     assert until(lambda: gc.collect() >= 0 and found["episode"]() is None)
 
 
-def test_a_request_that_comes_while_its_episode_ends_is_refused(write):
-    """The key was found, but give_back has already looked for what is open."""
+def test_a_request_that_comes_while_its_episode_ends_is_refused(monkeypatch):
+    """The key was found, but _leave has already looked for what is open."""
     async def read():
         return b"{}"
 
-    world, episode = player(write(TALK)).environment, SimpleNamespace(open=[], mail=SimpleQueue())
-    world.playing = type("Ending", (dict,), {"get": lambda self, key: episode})()
+    episode = SimpleNamespace(mail=SimpleQueue())
+    monkeypatch.setattr(endpoint, "PLAYING", type("Ending", (dict,), {"get": lambda self, key: episode})())
     request = SimpleNamespace(headers={"Authorization": "Bearer x"}, method="POST", read=read)
-    assert asyncio.run(asyncio.wait_for(world._hear(request), 10)).status == 401
+    assert asyncio.run(asyncio.wait_for(endpoint.hear(request), 10)).status == 401
 
 
 # ---------------------------------------------------------------- docs/agents.md
@@ -578,7 +576,7 @@ def test_what_a_run_refuses(tmp_path, write, reward_file):
     refused([agent, "--engine=hf", "--rollout_ranks=1"], "train_async.py plays no agents", tmp_path,
             script="train_async.py", ranks=2)
     refused([f"--agent={write('def solve(base_url): ...')}", "--engine=hf"],
-            "agent solve: raised TypeError", tmp_path)
+            ":solve, before its first turn: raised TypeError", tmp_path)
 
 
 def test_no_other_run_opens_the_endpoint():

@@ -159,7 +159,7 @@ def test_instances_are_reset_again_and_closed_at_the_end(server, write, name, ca
         assert len(rollouts) == 16 and {r.finish_reason for r in rollouts} == {"stop"}
         assert len(engine.asked) == 32
     assert server.opened == server.peak == len(server.open) == expected and not server.refused
-    user_code.close([*plays.environment.opened.values()], 9)
+    user_code.close([*plays.opened.values()], 9)
     assert server.open == set()
 
 
@@ -170,7 +170,7 @@ def test_what_closes_an_instance_is_no_tool(server, write):
     # A close with arguments is the game's own.
     held = player(f"{source}:Held")
     assert names(held) == ["close", "look"]
-    user_code.close([*held.environment.opened.values()], 9)
+    user_code.close([*held.opened.values()], 9)
     assert len(server.open) == 1
 
 
@@ -192,7 +192,7 @@ class Odd(Remote):
     assert [r.finish_reason for r in rollouts] == ["stop", "error", "timeout"]
     # Two were closed, in threads of their own.
     wait_for(lambda: len(server.open) == 1, SimpleNamespace(exitcode=None), 9)
-    assert len(plays.environment.opened) == 1 and plays.environment.idle == [*plays.environment.opened.values()]
+    assert len(plays.opened) == 1 and plays.idle == [*plays.opened.values()]
 
 
 # ---------------------------------------------------------------- how episodes begin and end
@@ -283,7 +283,7 @@ def test_what_cannot_begin_is_lost_and_not_the_run(write):
     rollouts, _ = played(plays, [["a<|end|>"], ["b<|end|>"], ["last<|end|>"]], rows)
     assert [r.finish_reason for r in rollouts] == ["error", "error", "stop"]
     assert [len(r.spans) for r in rollouts] == [1, 1, 1] and all(len(r.logprobs) == 2 for r in rollouts[:2])
-    for r, told in zip(rollouts, ("reset raised OSError: no board", "reset returned so much that the prompt has 66 tokens, more than")):
+    for r, told in zip(rollouts, ("before its first turn: raised OSError: no board", "reset returned so much that the prompt has 66 tokens, more than")):
         assert told in r.counts["problem"]
     rollouts = scored(plays, lambda: rollouts)
     assert [r.score for r in rollouts] == pytest.approx([math.nan, math.nan, 10.5], nan_ok=True)
@@ -411,7 +411,7 @@ def test_without_a_response_template_thinking_is_apart_as_well(write):
 
 @pytest.mark.parametrize("begins, said, calls", [
     ("", "<think>{}</think>{}", 1), ("", "<think>{}", 0), ("", "<think>a</think>{}<think>{}", 1),
-    ("", "{}</think>{}", 1), ("", "{}{}", 2), ("<think>", "{}", 0), ("<think>\\n", "{}</think>{}", 1)])
+    ("", "{}{}", 2), ("<think>", "{}", 0), ("<think>\\n", "{}</think>{}", 1)])
 def test_thoughts_call_nothing_also_one_that_is_cut_off(write, begins, said, calls):
     """Whether the policy begins them or the template does."""
     tokenizer = pretrain.make_tokenizer()
@@ -478,7 +478,7 @@ def test_functions_are_tools_without_a_class(write):
     ({"tools": "tools.py"}, "tools must be file.py:function or package.module:function, not 'tools.py'"),
     ({"tools": "none.py:add"}, "tools: no such file: none.py"),
     ({"tools": "GAME:bare"}, "tools=.*: a tool needs type hints and a docstring"),
-    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two of the tools add, add have the same name"),
+    ({"tools": "GAME:add,GAME:add"}, "tools=.*: two tools have the same name: add, add"),
     ({"tools": "GAME:add", "environment": "GAME:Judged"}, "tools=.*: environment=.* has a method step, which"),
     ({"tools": "GAME:add", "chat": False}, "tools=.* needs chat=True and a tokenizer with"),
     ({"environment": "GAME:Inner"}, "game.py has no Class Inner; at its top level it has .*Desk")])
@@ -555,7 +555,7 @@ def test_rewards_read_the_environments_of_their_episodes(moves):
         assert r.score == pytest.approx(r.parts["reached"] + 0.5 * i + i / 10 + 1)
         assert r.extra == {"distance": i, "note": f"at {i}", "length": 3.0}
     assert sys.modules["game_state"].seen == [[float(i)] for i in range(5)]
-    assert len(plays.environment.opened) == 2
+    assert len(plays.opened) == 2
 
 
 def test_what_is_logged_is_in_metrics_and_samples(moves):

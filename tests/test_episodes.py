@@ -19,7 +19,7 @@ import episodes
 import rollout
 from tiny import pretrain
 from rewards import Scorer
-from rollout import Answer
+from rollout import Answer, Request
 from runs import ROOT
 from runtime import user_code
 from test_rollout import ENGINES, identical
@@ -137,11 +137,11 @@ class Counter:
     unit = dict                                     # no tool, although it can be called
 
     def __init__(self):
-        self.total, self.log = 0, []
+        self.total, self.log = 0, [None]
 
     @property
     def last(self):
-        raise RuntimeError("there is none before the reset")
+        return self.log[-1]
 
     def reset(self, start=0, **kwargs):
         self.total = start
@@ -225,10 +225,6 @@ class Bound:
         self.found, self.loose = Elsewhere().made, lambda: 1
 
     def reset(self, **row): ...
-
-    @property
-    def unset(self):
-        raise RuntimeError("there is none before the reset")
 
     def look(self) -> str:
         """Looks."""
@@ -333,20 +329,21 @@ def scored(rollouts, plays_as, **settings):
 
 # ---------------------------------------------------------------- one turn
 
-def single(engine, tokenizer, prompts, n, seeds, max_tokens, *sampling, **more):
+def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=1.0, top_k=0):
     """What a Sampler makes of these seeds, which otherwise are hashes."""
-    settings = SimpleNamespace(max_completion_length=max_tokens, temperature=1.0, seed=0)
-    generate = lambda ids, n, _, length, __: engine.generate(ids, n, seeds, length, *sampling, **more)
+    settings = SimpleNamespace(max_completion_length=max_tokens, temperature=temperature, top_p=top_p,
+                               top_k=top_k, seed=0)
+    generate = lambda ids, n, _, *sampling: engine.generate(ids, n, seeds, *sampling)
     engine_with = SimpleNamespace(generate=generate, stop=engine.stop)
     sample = rollout.Sampler(settings, tokenizer, player(""), engine_with)
     return sample(prompts, n, seeds)
 
 
-def one_turn(way, engine, prompts, n, seeds, max_tokens, *sampling, **more):
+def one_turn(way, engine, prompts, n, seeds, *sampling):
     """Single answers: as they are sampled in most scripts, or as train_async.py plays them among episodes."""
     if way == "single":
-        return single(engine, TOKENIZER, prompts, n, seeds, max_tokens, *sampling, **more)
-    return player("").play(engine, prompts, n, seeds, max_tokens, *sampling, **more)
+        return single(engine, TOKENIZER, prompts, n, seeds, *sampling)
+    return player("").play(engine, prompts, n, seeds, *sampling)
 
 
 @pytest.mark.parametrize("way", ["single", "played"])
@@ -387,7 +384,7 @@ def test_a_single_answer_is_the_same_either_way(engine):
 @pytest.mark.parametrize("way", ["single", "played"])
 def test_top_p_and_top_k_reach_the_engine(hf, way):
     prompts = prompts_for([{}])
-    rollouts = one_turn(way, hf, prompts, 8, [5], 120, 1.0, top_p=0.9, top_k=2)
+    rollouts = one_turn(way, hf, prompts, 8, [5], 120, 1.0, 0.9, 2)
     assert identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0, top_p=0.9, top_k=2))
     assert not identical(rollouts, hf.generate([prompts[0].ids], 8, [5], 120, 1.0))
 
@@ -476,10 +473,10 @@ def test_a_conversation_needs_no_environment(games):
     plays, engine = player(games, "Script", max_turn_length=7), Says(["on<|end|>", "y<|end|>"])
     (prompt,) = prompts_for([row])
     (r,) = plays.play(engine, [prompt], 1, [9], 21, 1.0)
-    talk = episodes.Conversation(prompt.ids, 21, 9, plays.template)
+    talk = episodes.Conversation(Request(0, prompt.ids, 9, 21), plays.template)
     for text, expected in zip(("on<|end|>", "y<|end|>"), engine.asked):
-        request = talk.request(1.0, 1.0, 0, name=0)
-        assert request._replace(max_tokens=expected.max_tokens) == expected
+        request = talk.request()
+        assert request == expected
         ids = TOKENIZER(text).input_ids
         talk.answer(Answer(0, ids, [-0.5] * len(ids), "stop", ((0, 4), (1, 5))))
         said, calls = episodes.read_turn(TOKENIZER, None, request.ids, ids, text.removesuffix("<|end|>"))
@@ -542,7 +539,7 @@ def test_how_an_episode_ends(games, replies, texts, reason, turns, rewards):
     assert r.spans[-1, 1] == len(r.ids) and len(r.ids) - len(r.prompt_ids) <= 60
     assert len(r.completion) == 2 * turns - 1 and r.completion[-1]["role"] == "assistant"
     if reason == "error":
-        assert re.search(rf"Script: it raised \w+: .* in turn {turns}; the row is {{", r.counts["problem"])
+        assert re.search(rf"Script, in turn {turns}: raised \w+: .*; the row is {{", r.counts["problem"])
 
 
 @pytest.mark.parametrize("replies, texts, reason, rewards", [
@@ -576,7 +573,7 @@ def test_a_call_that_hangs_ends_its_episode_alone(games, name, workers):
     assert [r.finish_reason for r in rollouts] == ["stop", "timeout", "stop"]
     # What it had earned before counts.
     assert [[*r.rewards.values()] for r in rollouts] == [[0.5, 0.5, 2.0], [0.5, 0.0], [0.5, 2.0]]
-    assert ("Script: it took too long (call_timeout) in turn 2; the row is {"
+    assert ("Script, in turn 2: took too long (call_timeout); the row is {"
             in rollouts[1].counts["problem"])
     assert rollouts[1].counts["seconds"] >= 1.0
 
@@ -673,7 +670,7 @@ def test_tools_are_called_and_answer(games):
     (call("add"), "add() missing 1 required positional argument: 'amount'"),
     (call("wait", '{"seconds": 1}'), "wait() got an unexpected keyword argument 'seconds'"),
     (call("add", '[1]'), "the arguments have to be an object"), (call("add", "7"), "have to be an object"),
-    (call("add", '{"amount": ' + "[" * 500 + "]" * 500 + "}"), "an object, with at most 50 levels"),
+    (call("add", '{"amount": ' + "[" * 500 + "]" * 500 + "}"), "no call of a tool: RecursionError"),
     (call("add", r'"{\"amount\""'), "no call of a tool: JSONDecodeError"),
     ("<tool_call>{'name': 'add'}</tool_call>", "no call of a tool: JSONDecodeError"),
     ("<tool_call></tool_call>", "no call of a tool: JSONDecodeError"),
@@ -700,8 +697,7 @@ def test_neither_arguments_nor_results_that_are_nested_deeply_end_a_run(games):
                                               + call("nest", '{"levels": 5000}') + "<|end|>", "b<|end|>"]])
         assert pickle.loads(pickle.dumps(copy.deepcopy(r.completion))) == r.completion
         given, nested, failed = [message["content"] for message in r.completion[1:4]]
-        assert given == ("got 49" if arguments is flat else {"error": "the arguments have to be an object, with at "
-                                                                      "most 50 levels"})
+        assert given == "got 49" if arguments is flat else "no call of a tool: RecursionError" in given["error"]
         assert nested == deep and "RecursionError" not in str(nested) and "recursion" in failed["error"]
         assert r.counts["failures"] == 1 + (arguments is deep) and r.finish_reason == "stop"
 
@@ -944,7 +940,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     name = "environments/guess_number.py"
     monkeypatch.setattr(user_code, "STARTED_IN", str(tmp_path))
     assert user_code.source_of(name) == f"{ROOT}/{name}"
-    assert player("", environment=f"{name}:Guess").environment.has_step
+    assert player("", environment=f"{name}:Guess").methods["step"]
     assert user_code.source_of(f"{ROOT}/{name}") == f"{ROOT}/{name}"
     with pytest.raises(ValueError, match="^environment: no such file: environments/none.py$"):
         player("", environment="environments/none.py:Guess")
@@ -956,18 +952,18 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("source, told", [
-    (START.format("raise KeyError('lost')", ""), "reset raised KeyError: 'lost'; the row is {'prompt'"),
-    (START.format("import sys; sys.exit(0)", ""), "reset raised SystemExit: 0; the row is {"),
+    (START.format("raise KeyError('lost')", ""), "before its first turn: raised KeyError: 'lost'; the row is {'prompt'"),
+    (START.format("import sys; sys.exit(0)", ""), "before its first turn: raised SystemExit: 0; the row is {"),
     (START.format("return 3", ""), "reset returned 3, neither a string nor None; the row is {"),
     (START.format("return 'x' * 60", ""), "reset returned so much that the prompt has 66 tokens, more than "
                                           "max_prompt_length=64; the row is {"),
     (START.replace("def", "async def").format("import asyncio; await asyncio.sleep(60)", ""),
-     "reset took too long (call_timeout); the row is {"),
+     "before its first turn: took too long (call_timeout); the row is {"),
     (STEP.replace("**row", "number"), "reset needs a column number; the columns are prompt, secret"),
-    (STEP.replace(", text", ""), "it raised TypeError: Game.step() takes 1 positional argument"),
-    (START.format("", "raise KeyError('lost')"), "it raised KeyError: 'lost' in turn 1; the row is {"),
+    (STEP.replace(", text", ""), "in turn 1: raised TypeError: Game.step() takes 1 positional argument"),
+    (START.format("", "raise KeyError('lost')"), "in turn 1: raised KeyError: 'lost'; the row is {"),
     (START.replace("def", "async def").format("", "import asyncio; await asyncio.sleep(60)"),
-     "it took too long (call_timeout) in turn 1; the row is {"),
+     "in turn 1: took too long (call_timeout); the row is {"),
     (START.format("", "pass"), "in turn 1: step returned None, not (observation, reward, done)"),
     (START.format("", "return 'on', 0.0, False, 1, {}"), "in turn 1: step returned ('on', 0.0, False, 1, {}), not"),
     (START.format("", "return 'on', 0.0"), "in turn 1: step returned ('on', 0.0), not"),
@@ -982,7 +978,7 @@ def test_a_file_is_looked_for_here_and_then_in_the_project(tmp_path, monkeypatch
     (TOOL.format("", '"""Works."""') + "    def get_reward(self):\n        return 'one'",
      "in turn 1: 'one' is not a finite number"),
     (TOOL.format("", '"""Works."""') + "    def get_reward(self):\n        raise KeyError('lost')",
-     "it raised KeyError: 'lost' in turn 1; the row is {")])
+     "in turn 1: raised KeyError: 'lost'; the row is {")])
 def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told):
     """With its name, the row and the turn."""
     (tmp_path / "game.py").write_text(source.replace("        \n", "        pass\n"))
@@ -990,7 +986,7 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
     prompts = prompts_for([{"secret": 7}])
     with pytest.raises(ValueError) as error:
         plays.check_with(prompts)
-    assert str(error.value).startswith("environment Game: ") and told in str(error.value), str(error.value)
+    assert str(error.value).startswith("environment=") and ":Game, " in str(error.value) and told in str(error.value), str(error.value)
     assert "column" in told or str(error.value).endswith(
         "; the row is {'prompt': [{'role': 'user', 'content': 'Go.'}], 'secret': 7}")
     # During the run what it must not return ends the run, and what it raises ends the episode.
@@ -1007,7 +1003,7 @@ def test_a_trial_plays_after_every_prompt(games, name, row):
     plays = player(games, name)
     plays.check_with(prompts_for([row, row], plays.tools))
     broken = {"opening": 3, "start": "x"} if name == "Script" else {"start": "x"}
-    with pytest.raises(ValueError, match="(Script: reset returned 3|Counter: it raised ValueError)"):
+    with pytest.raises(ValueError, match="(Script, .* turn: reset returned 3|Counter, .*: raised ValueError)"):
         plays.check_with(prompts_for([row, row | broken], plays.tools))
 
 

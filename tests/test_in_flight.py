@@ -17,7 +17,6 @@ from test_rollout import close
 
 # A whole block of vLLM's prefix cache and a bit.
 PROMPT = [97 + i % 26 for i in range(40)]
-PLAIN = (1.0, 1.0, 0)           # temperature, top_p, top_k
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +128,10 @@ def prompts(count, rows="algebra"):
 def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of):
     """A group that came later may be complete earlier, and versions count over each rollout's tokens."""
     table = Table(Player(SimpleNamespace(**SETTINGS), TOKENIZER, vllm.eos_ids), vllm)
-    jobs = [(prompt, 10 * n, (24, *PLAIN)) for n, prompt in enumerate(prompts(3))]
+    jobs = [(prompt.row, Request(None, prompt.ids, 10 * n, 24)) for n, prompt in enumerate(prompts(3))]
     table.add("long", jobs)
     assert table.step() == {} and len(table.playing) == 3
-    table.add("short", [(prompt, seed, (3, *PLAIN)) for prompt, seed, _ in jobs[:2]])
+    table.add("short", [(row, first._replace(max_tokens=3)) for row, first in jobs[:2]])
     assert table.step() == {} and len(table.playing) == 5
     found = {}
     while not found:
@@ -144,8 +143,8 @@ def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of)
         found |= table.step()
     assert [len(r.logprobs) for r in found["long"]] == [24] * 3 and len(found["short"]) == 2
     for key, expected in (("long", {0, 1}), ("short", {0})):
-        for r, (prompt, _, _) in zip(found[key], jobs, strict=len(found[key]) == 3):
-            assert r.prompt_ids.tolist() == prompt.ids and r.row is prompt.row
+        for r, (row, first) in zip(found[key], jobs, strict=len(found[key]) == 3):
+            assert r.prompt_ids.tolist() == first.ids and r.row is row
             assert {version for _, version in r.versions} == expected
             assert gap(r, model_of) < 1e-4
     # The same as alone, from the first tokens on.
@@ -166,8 +165,8 @@ def test_versions_of_an_episode_count_the_tokens_of_all_its_turns(folder, games,
     player = Player(SimpleNamespace(**settings), TOKENIZER, [*range(0, 256, 8), TOKENIZER.eos_token_id])
     engine.eos_ids = player.eos_ids
     table = Table(player, engine)
-    sampling = (settings["max_completion_length"], *PLAIN)
-    table.add("all", [(prompt, 10 * n, sampling) for n, prompt in enumerate(prompts(8))])
+    table.add("all", [(prompt.row, Request(None, prompt.ids, 10 * n, settings["max_completion_length"]))
+                      for n, prompt in enumerate(prompts(8))])
     found, version = {}, 0
     while not found:
         found, version = table.step(), version + 1

@@ -253,8 +253,8 @@ def test_episodes_that_break_have_no_score_and_the_others_train(train, games, tm
     assert samples[4]["finish_reason"] == "error" and samples[4]["reward"] is None
     assert samples[4]["prompt"][-1]["content"].endswith("? Speak.")
     assert ("step 1: 4 of 16 completions failed or took too long; the first: "
-            "environment Broken: it raised KeyError: "
-            f"'deaf' in turn 1; the row is {{'prompt': {samples[4]['prompt']!r}, ") in output
+            f"environment={game}, in turn 1: raised KeyError: "
+            f"'deaf'; the row is {{'prompt': {samples[4]['prompt']!r}, ") in output
     if script != "train_ppo.py":
         rows = kept_rollouts(tmp_path / "run", 1)
         assert [i for i, row in enumerate(rows) if row["finish_reason"] == "error"] == [0, 3, 11]
@@ -276,10 +276,9 @@ def test_where_all_episodes_of_one_rank_break_the_run_goes_on(train, games, tmp_
 
 @pytest.mark.parametrize("body, message", [
     (r"raise ValueError('deaf\nand mute')",
-     "RuntimeError: nothing was scored; environment Broken: "
-     r"it raised ValueError: deaf\nand mute in turn 2"),
+     r"RuntimeError: nothing was scored; environment=GAME, in turn 2: raised ValueError: deaf\nand mute"),
     ("return '', math.nan, False",
-     "ValueError: environment Broken: in turn 2: nan is not a finite number in float32")])
+     "ValueError: environment=GAME, in turn 2: nan is not a finite number in float32")])
 def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games, tmp_path, body, message):
     game = broken_game(tmp_path, games, f"""
         if self.number >= 22:
@@ -288,6 +287,7 @@ def test_an_environment_that_is_broken_in_the_middle_stops_the_run(train, games,
             {body}""")
     metrics, output = train(game, code=1)
     last = output.strip().splitlines()[-1]
+    message = message.replace("GAME", game)
     assert last.removeprefix("[rank0]: ").startswith(f"{message}; the row is {{'prompt': [{{'role': 'user', ")
     assert [line["step"] for line in metrics] == [0]
 

@@ -36,8 +36,8 @@ from transformers import AutoConfig, DynamicCache
 
 from losses import head_logits
 from runtime.check_model import model_class
-from runtime.vllm_workarounds import (compute_logits_in_float32, leave_memory_unbound, share_no_memory,
-                                      take_kernels)
+from runtime.vllm_workarounds import (compute_logits_in_float32, drop_kernels, leave_memory_unbound,
+                                      share_no_memory)
 
 ARRAYS = "ids", "spans", "logprobs"             # fields of a Rollout
 
@@ -344,10 +344,8 @@ class VLLMEngine(Engine):
         else:
             # The CPU build repacks linear weights and drops the originals, so only a reload can replace them.
             # On a GPU sleeping empties the prefix cache, here it has to be emptied explicitly.
-            (kernels,) = self.llm.apply_model(take_kernels)
+            self.llm.apply_model(drop_kernels)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-            for owner, kernel in kernels.items():
-                owner.moe_kernel = owner.moe_kernel or kernel
             self.llm.reset_prefix_cache()
 
     def close(self):

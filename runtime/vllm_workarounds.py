@@ -48,15 +48,12 @@ def share_no_memory():
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
 
 
-def take_kernels(model):
-    """Remove the kernels of the mixture-of-experts layers in a model of vLLM; returns {owner: kernel}.
+def drop_kernels(model):
+    """Let vLLM 0.32's CPU build pack the experts of a mixture of experts again when it reloads weights.
 
-    The CPU build of vLLM 0.32 packs experts only if there is no kernel yet, so new experts would not be used.
-    To be removed once it packs them whenever they are loaded.
+    It packs them only if there is no kernel yet, so new experts would not be used. To be removed once it
+    packs them whenever they are loaded.
     """
-    owners = [layer.quant_method for layer in model.modules()
-              if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None]
-    kernels = {owner: owner.moe_kernel for owner in owners}
-    for owner in owners:
-        owner.moe_kernel = None
-    return kernels
+    for layer in model.modules():
+        if hasattr(method := getattr(layer, "quant_method", None), "moe_kernel"):
+            method.moe_kernel = None

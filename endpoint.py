@@ -14,7 +14,6 @@ Neither are rows of the model "opponent", which is the policy as another player.
 import asyncio
 import copy
 import json
-import threading
 import zlib
 from concurrent.futures import Future
 from functools import cache, lru_cache, partial
@@ -26,7 +25,7 @@ from aiohttp import web
 from episodes import Conversation, Episode, read_call, read_turn
 from rollout import text_of
 from runtime.chat_template import Template, tool_call
-from runtime.user_code import Failed, TimeUp, event_loop, outcome, shown
+from runtime.user_code import Failed, TimeUp, event_loop, in_thread, outcome, shown
 
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 # The fields of a request that are read. Those of ONLY can have no other values, because the policy is sampled
@@ -109,7 +108,7 @@ class AgentEpisode(Episode):
         # All that the agent does. Its thread, which may never end, does not keep the episode.
         self.instance = PLAYING[self.key] = self
         solve, mail = partial(self.player.make, serve(), self.key, copy.deepcopy(self.row)), self.mail
-        threading.Thread(target=lambda: mail.put((None, outcome(solve))), daemon=True).start()
+        in_thread(lambda: mail.put((None, outcome(solve))))
         try:
             while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
                 future, body = heard
@@ -142,8 +141,6 @@ class AgentEpisode(Episode):
             raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
         if strange := sorted({key for key, value in body.items() if value is not None} - READ):
             print_once("agent: the run's settings replace these fields of its requests:", *strange)
-        for tool in body.get("tools") or ():
-            tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
         player = body.get("model") == "opponent", json.dumps(body.get("tools") or None)
         read = [*map(as_read, body["messages"])]
         # The longest first: if the agent says all that was said each time, there is one comparison.

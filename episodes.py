@@ -236,7 +236,7 @@ class Episode:
 
     def _begin(self):
         # Resets an instance, and adds what reset returns to the prompt.
-        if not self.player.make:
+        if "reset" not in self.player.methods:
             return
         player, (*earlier, last) = self.player, self.row["prompt"]
         instance = self.instance = player.idle.pop() if player.idle else (yield from self._call(player.make))
@@ -269,11 +269,12 @@ class Episode:
             self.rewards[self.last] = 0.0
             self.text = text_of(player.tokenizer, answer.ids, answer.finish_reason)
             said, calls = {"role": "assistant", "content": self.text}, []
-            if player.make:
+            cut = answer.finish_reason == "length"              # a call in it is not made
+            if player.make and not cut:
                 said, calls = read_turn(player.tokenizer, player.tools, before, answer.ids, self.text)
             self.messages.append(said)
             if not self.ended:
-                yield from self._reply(said, calls, answer.finish_reason == "length")
+                yield from self._reply(said, calls, cut)
 
     def _reply(self, said, calls, cut):
         # What the environment replies to a turn. cut: whether the turn was cut off.
@@ -282,8 +283,6 @@ class Episode:
             returned = yield from self._call(self.instance.step, self.text)
             observation, self.rewards[self.last], ended = read_step(returned)
             reply = [{"role": "user", "content": observation}]
-        elif cut:
-            said["content"] = self.text                         # including a call, which is not made
         elif calls:
             said["tool_calls"], ended = [call for call, _ in calls], ""
             for call, problem in calls:
@@ -326,13 +325,6 @@ class Episode:
 # all episodes
 
 
-class OnlyTools:
-    """The environment of a run that has only functions as tools."""
-
-    def reset(self):
-        pass
-
-
 class Player:
     """Plays episodes with what a run's settings name: a class, functions, an agent, or nothing.
 
@@ -365,7 +357,8 @@ class Player:
         # Makes the first instance and finds out what it has.
         s = self.settings
         functions = [load_from(spec, "tools", "function") for spec in specs(s.tools)]
-        self.make = load_from(s.environment, "environment", "Class") if s.environment else OnlyTools
+        # A run that has only functions makes objects that have nothing.
+        self.make = load_from(s.environment, "environment", "Class") if s.environment else object
         closing.callback(self.close)
         instance, error, _ = outcome(self.make, s.call_timeout)
         os.chdir(STARTED_IN)                                    # the class may have left it; data.py needs it
@@ -376,7 +369,7 @@ class Player:
         # As in TRL tools are bound methods, of the class or of the instance.
         self.methods = {name: method for name, method in inspect.getmembers(instance, inspect.ismethod)
                         if not name.startswith("_")}
-        if "reset" not in self.methods:
+        if s.environment and "reset" not in self.methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(self.methods) or 'none'}")
         self.rewards_as = self.name if {"step", "get_reward"} & self.methods.keys() else ""
         if "step" in self.methods:
@@ -494,12 +487,10 @@ class Table:
             self.playing[number] = self.player.episode(self.player, *job).play()
             self._go_on(number)
         # An episode that waits for no call waits for the engine.
-        if len(self.playing) > len(self.calls):
-            for answer in self.engine.step():
-                self._go_on(answer.name, answer)
+        for answer in self.engine.step() if len(self.playing) > len(self.calls) else ():
+            self._go_on(answer.name, answer)
         patience = 0 if len(self.playing) > len(self.calls) else None
-        ended, _ = wait(self.calls, patience, FIRST_COMPLETED)
-        for call in ended:
+        for call in wait(self.calls, patience, FIRST_COMPLETED).done:
             self._go_on(self.calls.pop(call), call.result())
         complete = [key for key, numbers in self.groups.items() if self.ended.keys() >= {*numbers}]
         return {key: [self.ended.pop(number) for number in self.groups.pop(key)] for key in complete}

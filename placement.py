@@ -47,18 +47,17 @@ class Bridge:
     allocated = 0
 
     def __init__(self, settings):
-        self.timeout, self.sampled, self.max_staleness = settings.timeout, {}, settings.max_staleness
-        self.rollout_ranks, self.ranks_per_engine = settings.rollout_ranks, settings.vllm_tensor_parallel_size
-        self.engines = self.rollout_ranks // self.ranks_per_engine
+        self.settings, self.sampled, self.ranks_per_engine = settings, {}, settings.vllm_tensor_parallel_size
+        self.engines = settings.rollout_ranks // self.ranks_per_engine
         self.boxes = [{} for _ in range(self.engines)]          # what each has sent and nobody has taken
         kind = rollout.engine_class(settings.engine)
         self.name, self.naming = f"{kind.name}, {self.engines} apart", kind.naming
 
     def join(self):
         """Take the role of this rank; return the group that set_up joins. A collective of all ranks."""
-        distributed.watchdog.limit(self.timeout)                # some ranks may never join
+        distributed.watchdog.limit(self.settings.timeout)       # some ranks may never join
         store, number, world_size = next(dist.rendezvous("env://"))
-        trainers = world_size - self.rollout_ranks
+        trainers = world_size - self.settings.rollout_ranks
         self.trains, self.speaks = number < trainers, number == 0
         self.engine, rank = divmod(number - trainers, self.ranks_per_engine)
         role, size = f"engine{self.engine}", self.ranks_per_engine
@@ -73,7 +72,7 @@ class Bridge:
         atexit.register(distributed.end, 2)
         if self.speaks or not self.trains:
             # The first trainer has place 0, and the ranks of engines have the places from 1 on.
-            place = max(0, number - trainers + 1), 1 + self.rollout_ranks
+            place = max(0, number - trainers + 1), 1 + self.settings.rollout_ranks
             self.device = torch.device("cpu")
             self.gloo = self.wire = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), *place, FOREVER)
             # For weights; but NCCL cannot connect two processes on one GPU.
@@ -143,7 +142,7 @@ class Bridge:
         # than max_staleness steps, two evaluations and a beginning ahead of what they wait for.
         for tensor in packed(((kind, number), rollouts)):
             self.sent.append((self.gloo.send([tensor], 0, 0), tensor))
-        while len(self.sent) > 2 * (self.max_staleness + 4):
+        while len(self.sent) > 2 * (self.settings.max_staleness + 4):
             self.sent.pop(0)[0].wait(FOREVER)
 
     def weights(self, version):
@@ -224,8 +223,6 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
                 break
             advance()
         version += 1
-        while s.in_flight and version not in eval_steps and bridge.newest > version:
-            version += 1                                        # an engine that is late takes the newest
         table.engine.switch(version)                            # waits for these weights
 
 

@@ -36,8 +36,7 @@ from transformers import AutoConfig, DynamicCache
 
 from losses import head_logits
 from runtime.check_model import model_class
-from runtime.vllm_workarounds import (compute_logits_in_float32, drop_kernels, leave_memory_unbound,
-                                      share_no_memory)
+from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 
 ARRAYS = {"ids": np.int32, "spans": np.int32, "logprobs": np.float32}       # fields of a Rollout
 
@@ -257,8 +256,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")         # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the first generate compiles for 30 s
-            leave_memory_unbound()
-            share_no_memory()
+            share_the_machine()
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")   # has no logprobs and may fail to load
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         # vLLM sets its own level after its first warning. PyTorch warns of a missing Triton even on a CPU.

@@ -92,8 +92,7 @@ settings = configure(globals(), choices=losses.CHOICES)     # overrides by confi
 
 # ---------------------------------------------------------------- set-up of both roles
 check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - rollout_ranks)
-with input_errors():                                            # a ValueError becomes a one-line message
-    bridge = Bridge(settings)                                   # this rank's role, and the way to the other
+bridge = Bridge(settings)                                       # this rank's role, and the way to the other
 # Rank and world size are those of the role.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks, bridge.join)
@@ -107,7 +106,7 @@ else:
 G = num_generations                                             # completions per prompt
 longest = max_prompt_length + max_completion_length             # tokens in a row
 compute_dtype = distributed.compute_dtype(dtype)
-with input_errors():
+with input_errors():                                            # a ValueError becomes a one-line message
     # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
     folders = open_folders(settings, longest, clock)
     tokenizer, eos_ids = folders.tokenizer, folders.eos_ids

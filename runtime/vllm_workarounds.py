@@ -29,22 +29,14 @@ def compute_logits_in_float32(llm, head_logits):
         llm.apply_model(patch)
 
 
-def leave_memory_unbound():
-    """Keep vLLM 0.32's CPU build from binding all memory of this process to one NUMA node.
-
-    That includes the trainer's. VLLM_CPU_OMP_THREADS_BIND=nobind prevents it only for threads. To be removed
-    once it does so for memory as well.
-    """
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
-
-
-def share_no_memory():
-    """Let ranks that share an engine of vLLM 0.32's CPU build exchange tensors by gloo.
-
-    The memory that they would share has the same name in every run, so two runs would write into each
-    other's. To be removed once the name is unique.
-    """
+def share_the_machine():
+    """Let vLLM 0.32's CPU build share this process with a trainer, and the machine with other runs."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    # It would bind all memory of this process, the trainer's as well, to one NUMA node.
+    # VLLM_CPU_OMP_THREADS_BIND=nobind prevents it only for threads. To be removed once it does so for memory.
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    # Ranks that share an engine exchange tensors by gloo. The memory that they would share has the same name
+    # in every run, so two runs would write into each other's. To be removed once the name is unique.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
 
 

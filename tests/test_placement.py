@@ -388,7 +388,7 @@ calls = 0
 def score(prompts, completions, **_):
     global calls
     calls += 1
-    if calls == 6:
+    if calls > 5:
         raise KeyError("colour")
     return [0.5 * (i % 2) for i in range(len(completions))]
 """

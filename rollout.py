@@ -394,10 +394,9 @@ class HFEngine(Engine):
         self.added = [one for one in self.added if one not in requests]
         on_device = partial(torch.tensor, device=self.device)
         eos_ids, limits = on_device(self.eos_ids), on_device([request.max_tokens for request in requests])
-        prompts = list(dict.fromkeys(tuple(request.ids) for request in requests))
-        copies = on_device([prompts.index(tuple(request.ids)) for request in requests])         # [R]
-        ids = pad_sequence([*map(torch.tensor, prompts)], batch_first=True, padding_value=-1,
-                           padding_side="left").to(self.device)                                 # [B, L]
+        ids = pad_sequence([torch.tensor(request.ids) for request in requests], batch_first=True,
+                           padding_value=-1, padding_side="left").to(self.device)               # [R, L]
+        ids, copies = ids.unique(dim=0, return_inverse=True)    # [B, L]: each row once; [R]: which one it is
         mask, ids, longest = (ids >= 0).long(), ids.clamp(min=0), limits.max().item()
         # [R, longest]: one uniform number per token, drawn in advance from the seed of each request.
         uniform = torch.stack([torch.rand(longest, generator=torch.Generator().manual_seed(request.seed))

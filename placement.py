@@ -111,8 +111,9 @@ class Bridge:
         return rollouts
 
     def ahead(self, steps):
-        """Return {step: what is sampled for it} as soon as it is, for run.state."""
-        return {step: rollout.as_lists(self._complete(("step", step))) for step in steps if self.speaks}
+        """Return what is sampled for these steps, as soon as it is, for run.state and run.arrays."""
+        found = [self._complete(("step", step)) for step in steps] if self.speaks else []
+        return [*steps], rollout.as_arrays(sum(found, []))
 
     def _complete(self, key):
         # Waits until all engines have sent what they sampled under this key, and joins it.
@@ -243,9 +244,12 @@ def unpacked(receive):
 
 def kept_ahead(run, settings):
     """Return what a resumed run has for bridge.sampled, if it was sampled with the same settings."""
-    if any(run.state["settings"].get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
+    kept, before = run.state["ahead"], run.state["settings"]
+    if not kept or any(before.get(key) != vars(settings).get(key) for key in SAMPLED_WITH):
         return {}
-    return {("step", int(step)): rollout.from_lists(kept) for step, kept in run.state["ahead"].items()}
+    rollouts = rollout.from_arrays(run.arrays)
+    N = len(rollouts) // len(kept)
+    return {("step", step): rollouts[i * N:(i + 1) * N] for i, step in enumerate(kept)}
 
 
 def staleness(rollouts, step):

@@ -38,7 +38,7 @@ from losses import head_logits
 from runtime.check_model import model_class
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 
-ARRAYS = {"ids": np.int32, "spans": np.int32, "logprobs": np.float32}       # fields of a Rollout
+ARRAYS = "ids", "spans", "logprobs"             # fields of a Rollout
 
 
 @dataclass
@@ -91,17 +91,21 @@ class Answer(NamedTuple):
     versions: tuple = ((0, 0),)                 # as in Rollout
 
 
-def as_lists(rollouts):
-    """Return Rollouts as dicts that JSON can hold, for run.state."""
-    return [vars(r) | {key: getattr(r, key).tolist() for key in ARRAYS}
-            | {"row": json.loads(json.dumps(r.row, default=str))} for r in rollouts]
+def as_arrays(rollouts):
+    """Return Rollouts as {name: array}; all that is not an array in them has to be fit for JSON."""
+    rest = [{key: value for key, value in vars(r).items() if key not in ARRAYS} for r in rollouts]
+    arrays = {f"{i}.{key}": getattr(r, key) for i, r in enumerate(rollouts) for key in ARRAYS}
+    return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
 
 
-def from_lists(kept):
-    """Return the Rollouts of which as_lists made these dicts, also after they were JSON."""
-    return [Rollout(**one | {key: np.array(one[key], kind) for key, kind in ARRAYS.items()}
-                    | {"rewards": {int(t): reward for t, reward in one["rewards"].items()},
-                       "versions": tuple(map(tuple, one["versions"]))}) for one in kept]
+def from_arrays(arrays):
+    """Return the Rollouts of which as_arrays made these arrays, or none if there are no arrays."""
+    rest = json.loads(arrays["rest"].tobytes()) if arrays else []
+    for i, one in enumerate(rest):
+        one |= {key: arrays[f"{i}.{key}"] for key in ARRAYS}
+        one["rewards"] = {int(t): reward for t, reward in one["rewards"].items()}
+        one["versions"] = tuple(map(tuple, one["versions"]))
+    return [Rollout(**one) for one in rest]
 
 
 def engine_class(engine):

@@ -97,7 +97,7 @@ bridge = Bridge(settings)                                       # this rank's ro
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks, bridge.join)
 if bridge.trains:                                               # the trainers know how the run begins
-    run = Run(settings, __file__, ahead={})
+    run = Run(settings, __file__, ahead=[])
     bridge.sampled |= kept_ahead(run, settings)
     resumed, clock = run.resumed, run.state["clock"]
     bridge.tell((resumed, clock, run.first_step, run.state["position"], [*bridge.sampled]))
@@ -151,7 +151,7 @@ def save():
     # In flight nobody knows how far the engines are.
     later = [] if in_flight else range(next_step, min(next_step + max_staleness, max_steps))
     with log.timed("wait_for_rollouts"):
-        run.state["ahead"] = bridge.ahead(later)
+        run.state["ahead"], run.arrays = bridge.ahead(later)
     run.save()                                                  # not if the run has just begun
 
 

@@ -7,7 +7,8 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
     checkpoint-60/            config, model.safetensors in float32, tokenizer: a model folder. Weights of more
                               than 5 GB are model-00001-of-00003.safetensors and so on, with an index
     checkpoint-60/trainer/    optimizer-00000.safetensors with the first rank's rows of Adam's moments, and so
-                              on for each rank of a copy of the weights; state.json; checksums.json
+                              on for each rank of a copy of the weights; state.json and, if a run keeps
+                              arrays, arrays.safetensors; checksums.json
     checkpoint-60/critic/     model and optimizer of PPO's critic in the same form
 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -34,12 +36,12 @@ LOCKS = []                      # the open .lock of each folder; a lock lasts as
 
 # ---------------------------------------------------------------- to disk
 
-def save_checkpoint(folder, networks, tokenizer, state, keep):
+def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
     """Write a run's models to `folder` (.../checkpoint-N), and what resuming needs to trainer/ inside it.
 
     networks: {subfolder: (model.Network, optimizer, or None if nothing trains it)}; the policy's is "", so
     that from_pretrained and vLLM can load the folder. Rank 0 holds a whole model in host memory. state: a
-    dict that JSON can hold. Afterwards older checkpoints are removed, except the
+    dict that JSON can hold. arrays: {name: NumPy array}. Afterwards older checkpoints are removed, except the
     `keep` newest and, of those with a score in state["eval_scores"], {step: score}, the best. If a rank
     cannot write its part (because the disk is full, say), it raises the error, and no older checkpoint is
     removed. A collective.
@@ -60,7 +62,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep):
         dist.barrier()                                  # all ranks have written
         if master:
             tokenizer.save_pretrained(part)
-            write_state(part, state)
+            write_state(part, state, arrays)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(part, folder)
             sync(out_dir)
@@ -80,10 +82,13 @@ def remove_older(folder, scores, keep):
         shutil.rmtree(other, ignore_errors=True)
 
 
-def write_state(folder, state):
-    # Writes state.json, and checksums.json with the CRC-32 of every file, and waits until the disk has all.
+def write_state(folder, state, arrays={}):
+    # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every
+    # file, and waits until the disk has all.
     trainer = Path(folder, "trainer")
     trainer.mkdir(exist_ok=True)
+    if arrays:
+        save_arrays(arrays, trainer / "arrays.safetensors")
     (trainer / "state.json").write_text(json.dumps(state))
     checksums = {name: checksum(path) for name, path in contents(folder).items()}
     (trainer / "checksums.json").write_text(json.dumps(checksums, indent=1))

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load_file
 
 from configurator import check, check_suits, check_values, fail, input_errors, printable
 from runtime import checkpoint, distributed, metrics
@@ -42,7 +43,7 @@ def check_run(settings, trainers):
 
 
 def read_state(resumed, state, settings, script):
-    # Returns the state of a checkpoint, if a run with this state and these settings may resume it.
+    # Returns state and arrays of a checkpoint, if a run with this state and these settings may resume it.
     loaded = json.loads(Path(resumed, "trainer", "state.json").read_bytes())
     if strange := sorted(loaded.keys() - state.keys()):
         fail(f"{resumed} holds {', '.join(strange)}, which {os.path.basename(script)} would lose: resume it "
@@ -54,14 +55,15 @@ def read_state(resumed, state, settings, script):
         check(one == other, f"{key}={now}, but {resumed} comes from a run with {key}={then}")
     check(loaded["step"] <= settings.max_steps, f"max_steps={settings.max_steps}, but {resumed} has made "
                                                 f"{loaded['step']} steps already")
-    return loaded
+    arrays = f"{resumed}/trainer/arrays.safetensors"
+    return loaded, load_file(arrays) if os.path.exists(arrays) else {}
 
 
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
     state: what a script wants to find in run.state again, with the values of a new run. A checkpoint has
-    run.state as JSON. Stops a script that does not fit it. A collective.
+    run.state as JSON and run.arrays, {name: NumPy array}. Stops a script that does not fit it. A collective.
     """
 
     def __init__(self, settings, script, **state):
@@ -83,9 +85,10 @@ class Run:
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings), "loss_scale": {},
                       "world_size": self.world_size, "clock": clock, "first_gap": None} | state
-        self.signalled = 0.0
+        self.arrays, self.signalled = {}, 0.0
         if self.resumed:
-            self.state |= read_state(self.resumed, self.state, settings, script)
+            loaded, self.arrays = read_state(self.resumed, self.state, settings, script)
+            self.state |= loaded
         self.first_step = self.saved = self.state["step"]
 
     def check_data(self, folders, train_set, eval_set):
@@ -233,7 +236,7 @@ class Run:
                 try:
                     checkpoint.save_checkpoint(
                         os.path.join(self.out_dir, f"checkpoint-{step}"), self.networks, self.tokenizer,
-                        self.state, self.settings.keep_checkpoints)
+                        self.state, self.settings.keep_checkpoints, self.arrays)
                 except Exception as error:      # on a full disk libraries raise all kinds of errors
                     fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
             self.saved = step

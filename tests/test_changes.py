@@ -9,10 +9,11 @@ import sys
 
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from rollout import from_lists
+from rollout import from_arrays
 from runs import ROOT, forked, kept_rollouts, lines, without_times
 from test_docs import DIFFS
 from test_train_grpo import SMALL, train
@@ -74,12 +75,11 @@ def of_groups(rows, G=4):
 
 
 def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
-    script = changed(tmp_path, diff=diff_with("rollout.as_lists"))
+    script = changed(tmp_path, diff=diff_with("run.arrays"))
     arguments = small(folder, reward_file, "--old_logprobs=engine", "--max_steps=3", "--learning_rate=3e-3")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
     metrics = lines(tmp_path / "run")
-    kept = lambda step: from_lists(json.loads(
-        (tmp_path / f"run/checkpoint-{step}/trainer/state.json").read_text())["before"])
+    kept = lambda step: from_arrays(load_file(tmp_path / f"run/checkpoint-{step}/trainer/arrays.safetensors"))
     # What step 2 has sampled, and step 1.
     rows = [vars(r) for r in kept(3) + kept(2)]
     assert [{v for _, v in row["versions"]} for row in rows] == [{2}] * 16 + [{1}] * 16

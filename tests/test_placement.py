@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from runtime import checkpoint
 import placement
 import runs
 from placement import Bridge
-from rollout import Rollout, as_lists, from_lists
+from rollout import Rollout, as_arrays, from_arrays
 from runs import TORCHRUN, begin, finish, forked, kept_rollouts, launch, lines, refused, with_defaults
 from test_many_ranks import bits
 from test_survive import count_lines, start, wait_for
@@ -227,7 +228,7 @@ def test_a_signal_to_all_saves_what_is_sampled_ahead(whole, folder, reward_file,
     steps = int(re.search(r"stopped by a signal after (\d+) steps", finish(processes, log))[1])
     state = json.loads((run / f"checkpoint-{steps}" / "trainer" / "state.json").read_text())
     assert 1 < steps < 6
-    assert [*state["ahead"]] == [str(step) for step in range(steps, min(6, steps + 2))]
+    assert state["ahead"] == [*range(steps, min(6, steps + 2))]
     forked(log, *arguments, ranks=2)
     assert same_as(whole, run)
 
@@ -513,7 +514,7 @@ def test_staleness_counts_tokens():
                                             "async/staleness/max": max(slow)}
 
 
-def test_rollouts_come_back_from_json():
+def test_rollouts_come_back_from_arrays(tmp_path):
     row = [3, {"prompt": "What now?"}]
     some = [rollout_with(((0, 2), (3, 3)), 5, row=row, completion="So", score=0.1, parts={"score": 0.1},
                          problem="the reward took too long"),
@@ -521,20 +522,22 @@ def test_rollouts_come_back_from_json():
                          rewards={0: 0.25}, counts={"calls": 1, "seconds": 0.5})]
     some[1].spans = np.array([[0, 1], [3, 4]], np.int32)
     assert math.isnan(some[1].score)
-    found = from_lists(json.loads(json.dumps(as_lists(some))))
+    save_file(as_arrays(some), tmp_path / "arrays.safetensors")
+    found = from_arrays(load_file(tmp_path / "arrays.safetensors"))
     for ours, theirs in zip(found, some, strict=True):
         assert bits(ours) == bits(theirs) and ours.spans.tolist() == theirs.spans.tolist()
         for key in ("versions", "counts", "row", "parts", "problem", "finish_reason", "completion"):
             assert getattr(ours, key) == getattr(theirs, key)
     assert [r.rewards for r in found] == [{}, {0: 0.25}]
+    assert from_arrays({}) == from_arrays(as_arrays([])) == []
 
 
 @pytest.mark.parametrize("key", ["max_staleness", "temperature", "max_completion_length", "max_turns",
                                  "reward_weights"])
 def test_what_was_sampled_with_other_settings_is_not_taken(key):
     settings = dict.fromkeys(placement.SAMPLED_WITH, 1)
-    some = as_lists([rollout_with(((0, 2),), length) for length in (1, 2, 3, 4)])
-    run = SimpleNamespace(state={"ahead": {"3": some[:2], "4": some[2:]}, "settings": settings})
+    run = SimpleNamespace(state={"ahead": [3, 4], "settings": settings},
+                          arrays=as_arrays([rollout_with(((0, 2),), length) for length in (1, 2, 3, 4)]))
     for value, kept in ((1, {("step", 3): [1, 2], ("step", 4): [3, 4]}), (2, {})):
         now = SimpleNamespace(**settings | {key: value})
         assert {step: [len(r.logprobs) for r in rollouts]

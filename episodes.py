@@ -40,8 +40,8 @@ from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, c
                                in_thread, in_time, load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
-# How Qwen and many other models write thoughts and calls: for tokenizers without a response template. What is
-# not closed reaches to the end.
+# How Qwen and many other models write thoughts and calls: a response template for tokenizers that have none.
+# It is read from the beginning of the prefix. What is not closed reaches to the end.
 COMMON = {"start_anchor_pattern": r"\A", "fields": {
     "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True,

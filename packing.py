@@ -190,8 +190,8 @@ def micro_batch(rollouts, members, packed, multiple):
         parts.append((np.zeros(padding), np.arange(padding), np.arange(T, T + padding)))
     ids, positions, seen = zip(*parts)
     segments = (Segments([*map(len, ids)], seen) if packed else Segments([longest], [np.arange(longest)]))
-    tensor = lambda parts: torch.from_numpy(np.concatenate(parts).astype(np.int64))
-    row = lambda parts: tensor(parts).view(1 if packed else len(members), -1)
+    tensor = lambda arrays: torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+    row = lambda arrays: tensor(arrays).view(1 if packed else len(members), -1)
     sequences = [s for s, _, _ in members]
     lengths = [len(rollouts[s].logprobs) for s in sequences]
     return MicroBatch(row(ids), row(positions), segments, tensor(index), tensor(targets), sequences, lengths)

@@ -224,6 +224,8 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
                 break
             advance()
         version += 1
+        while s.in_flight and version not in eval_steps and bridge.newest > version:
+            version += 1                                        # an engine that is late takes the newest
         table.engine.switch(version)                            # waits for these weights
 
 

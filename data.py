@@ -148,7 +148,7 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
 
 @contextlib.contextmanager
 def naming(where):
-    # Begins the message of an error with the place in a file, for example, that it is about.
+    # Begins the message of whatever goes wrong with `where`, such as a file and a line.
     try:
         yield
     except Exception as error:
@@ -290,13 +290,10 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     continued = messages[-1]["role"] == "assistant"
     if not chat:
         return whole_text(messages) + ("" if continued else "\n")
-    try:
+    # Templates raise all kinds of errors, about the order of roles, for example.
+    with naming(f"{name}: the chat template, which --chat=false does without, fails for {messages!r:.300}"):
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
-    # Templates raise all kinds of errors, about the order of roles, for example.
-    except Exception as error:
-        raise ValueError(f"{name}: the chat template fails: {error}; the messages, which --chat=false only "
-                         f"joins, are {messages!r:.300}") from error
 
 
 class Prompts:

@@ -274,9 +274,9 @@ def sizes(path):
     matrices = [p.shape for part in decoder.modules() if not isinstance(part, torch.nn.Embedding)
                 for p in part.parameters(recurse=False) if p.ndim > 1]
     # A token is sent to a few of the experts, which stand in one tensor, [experts, out, in].
-    sent = {3: getattr(text, "num_experts_per_tok", 1)}
+    sent = {3: getattr(text, "num_experts_per_tok", 1) or 1}
     return SimpleNamespace(
-        H=H, head=V * H, depth=text.num_hidden_layers, whole=sum(p.numel() for p in hf.parameters()),
+        V=V, H=H, depth=text.num_hidden_layers, whole=sum(p.numel() for p in hf.parameters()),
         # How many numbers go into matrix products and come out of them, for each token and in all layers
         through=sum(sent.get(len(shape), 1) * sum(shape[-2:]) for shape in matrices),
         cached=sum(part.out_features for name, part in decoder.named_modules()
@@ -303,7 +303,7 @@ def forecast(s, ranks, memory, cuda):
     if s.kl_coef > 0:
         weights += b * sizes(s.reference_model or s.model).whole
     weights, gradients, adam = weights / shards, 4 * max(trained) / shards, 8 * sum(trained) / shards
-    state = weights + gradients + adam
+    state, head = weights + gradients + adam, m.V * m.H
     if state > memory:
         raise ValueError(f"model={s.model}: weights, gradients and Adam's moments alone take "
                          f"{state / 1e9:.1f} GB on each of {ranks} ranks, a device has {memory / 1e9:.1f} GB")
@@ -312,8 +312,8 @@ def forecast(s, ranks, memory, cuda):
     kept, inputs = 1.2 * b * m.through, b * m.H * m.depth
     recomputed, until_backward = (kept / m.depth, inputs) if s.gradient_checkpointing else (0, kept)
     # Two chunks of logits (losses.LOGITS), or two gradients of the head; and two layers and the head, whole.
-    logits = max(8 * min(2 ** 28 if cuda else 2 ** 24, m.head / m.H * T), 0 if s.lora_rank else 8 * m.head)
-    update = state + T * until_backward + max(logits, T * recomputed) + b * (2 * m.whole / m.depth + m.head)
+    logits = max(8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T), 0 if s.lora_rank else 8 * head)
+    update = state + T * until_backward + max(logits, T * recomputed) + b * (2 * m.whole / m.depth + head)
     resting = weights + adam
     if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
         update, resting = max(update - adam, state), weights
@@ -321,7 +321,7 @@ def forecast(s, ranks, memory, cuda):
         return resting, update, resting
     vllm = s.engine != "hf"
     engine = b * m.whole / (s.vllm_tensor_parallel_size if vllm else 1)
-    sync = resting + engine + 2 * b * m.head                    # two copies of the largest parameter
+    sync = resting + engine + 2 * b * head                      # two copies of the largest parameter
     if vllm and cuda:                                           # it takes its share, and sleeps in an update
         return resting + max(engine, s.vllm_gpu_memory_utilization * memory), update, sync
     rows = min(256, s.prompts_per_step * s.num_generations / ranks)

@@ -338,20 +338,18 @@ class Player:
 
     def __init__(self, settings, tokenizer, eos_ids):
         s, self.settings, self.tokenizer, self.eos_ids = settings, settings, tokenizer, eos_ids
-        self.make = self.tools = self.template = self.judge = None
+        self.make = load_from(s.agent, "agent", "function") if s.agent else None
+        self.tools = self.judge = None
         self.rewards_as, self.methods, self.opened, self.idle = "", {}, {}, []
         kind = "agent" if s.agent else "environment" if s.environment else "tools"
         self.key, self.name = f"{kind}={getattr(s, kind)}", (s.agent or s.environment).rpartition(":")[2]
         # endpoint.py is opened for an agent alone.
         self.episode = load_from("endpoint:AgentEpisode", "agent", "Class") if s.agent else Episode
-        if s.agent:
-            self.make = load_from(s.agent, "agent", "function")
-        elif s.environment or s.tools:
+        if s.environment or s.tools:
             self._inspect()
-        if self.make:
-            if not s.chat or tokenizer.chat_template is None:
-                raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
-            self.template = Template(tokenizer, eos_ids, self.tools)
+        if self.make and (not s.chat or tokenizer.chat_template is None):
+            raise ValueError(f"{self.key} needs chat=True and a tokenizer with a chat template")
+        self.template = Template(tokenizer, eos_ids, self.tools) if self.make else None
 
     def _inspect(self):
         # Makes the first instance and finds out what it has.
@@ -463,8 +461,6 @@ class Table:
         self.groups = {}                        # {key: the numbers of its episodes}
         # Pairs (number, Episode); {number: Episode.play()}; {number: Rollout}
         self.waiting, self.playing, self.ended = deque(), {}, {}
-        # No more episodes are played at a time than there may be environments.
-        self.most = self.settings.max_environments or math.inf
 
     def add(self, key, jobs):
         """Add an episode for each of the jobs: the row of the data set, and the Request for the first turn.
@@ -484,7 +480,8 @@ class Table:
 
     def step(self):
         """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
-        while self.waiting and len(self.playing) < self.most:
+        # No more episodes are played at a time than there may be environments.
+        while self.waiting and len(self.playing) < (self.settings.max_environments or math.inf):
             number, job = self.waiting.popleft()
             self.playing[number] = self.player.episode(self.player, *job).play()
             self._go_on(number)

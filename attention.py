@@ -91,14 +91,12 @@ def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks)
         # A plain segment needs no mask. PyTorch wants a query for each key of it.
         plain = not explicit and size == keys <= window
         if not plain:
-            # One mask for all segments and layers, to add to scores: 0 where a token sees a key, otherwise
-            # -inf. Its first row is a token with `most` keys before it.
+            # One mask for all segments and layers, to add to scores: the logarithm of 1 where a token sees a
+            # key, and of 0 elsewhere. Its first row is a token with `most` keys before it.
             if (kind := (window, q.dtype)) not in segments.made:
                 longest, most = max(segments.sizes), max(map(sub, segments.key_sizes, segments.sizes))
-                place = torch.arange(-most, longest, device=q.device, dtype=torch.int32)
-                distance = place[most:, None] - place
-                hidden = (distance < 0) | (distance >= window)
-                segments.made[kind] = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+                seen = q.new_ones(longest, most + longest).tril(most)
+                segments.made[kind] = seen.triu(most + 1 - min(window, most + longest)).log_()
             rows, columns = segments.made[kind].shape
             # CUDA's kernels need aligned rows.
             mask = segments.made[kind][:size, columns - rows + size - keys:columns - rows + size].contiguous()

@@ -54,7 +54,7 @@ def reward_means(rollouts, prefix):
     # Returns the mean of each part of the score, and the share of completions without a final answer.
     answered = [r.answered for r in rollouts if r.answered is not None]
     return part_means([r.parts for r in rollouts], prefix) | (
-        {f"{prefix}/no_answer": mean([not one for one in answered])} if answered else {})
+        {f"{prefix}/no_answer": np.mean(np.logical_not(answered)).item()} if answered else {})
 
 
 def evaluation(rollouts, k, name="eval"):
@@ -117,9 +117,9 @@ def rollout_metrics(rollouts, n, group_std, engines):
                "rewards/unscored": len(scores) - len(scored), **reward_means(rollouts, "rewards"),
                **part_means([r.extra for r in rollouts], "logged"),
                "rewards/timeouts": sum(r.problem.endswith(TOO_LATE) for r in rollouts),
-               "completions/mean_length": mean(lengths),
+               "completions/mean_length": np.mean(lengths).item(),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
-               "completions/clipped_ratio": mean([r.finish_reason == "length" for r in rollouts])}
+               "completions/clipped_ratio": np.mean([r.finish_reason == "length" for r in rollouts]).item()}
     return figures | episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else figures
 
 
@@ -213,8 +213,8 @@ class RunLog:
     def evaluate(self, prompts, k, sample, scorer, name="eval", **sampling):
         """Sample k completions per prompt, with the same seeds every time, score them, and log an evaluation.
 
-        sample: a rollout.Sampler; sampling: keywords for it. Each rank samples for its share of the prompts. A
-        collective.
+        sample: a rollout.Sampler; sampling: keywords for it. Each rank samples for its share of the prompts.
+        A collective.
         """
         own = range(dist.get_rank(), len(prompts), dist.get_world_size())
         with self.timed("eval"):

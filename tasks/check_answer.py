@@ -17,12 +17,11 @@ from unicodedata import normalize
 # A line per language, or for related ones: words for `answer`, for `is`, and for `so`. Add a line for yours.
 LANGUAGES = [
     ("answer|ans|(?:correct|best) (?:option|choice)", r"is|are|equals|\w{1,9} be",
-     r"so|thus|hence|therefore|results?|solution|total|value|number|(?:i|we) get|(?:it|that)(?: i|['’]?)s|"
-     "option|choice|choose|pick"),
+     "so|thus|hence|therefore|results?|value|number|(?:i|we) get|(?:it|that).?i?s|option|choice|choose|pick"),
     ("答案|答|正确选项", "是|为|為|应[是为]|應[是為]|等于", "结果[是为]?|因此|所以是?|等于|解|故?[应應]?[选選][项項择擇]?|故"),
     ("答え|解答|正解|정답|답", "は|은|는", "よって|따라서"),
     ("respuesta|resposta|risposta|răspuns|opción correcta|réponse", "es|é|è|son|são|sono|este|est|sont|vaut",
-     "resultado|risultato|résultat|donc"),
+     "resultado|risultato|résultat|solution|total|donc"),
     ("antwort|antwoord|lösung|svaret|svar|vastaus|richtige option", "ist|lautet|är|er", "ergebnis|also"),
     ("ответ|вариант|відповідь|отговор|odpowiedź|odpověď", "равен|это|є|е|je|jest|wynosi", "итак|результат"),
     ("cevap|đáp (?:án|số)|jawaban(?:nya)?|yanıt|válasz|απάντηση", "là|(?:ad|i)alah|az|είναι", "kết quả là"),
@@ -30,25 +29,21 @@ LANGUAGES = [
 NOUN, VERB, SO = ("|".join(column) for column in zip(*LANGUAGES))
 # Not inside a Latin word
 EDGE = "(?!(?<=[a-z])[a-z])"
-# An answer begins behind these: `**Answer**: 18`, `"answer": 18`, `Answer - 18`,
-# <answer>, a line that says only `Final Answer`, [[18]], and GSM8K's ####, unless the #### is a heading with
-# text below it. If there are none of them, these count: `the answer in dollars is 18`, `the answer would
-# be: B`.
+# An answer begins behind these: `**Answer**: 18`, `"answer": 18`, `Answer - 18`, <answer>, a line that says
+# only `Final Answer`, [[18]], and GSM8K's ####, unless that is a heading with text below it. If there are
+# none of them, these count: `the answer in dollars is 18`, `the answer would be: B`.
 SIGNS = [re.compile(pattern, re.M | re.I) for pattern in [
-    rf"(?:{NOUN})(?: (?:final|correct)\w?)?[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|"
-    r"<(?:answer|solution|final_?answer)>|"
+    rf"(?:{NOUN})[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|<(?:solution|(?:final_?)?answer)>|"
     rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|(?<!#)####(?!#)(?![ \t]*\**[a-z][^\n]{0,80}\n\s{0,9}\S)",
     rf"(?:{NOUN}){EDGE}[^\n.:：。!?=<>]{{0,60}}?(?:{EDGE}(?:{VERB}){EDGE}"
     rf"(?: (?:therefore|thus|then|simply|just|equal to|option|choice|la|a letra){EDGE})*\s*[:：]?|[:：])"]]
 # What leads to an answer in the last line, as in `So the total is 18` and `Janet makes 9*2 = 18`
-LEADING = re.compile(
-    rf"^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:is|are|get|have|equals|est?|ist|é|è)\b)?{EDGE}[\s,:：*}}]*)?"
-    r"(?:[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|so|is|we|to|it)(?![^\W\d_])[\s,:：}]*(?=[^=]*=))?", re.I)
+LEADING = re.compile(rf"(?i)^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:{VERB}|get|have)\b)?{EDGE}[\s,:：*}}]*)?"
+                     r"(?:[^=]*(?<![\\a-zA-Z])(?:[^\W\d_]{3,}|is|we|to|it)(?![^\W\d_])[\s,:：}]*(?=[^=]*=))?")
 # What may follow an answer in its line: `18 because`, `18 is the answer`, `18</s>`
-TAIL = re.compile(
-    rf"(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|answer|required)|"
-    rf"是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|이에요|예요|है|।){EDGE}|</|<\|).*", re.I | re.S)
+TAIL = re.compile(rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|"
+                  rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\|).*")
 # The end of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # Words that change a number: 18 is no answer in `at least 18`, `the square root of 18` and `18 thousand`.
@@ -147,6 +142,7 @@ SYMBOLS = {rf"\{name}": name for name in FUNCTIONS} | {
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in SYMBOLS.items() for each in names.split()}
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12.
+    # Characters without width go.
     ("[¼-¾⅐-⅞]", r" \g<0>"), ("[²³¹⁰⁴-⁹⁺⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[①-⑳]", r"(\g<0>)"),
     ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", ""), (r"[\s\S]+", lambda found: normalize("NFKC", found[0])),
     # The \\ (here ;) and the & (here ,) of a matrix; elsewhere \\ is \
@@ -154,7 +150,7 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"\\begin\s*\{(?:[pb]?matrix|array)\}(?:\{[lcr|]*\})?", r"\\matrix("),
     (r";?\s*\\end\s*\{(?:[pb]?matrix|array)\}", ")"), (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
     # 11{,}111 and 11,\! 111
-    (r"(?<=\d)(?:\{,\}|(?:\\[!,;:]\s*)?,(?:\\[!,;:]\s*)+|(?:\\[!,;:]\s*),)(?=\d{3}(?!\d))", ","),
+    (r"(?<=\d)(?:\{,\}|,?(?:\\[!,;:]\s*)+,?)(?=\d{3}(?!\d))", ","),
     # 90^\circ and 90\circ, but not f\circ g
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])", ""),
     (r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[a-zA-Z]+|[^\w\s]|[πθ]", lambda found: SPELLINGS.get(found[0], found[0])),
@@ -169,7 +165,7 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
     (r"(\\\{\s*[a-z]\s*):", r"\1|"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
     # 1 1/2 and 1\frac12
-    (r"(?<![\d./^])(\d+)\s*(\\frac\s*(?:\d|\{\d+\})\s*(?:\d|\{\d+\})|(?<=\s)\d+/\d+(?![\d./]))", r"(\1+\2)"),
+    (r"(?<![\d./^])(\d+)\s*(\\frac(?:\s*(?:\d|\{\d+\})){2}|(?<=\s)\d+/\d+(?![\d./]))", r"(\1+\2)"),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even
     (r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))", ", "),
     # 9 (apples), and a last period
@@ -219,7 +215,7 @@ def value(text):
     For other formulas this is a tree of nested tuples, in which the order of terms, of factors, and of a list
     2, 1 or a set does not count; for a text that is no formula it is None.
     """
-    # 1 \pm x is the list 1+x, 1-x, and a list is a set.
+    # 1 \pm x is the list 1+x, 1-x, and a list is the set {1+x, 1-x}.
     text = re.sub(r"^([^,;(]*)\\pm([^,;(]*)$", r"\1+\2,\1-\2", text)
     tokens = ["", "}", *reversed(TOKEN.findall(text)), "{"]
 
@@ -270,14 +266,12 @@ def applied(op, a, b):
     if op == "^" and {type(a), type(b)} == {Fraction} and b.denominator == 1:
         if abs(b) * max(map(int.bit_length, a.as_integer_ratio())) <= 4096:
             return a ** b
-    if op not in FOLDS:
-        # a, b, c is one list.
-        return op, *items(op, a), b
-    found = items(op, a) + items(op, b)
-    number = FOLDS[op](each for each in found if isinstance(each, Fraction))
-    rest = sorted((each for each in found if not isinstance(each, Fraction)), key=repr)
-    # x + 0 and 1x are x.
-    found = rest if rest and number == FOLDS[op](()) else [Fraction(number), *rest]
+    # a, b, c is one list, and x + 0 and 1x are x.
+    found = items(op, a) + (items(op, b) if op in FOLDS else [b])
+    if op in FOLDS:
+        number = Fraction(FOLDS[op](each for each in found if isinstance(each, Fraction)))
+        rest = sorted((each for each in found if not isinstance(each, Fraction)), key=repr)
+        found = rest if rest and number == FOLDS[op](()) else [number, *rest]
     return (op, *found) if len(found) > 1 else found[0]
 
 

@@ -158,7 +158,8 @@ UNEQUAL = [
     (r"\cos x=\frac12", r"\sin x=\frac12"), (r"\ln x=2", "x=2"), ("xy=6", "x=6"), ("AB=5", "BC=5"),
     ("x_1=3", "x_2=3"), ("x_{1}=3", "x_2=3"), ("P(A)=0.5", "P(B)=0.5"), ("5 cm^2", "5 cm"),
     ("5 km/h", "5 km"),
-    ("5 per day", "5 per hour"), ("5 euros", "5 dollars"), (r"5\text{ J}", r"5\text{ N}"),
+    ("5 per day", "5 per hour"), ("5 euros", "5 dollars"), ("5 days", "5 dollars"),
+    (r"5\text{ J}", r"5\text{ N}"),
     (r"12\pi\text{ cm}", r"12\pi\text{ m}"), ("5 halves", "5"), ("5 tenths", "5"), ("3 factorial", "3"),
     ("2 out of 3", "2"), ("5 below zero", "5"), ("3 to 5", "3"), ("5 hundredths", "5"),
     (r"\Sigma", r"\sigma"),
@@ -288,6 +289,7 @@ PHRASES = {"18": [
     "Answer: Let's think step by step. She sells 9 eggs at 2 dollars each, so that she earns 9*2 dollars, "
     "and that is. The answer is 18.",
     "I get 18.", "The answer would be 18.", "The value of x is 18.", "Therefore 18.", "∴ x = 18", "=> 18",
+    "So the radius must be 18.",
     r"\boxed{x=18}", r"\boxed{18}.", r"The answer is \underline{18}.", "The total is $18$.",
     "Final Answer: 18.", "FINAL ANSWER: 18", "final_answer: 18", "Final answer - 18",
     "The final answer to the question is therefore 18.", "Finally, the answer is thus 18.",
@@ -478,7 +480,7 @@ def test_algebra_does_not_make_equal(given, truth):
 
 
 def test_algebra_finds_an_answer_that_is_not_marked():
-    text = "Therefore $x$ is found to be $5$ after all."
+    text = "Both roots coincide at $5$ in this case."
     assert check_answer.check_answer(text, "5", algebra=True)
     assert not check_answer.check_answer(text, "6", algebra=True)
     assert not check_answer.check_answer(text, "5")

@@ -147,7 +147,6 @@ class AgentEpisode(Episode):
         if before := next((row for row in sorted(self.rows, key=lambda row: -len(row.read))
                            if row.player == player and row.read == read[:len(row.read)]), None):
             row, new = copy.copy(before), read[len(before.read):]
-            row.spans, row.logprobs, row.versions = [*row.spans], [*row.logprobs], {**row.versions}
             row.messages, read, fits = row.messages + new, row.read + new, row.extend(row.messages[-1], new)
         else:
             template = template_for(self.player.tokenizer, (*self.player.eos_ids,), player[1])

@@ -72,12 +72,11 @@ class Conversation:
         return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.left)
 
     def answer(self, answer):
-        """Append the turn that an engine sampled for the request."""
-        end = len(self.ids) + len(answer.ids)
-        self.spans.append((len(self.ids), end))
-        self.versions |= {len(self.logprobs) + start: version for start, version in answer.versions}
+        """Append the turn that an engine sampled for the request. What a copy of this row holds stays."""
+        self.spans = [*self.spans, (len(self.ids), len(self.ids) + len(answer.ids))]
+        self.versions = self.versions | {len(self.logprobs) + t: version for t, version in answer.versions}
         self.ids, self.left = self.ids + answer.ids, self.left - len(answer.ids)
-        self.logprobs += answer.logprobs
+        self.logprobs = self.logprobs + answer.logprobs
 
     def extend(self, turn, messages):
         """Append what the chat template writes of these messages after a turn, to where the next one begins.

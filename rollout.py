@@ -287,9 +287,8 @@ class VLLMEngine(Engine):
         return llm
 
     def serve(self, jobs, play):
-        size, place = self.group.world_size, self.group.rank_in_group
-        everyones, results = [jobs] * size, None
-        if size > 1:
+        place, everyones, results = self.group.rank_in_group, [jobs] * self.group.world_size, None
+        if len(everyones) > 1:
             dist.all_gather_object(everyones, jobs, group=self.group.cpu_group)
         if place == 0:
             results = play(sum(everyones, []))

@@ -137,11 +137,11 @@ class Counter:
     unit = dict                                     # no tool, although it can be called
 
     def __init__(self):
-        self.total, self.log = 0, [None]
+        self.total, self.log = 0, []
 
     @property
     def last(self):
-        return self.log[-1]
+        raise RuntimeError("there is none before the reset")
 
     def reset(self, start=0, **kwargs):
         self.total = start
@@ -225,6 +225,10 @@ class Bound:
         self.found, self.loose = Elsewhere().made, lambda: 1
 
     def reset(self, **row): ...
+
+    @property
+    def unset(self):
+        raise RuntimeError("there is none before the reset")
 
     def look(self) -> str:
         """Looks."""

@@ -84,7 +84,7 @@ async def hear(request):
     return refusal(401, "this key belongs to no episode that is being played")
 
 
-print_once = cache(print)
+print_once = cache(print)               # the same words only once
 
 
 class AgentEpisode(Episode):

@@ -458,7 +458,7 @@ class Table:
         self.calls = {}                         # {Future of a call in a thread: the number of its episode}
         self.numbers = itertools.count()        # of the episodes, in the order in which they were added
         self.groups = {}                        # {key: the numbers of its episodes}
-        # Pairs (number, Episode); {number: Episode.play()}; {number: Rollout}
+        # Pairs (number, job); {number: Episode.play()}; {number: Rollout}
         self.waiting, self.playing, self.ended = deque(), {}, {}
 
     def add(self, key, jobs):
@@ -490,7 +490,7 @@ class Table:
         patience = 0 if len(self.playing) > len(self.calls) else None
         for call in wait(self.calls, patience, FIRST_COMPLETED).done:
             self._go_on(self.calls.pop(call), call.result())
-        complete = [key for key, numbers in self.groups.items() if self.ended.keys() >= {*numbers}]
+        complete = [key for key, numbers in self.groups.items() if all(n in self.ended for n in numbers)]
         return {key: [self.ended.pop(number) for number in self.groups.pop(key)] for key in complete}
 
     def _go_on(self, number, value=None):

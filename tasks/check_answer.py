@@ -153,6 +153,9 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=\d)(?:\{,\}|,?(?:\\[!,;:]\s*)+,?)(?=\d{3}(?!\d))", ","),
     # 90^\circ and 90\circ, but not f\circ g
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])", ""),
+    # \$5 and $5, but not $5$; €5 and 5€
+    (r"^\s*(?:\\\$|\$(?=[^$]*$))\s*([\d.,]*\d)\.?\s*$", r"\1 dollars"),
+    (r"^\s*(?:€\s*([\d.,]*\d)|([\d.,]*\d)\s*€)\.?\s*$", r"\1\2 euros"),
     (r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[a-zA-Z]+|[^\w\s]|[πθ]", lambda found: SPELLINGS.get(found[0], found[0])),
     # \text{cm}, \mathbf{x}
     (r"\\(?:text\w*|math[a-z]{2}|mbox|underline|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),

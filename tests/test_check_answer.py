@@ -158,7 +158,7 @@ UNEQUAL = [
     (r"\cos x=\frac12", r"\sin x=\frac12"), (r"\ln x=2", "x=2"), ("xy=6", "x=6"), ("AB=5", "BC=5"),
     ("x_1=3", "x_2=3"), ("x_{1}=3", "x_2=3"), ("P(A)=0.5", "P(B)=0.5"), ("5 cm^2", "5 cm"),
     ("5 km/h", "5 km"),
-    ("5 per day", "5 per hour"), ("5 euros", "5 dollars"), ("5 days", "5 dollars"),
+    ("5 per day", "5 per hour"), ("5 euros", "5 dollars"), ("€5", "$5"), (r"\$5", "5 cents"), ("5 days", "5 dollars"),
     (r"5\text{ J}", r"5\text{ N}"),
     (r"12\pi\text{ cm}", r"12\pi\text{ m}"), ("5 halves", "5"), ("5 tenths", "5"), ("3 factorial", "3"),
     ("2 out of 3", "2"), ("5 below zero", "5"), ("3 to 5", "3"), ("5 hundredths", "5"),

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from tasks.generate_problems import GENERATORS, held_out
+from tasks.generate_problems import generated_rows, held_out
 
 NO_PROMPT = [{"role": "user", "content": ""}]
 # Columns of a file that hold the answer; the first of them that a row has is taken.
@@ -31,12 +31,6 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}            
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
-
-
-def load_rows(task, split, count, seed=0, difficulty=1):
-    """Return generated rows of a split, "train" or "eval": `count` distinct problems, or with count 0 as many
-    as named_rows says. Raises ValueError where named_rows does."""
-    return [row for _, row in generated_rows(task, split, count, seed, difficulty)]
 
 
 def named_rows(s, split):
@@ -63,26 +57,6 @@ def named_rows(s, split):
     if not (level or "1").isdecimal() or int(level or 1) not in range(1, 101):
         raise ValueError(f"task={s.task}: a difficulty is a whole number from 1 to 100, as in algebra:2")
     return generated_rows(task, split, count, seed, int(level or 1))
-
-
-def generated_rows(task, split, count, seed, difficulty):
-    if task not in GENERATORS:
-        raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k, reasoning_gym:... or file, not "
-                         f"{task!r}")
-    wanted = count or {"train": 4096, "eval": 128}[split]
-    rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
-    while len(rows) < wanted and misses < 20_000:
-        text, columns = GENERATORS[task](rng, difficulty)
-        parts = [text, columns["hidden"]] if "hidden" in columns else [text]
-        name, misses = ", ".join(parts), misses + 1
-        sides = {columns.pop("only", split), *("eval" if held_out(part) else "train" for part in parts)}
-        if name not in rows and sides == {split}:
-            rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
-    if not rows or len(rows) < count:
-        raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
-                         f"problems, not {count}: lower {split}_prompts or raise the difficulty, as in "
-                         f"--task={task}:2")
-    return list(rows.items())
 
 
 def gsm8k_rows(split):

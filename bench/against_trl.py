@@ -45,7 +45,7 @@ def run_under_trl():
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    import data
+    from tasks.generate_problems import generated_rows
     import rewards
     from tiny import pretrain
     given, cuda = os.path.exists(f"{work}/rollouts.json"), torch.cuda.is_available()
@@ -69,7 +69,7 @@ def run_under_trl():
         settings |= {"gradient_accumulation_steps": 256 // micro_batch, "max_completion_length": 64,
                      "learning_rate": 1e-4, "warmup_steps": 5, "adam_beta2": 0.95}
         model, tokenizer = work, AutoTokenizer.from_pretrained(work)
-        rows = data.load_rows("algebra", "train", 4096, 0, 1)
+        rows = [row for _, row in generated_rows("algebra", "train", 4096)]
         reward = rewards.load_reward("", "algebra").function
     times, began = [], [0.0]
 

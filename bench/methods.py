@@ -129,9 +129,10 @@ def spearman(a, b):
 # ---------------------------------------------------------------- runs
 def wrong_rows(seed):
     """Write the task's rows to two files, with a wrong answer in a fifth of those to train on."""
-    import data
+    from tasks.generate_problems import generated_rows
     for split, count, share in (("train", 0, WRONG), ("eval", SHARED["eval_prompts"], 0)):
-        rng, rows = random.Random(seed), data.load_rows(SHARED["task"], split, count, seed)
+        rng, rows = random.Random(seed), [row for _, row in generated_rows(
+            SHARED["task"], split, count, seed)]
         answers = [row["answer"] for row in rows]
         for row in rows:
             if rng.random() < share:

@@ -1,11 +1,13 @@
 """
-Generated problems. GENERATORS has a function for each --task, which draws one from a random generator.
+Generated problems. GENERATORS has a function for each --task, which draws one from a random generator, and
+generated_rows draws the rows of a split.
 
 A problem is a text and columns: `answer` for the verifier, `source` for the evaluation of each kind, and
 `solution`, worked in steps, which only tiny/pretrain.py reads. If a problem has something `hidden`, neither
 this nor the text may be in both splits. A problem with `only` is used in the split that it names.
 """
 import math
+import random
 import zlib
 from fractions import Fraction
 
@@ -200,3 +202,28 @@ def held_out(text):
     # A hash of the prompt's text decides about its split, so that no two seeds can mix training and
     # evaluation, and rows with the same prompt are always in the same split.
     return zlib.crc32(text.encode()) % 8 == 0
+
+
+def generated_rows(task, split, count, seed=0, difficulty=1):
+    """Return `count` distinct problems of a split, "train" or "eval", as pairs (text, row).
+
+    With count 0 there are 4,096 for "train" and 128 for "eval", or all that the task has if it has fewer.
+    Raises ValueError for an unknown task, and if there are too few distinct problems.
+    """
+    if task not in GENERATORS:
+        raise ValueError(f"task must be {', '.join(GENERATORS)}, gsm8k, reasoning_gym:... or file, not "
+                         f"{task!r}")
+    wanted = count or {"train": 4096, "eval": 128}[split]
+    rng, rows, misses = random.Random(f"{task} {split} {seed} {difficulty}"), {}, 0
+    while len(rows) < wanted and misses < 20_000:
+        text, columns = GENERATORS[task](rng, difficulty)
+        parts = [text, columns["hidden"]] if "hidden" in columns else [text]
+        name, misses = ", ".join(parts), misses + 1
+        sides = {columns.pop("only", split), *("eval" if held_out(part) else "train" for part in parts)}
+        if name not in rows and sides == {split}:
+            rows[name], misses = {"prompt": [{"role": "user", "content": text}], **columns}, 0
+    if not rows or len(rows) < count:
+        raise ValueError(f"task {task} at difficulty {difficulty} has only {len(rows)} distinct {split} "
+                         f"problems, not {count}: lower {split}_prompts or raise the difficulty, as in "
+                         f"--task={task}:2")
+    return list(rows.items())

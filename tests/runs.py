@@ -28,6 +28,12 @@ forkserver.set_forkserver_preload([
     "transformers.models.qwen3.modeling_qwen3", "vllm.entrypoints.llm"])
 
 
+def load_rows(*arguments, **more):
+    """The rows of tasks.generate_problems.generated_rows, without their names."""
+    from tasks.generate_problems import generated_rows
+    return [row for _, row in generated_rows(*arguments, **more)]
+
+
 def launch(*arguments, launcher=(sys.executable,), code=0, cwd=ROOT, env={}):
     """Run a command to its end and return what it printed. code: the exit code that it should have.
 

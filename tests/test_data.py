@@ -14,6 +14,7 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 import data
+from runs import load_rows
 import rewards
 from runtime import checkpoint
 from tasks import generate_problems
@@ -27,13 +28,13 @@ def text_of(row):
     return row["prompt"][0]["content"]
 
 
-@pytest.mark.parametrize("task", ["algebra", "compose", *{"countdown"} & data.GENERATORS.keys()])
+@pytest.mark.parametrize("task", ["algebra", "compose", *{"countdown"} & generate_problems.GENERATORS.keys()])
 def test_generation(task):
     def texts(*args, **kwargs):
-        return [text_of(row) for row in data.load_rows(task, *args, **kwargs)]
+        return [text_of(row) for row in load_rows(task, *args, **kwargs)]
     assert texts("train", 200, seed=1) == texts("train", 200, seed=1)
     assert texts("train", 200, seed=1) != texts("train", 200, seed=2)
-    assert data.load_rows(task, "train", 50, 7) == data.load_rows(task, "train", 200, 7)[:50]
+    assert load_rows(task, "train", 50, 7) == load_rows(task, "train", 200, 7)[:50]
     assert texts("eval", 0) == texts("eval", 128)
     # At difficulty 1 countdown has fewer problems than that.
     assert len(texts("train", 0)) == {"countdown": 2534}.get(task, 4096)
@@ -57,7 +58,7 @@ def rows_of(split, count=0, train_file="", eval_file=""):
 ])
 def test_load_rows_errors(args, message):
     with pytest.raises(ValueError, match=message):
-        data.load_rows(*args)
+        load_rows(*args)
 
 
 @pytest.mark.parametrize("split, eval_file", [("train", ""), ("train", "eval.jsonl"), ("eval", "")])
@@ -587,7 +588,7 @@ def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_
     message = "the chat template, .* fails for .*Be brief.*System role not supported"
     with pytest.raises(ValueError, match=f"^{other}:9002: {message}"):
         data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
-    text = text_of(data.load_rows("algebra", "train", 1)[0])
+    text = text_of(load_rows("algebra", "train", 1)[0])
     with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template, .*System role not"):
         data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
     # An environment and tools have nothing to add to a string or an answer. An agent begins by itself.
@@ -644,7 +645,7 @@ def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
     drawn = epoch_of(train_set, 3)
     drawn.sort(key=lambda prompt: [row for _, row in train_set.named].index(prompt.row))
     for prompts, split, count, seed in (drawn, "train", 300, 3), (eval_set, "eval", 40, 0):
-        rows = data.load_rows("algebra", split, count, seed)
+        rows = load_rows("algebra", split, count, seed)
         ids = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
                for row in rows]
         expected = [(rows[i], ids[i]) for i in range(count) if len(ids[i]) <= 24]
@@ -702,7 +703,7 @@ def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_promp
         f"<|system|>Be brief.<|end|><|user|>{text_of(prompt.row)}<|end|><|assistant|>")
     prompt = load_prompts(chat=False, task="algebra:2", max_prompt_length=99)[0].draw(0, 1, 0)[0][0]
     assert tokenizer.decode(prompt.ids) == text_of(prompt.row) + "\n"
-    assert prompt.row == data.load_rows("algebra", "train", 300, 0, 2)[data.epoch_order(300, 0, 0)[0]]
+    assert prompt.row == load_rows("algebra", "train", 300, 0, 2)[data.epoch_order(300, 0, 0)[0]]
 
 
 QWEN3 = """\

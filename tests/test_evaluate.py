@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-import data
-from runs import forked, lines, refused
+from runs import forked, lines, load_rows, refused
 from test_train_grpo import train
 
 
@@ -48,7 +47,7 @@ def test_equal_samples_are_shown_once_with_their_number(tmp_path, temperature):
     assert len(rows) == 6
     # A row is what it was, with its samples, and so a row for training.
     given = [{key: row[key] for key in row if key not in ("mean@8", "samples")} for row in rows]
-    assert given == data.load_rows("algebra", "eval", 6)
+    assert given == load_rows("algebra", "eval", 6)
     for prompt in rows[:3]:
         shown += f"--- {prompt['prompt'][0]['content']}   (truth: {prompt['answer']})\n"
         different = []

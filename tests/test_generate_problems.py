@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-import data
+from runs import load_rows
 import rewards
 from tasks import generate_problems
 from tiny import pretrain
@@ -101,7 +101,7 @@ def text_of(row):
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def drawn(request):
-    return request.param, data.load_rows("algebra", "train", 1600, seed=3, difficulty=request.param)
+    return request.param, load_rows("algebra", "train", 1600, seed=3, difficulty=request.param)
 
 
 def test_every_answer_is_right(drawn):
@@ -145,7 +145,7 @@ def test_problems_are_distinct_and_of_every_template(drawn):
 def test_difficulty_enlarges_numbers():
     sizes = []
     for difficulty in (1, 2, 3, 4):
-        rows = data.load_rows("algebra", "train", 800, difficulty=difficulty)
+        rows = load_rows("algebra", "train", 800, difficulty=difficulty)
         sizes.append(sum(max(map(int, re.findall(r"\d+", text_of(row)))) for row in rows))
     assert sizes == sorted(sizes) and sizes[2] > 3 * sizes[0]
 
@@ -189,7 +189,7 @@ def composed(digits, order):
 
 @pytest.mark.parametrize("split, depths", [("train", {2, 3, 4}), ("eval", {2, 3, 4, 5})])
 def test_every_chain_is_carried_out(split, depths):
-    rows = data.load_rows("compose", split, 1200, seed=3)
+    rows = load_rows("compose", split, 1200, seed=3)
     for row in rows:
         digits, order = text_of(row).split()
         states = list(composed(digits, order))
@@ -206,7 +206,7 @@ def test_every_chain_is_carried_out(split, depths):
 def test_difficulty_lengthens_chains():
     for difficulty, deepest in ((1, 5), (2, 6), (6, 10), (100, 10)):
         for split, longest in (("train", deepest - 1), ("eval", deepest)):
-            rows = data.load_rows("compose", split, 200, difficulty=difficulty)
+            rows = load_rows("compose", split, 200, difficulty=difficulty)
             assert max(len(text_of(row).split()[1]) for row in rows) == longest
 
 

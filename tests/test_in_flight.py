@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import data
+from runs import load_rows
 import rollout
 from episodes import Player, Table
 from rollout import Request, Rollout
@@ -122,7 +123,7 @@ def test_hf_changes_weights_between_two_batches(folder, model_of, mesh):
 
 
 def prompts(count, rows="algebra"):
-    return data.encode_rows(TOKENIZER, list(enumerate(data.load_rows(rows, "train", count))))
+    return data.encode_rows(TOKENIZER, list(enumerate(load_rows(rows, "train", count))))
 
 
 def test_a_table_returns_a_group_when_its_last_rollout_has_ended(vllm, model_of):

@@ -15,7 +15,7 @@ import rollout
 import runs
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
-from runs import ROOT, forked, on_ranks, without_times
+from runs import ROOT, forked, load_rows, on_ranks, without_times
 from runtime.check_model import SHIPPED, check_model
 from test_packing import episode, random_parts
 from test_rollout import ENGINES, close
@@ -148,7 +148,7 @@ def test_the_spread_is_even_over_rows_columns_and_blocks():
 def test_the_engine_computes_what_the_trainer_does(name, dtype, bound, mesh):
     base = SHIPPED["tiny"]
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = list(enumerate(data.load_rows("algebra", "eval", 16)))
+    rows = list(enumerate(load_rows("algebra", "eval", 16)))
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, rows)]
     engine = rollout.engine_class(name)(base, dtype, 96, [tokenizer.eos_token_id], 0.4)
     policy, gaps = adapted(base, mesh, dtype, size=0.0), []

@@ -9,7 +9,7 @@ import mpmath
 import pytest
 
 from bench import methods
-from runs import ROOT, forked, refused
+from runs import ROOT, forked, load_rows, refused
 
 # ---------------------------------------------------------------- statistics
 
@@ -188,7 +188,7 @@ def test_wrong_rows(tmp_path, monkeypatch):
     for split, share in (("train", 0.2), ("eval", 0)):
         rows = [json.loads(line) for line in (tmp_path / f"{split}-0.jsonl").read_text().splitlines()]
         right = {row["prompt"][0]["content"]: row["answer"]
-                 for row in data.load_rows("compose", split, len(rows) if split == "eval" else 0, 0)}
+                 for row in load_rows("compose", split, len(rows) if split == "eval" else 0, 0)}
         wrong = [row for row in rows if row["answer"] != right[row["prompt"][0]["content"]]]
         assert len(rows) == len(right) and len(wrong) / len(rows) == pytest.approx(share, abs=0.02)
 

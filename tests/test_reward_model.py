@@ -19,9 +19,9 @@ from episodes import Player
 from tiny import pretrain
 from model import load_critic
 from runtime.reward_model import RewardModel
-from runs import forked, refused
+from runs import forked, load_rows, refused
 
-ROWS = data.load_rows("algebra", "train", 64)
+ROWS = load_rows("algebra", "train", 64)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TOKENIZER = pretrain.make_tokenizer()
 

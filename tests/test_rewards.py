@@ -18,6 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 import data
+from runs import load_rows
 import rewards
 from episodes import Player
 from losses import group_std
@@ -127,9 +128,9 @@ def test_a_number_is_looked_for_quickly():
 def test_accuracy_agrees_with_the_exact_one_on_what_small_models_say():
     """Solutions in steps and quick answers, right and wrong, of which some are cut off in the middle."""
     rng, pairs = random.Random(0), []
-    rows = [row for difficulty in (1, 2, 5) for row in data.load_rows("algebra", "train", 400, 0, difficulty)]
+    rows = [row for difficulty in (1, 2, 5) for row in load_rows("algebra", "train", 400, 0, difficulty)]
     rows += [row | {"solution": f"Answer: {row['answer']}"}
-             for row in data.load_rows("arithmetic", "train", 400)]
+             for row in load_rows("arithmetic", "train", 400)]
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])

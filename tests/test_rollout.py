@@ -23,7 +23,7 @@ from packing import pack
 from runtime import check_model
 from losses import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
-from runs import on_ranks
+from runs import load_rows, on_ranks
 from test_packing import episode
 from tiny import pretrain
 
@@ -188,7 +188,7 @@ def test_an_engines_head_does_not_round_logits(name, tmp_path, mesh, monkeypatch
     # This model is surer of its tokens than `folder`.
     base, gaps = check_model.SHIPPED["tiny"], {}
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = enumerate(data.load_rows("algebra", "eval", 24))
+    rows = enumerate(load_rows("algebra", "eval", 24))
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(rows))]
     policy = load_policy(base, mesh, torch.bfloat16)
     for rounded, kind in ((False, name), (True, "hf")):

@@ -14,7 +14,7 @@ import rewards
 import rollout
 from environments.calculator import Calculator
 from environments.guess_number import Guess
-from runs import forked, refused
+from runs import forked, load_rows, refused
 from runtime.check_model import SHIPPED
 from tasks import generate_problems
 from tiny import pretrain
@@ -66,7 +66,7 @@ def test_the_shipped_base_is_as_documented():
     """On held-out problems it is mostly quick and mostly wrong, but right where it shows its work."""
     base = SHIPPED["tiny"]
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = data.load_rows("algebra", "eval", 128)
+    rows = load_rows("algebra", "eval", 128)
     engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
     samples = engine.generate(prompts, 4, [8 * i for i in range(128)], 64, 1.0)
@@ -83,7 +83,7 @@ def test_the_base_of_compose_knows_the_steps_and_no_plan():
     """Nearly each operation that it carries out is right, but seldom is it the one that the prompt wants."""
     base = SHIPPED["tiny_compose"]
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = data.load_rows("compose", "eval", 240)
+    rows = load_rows("compose", "eval", 240)
     engine = rollout.HFEngine(base, torch.float32, 128, [tokenizer.eos_token_id], 0.4)
     prompts = [prompt.ids for prompt in data.encode_rows(tokenizer, list(enumerate(rows)))]
     samples = engine.generate(prompts, 4, [8 * i for i in range(240)], 56, 1.0)
@@ -120,8 +120,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, argument, message):
 
 def test_styles(monkeypatch):
     monkeypatch.setattr(pretrain, "steps", 400)
-    rows = data.load_rows("algebra", "train", 400)
-    harder = data.load_rows("algebra", "train", 400, difficulty=2)
+    rows = load_rows("algebra", "train", 400)
+    harder = load_rows("algebra", "train", 400, difficulty=2)
     by_text = {row["prompt"][0]["content"]: row for row in rows + harder}
     early, late = [], []
     for number, (tools, messages) in enumerate(pretrain.problems(rows, harder, random.Random(0))):
@@ -177,7 +177,7 @@ def test_transcripts_say_what_the_environments_say():
 
 
 def test_no_held_out_problem_is_read():
-    texts = lambda *args: {row["prompt"][0]["content"] for row in data.load_rows("algebra", *args)}
+    texts = lambda *args: {row["prompt"][0]["content"] for row in load_rows("algebra", *args)}
     for difficulty, count in ((1, pretrain.train_prompts), (2, pretrain.harder_prompts)):
         read, held_out = texts("train", count, pretrain.seed, difficulty), texts("eval", 512, 0, difficulty)
         assert len(read) == count and not read & held_out

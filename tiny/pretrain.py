@@ -24,16 +24,15 @@ import itertools
 import os
 import random
 
-import runtime                          # before torch: it sets what torch reads
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import (DataCollatorForTokenClassification, GenerationConfig, PreTrainedTokenizerFast,
                           Qwen3Config, Qwen3ForCausalLM)
 
-import data
 from configurator import SUITS_TINY, check, check_values, configure
-from tasks.generate_problems import arithmetic_problem, carried_out, chain, guess_problem, held_out
+from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
+                                     guess_problem, held_out)
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
@@ -219,8 +218,8 @@ if __name__ == "__main__":
     if base in TRANSCRIPTS:
         conversations = (TRANSCRIPTS[base](rng) for _ in itertools.count())
     else:
-        rows = data.load_rows("algebra", "train", train_prompts, seed, difficulty)
-        harder_rows = data.load_rows("algebra", "train", harder_prompts, seed, difficulty + 1)
+        rows, harder_rows = ([row for _, row in generated_rows("algebra", "train", count, seed, level)] for
+                             count, level in ((train_prompts, difficulty), (harder_prompts, difficulty + 1)))
         conversations = problems(rows, harder_rows, rng)
     pretrain(model, tokenizer, conversations)
     model.bfloat16().save_pretrained(out)

@@ -102,6 +102,9 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
     for where, row in read_rows(path):
         with naming(where):
             row = json.loads(row) if isinstance(row, bytes) else row
+            match row:
+                case [*asked, {"ground_truth": {"value": truth}}]:      # as in Open-Reasoner-Zero's files
+                    row = {"conversations": asked, "answer": truth}
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             row = row | {"prompt": prompt_of(row, prompt_column, chat, optional)}

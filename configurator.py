@@ -6,8 +6,8 @@ settings of that file, which has the same form, become settings of the script. A
 the working directory, then where the script is, then where this file is. config/name.py may also stand in one
 of the folders there.
 The type of the default decides which values a setting accepts. Whatever cannot be taken exactly as it is
-written stops the script, because a typo must not cost a training run. The rules at the end of this file say
-which values are refused, by themselves or together.
+written stops the script, because a typo must not cost a training run. check_values applies the rules at the
+end of this file, which say what is refused.
 """
 import ast
 import contextlib
@@ -30,7 +30,7 @@ given = {}
 KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that assigns a setting
 # The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
-# What the settings of all scripts may be, besides those that a script names itself.
+# What these settings may be, in every script; `choices` of configure are those of one script.
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
            "reward_errors": ("stop", "unscored")}
@@ -186,13 +186,13 @@ SHARES = "lam top_p vllm_gpu_memory_utilization harder quick".split()
 SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_length": 64,
               "max_completion_length": 64}
 
-# Each rule names the settings that it reads as its parameters. Where it is false, the message follows the
-# first of them. For a training script four numbers are added to the settings: the ranks that train (trainers)
-# and that sample (samplers), the engines, and the passes over a step's completions.
+# The parameters of a rule are the settings that it reads. Where it is false, the script stops with the first
+# of them and the message. For a training script four numbers are added to the settings: the ranks that train
+# (trainers) and that sample (samplers), the engines, and the passes over a step's completions.
 RULES = (
     (lambda task, train_file, eval_file: task == "file" or not train_file and not eval_file,
      ": train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
-    # evaluate_model.py, which has no trainers, takes 0.
+    # evaluate_model.py has no trainers, so it may take 0.
     (lambda temperature, trainers: temperature > 0, ": must be above 0"),
     (lambda token_budget, max_prompt_length, max_completion_length:
      max_prompt_length + max_completion_length <= token_budget,
@@ -214,7 +214,7 @@ RULES = (
      " does not divide the {trainers} ranks that train"),
     (lambda shard_ranks, trainers: trainers % (shard_ranks or 1) == 0,
      " does not divide the {trainers} ranks that train"),
-    (lambda prompts_per_step, engines: prompts_per_step % engines == 0, " does not divide by {engines}"),
+    (lambda prompts_per_step, engines: prompts_per_step % engines == 0, " is no multiple of {engines}"),
     (lambda max_staleness, in_flight: max_staleness > 0 or not in_flight,
      " with in_flight=True: engines that wait for the trainers have nothing in flight"),
     # updates
@@ -271,5 +271,5 @@ def check_suits(s, suits):
     """Refuse defaults that nobody set and that do not suit the model. suits: those that its config names."""
     left = [f"{key}={value}" for key, value in SUITS_TINY.items()
             if getattr(s, key, None) == value != suits.get(key) and key not in given]
-    check(not left, f"{', '.join(left)}: the default, which suits the tiny model and not model={s.model}. "
-                    "Give each a value; config/tasks/gsm8k.py is where to start with one of 0.6 B parameters")
+    check(not left, f"{', '.join(left)}: defaults that suit the tiny model and not model={s.model}. Give "
+                    "each a value; for a model of 0.6 B parameters start with config/tasks/gsm8k.py")

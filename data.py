@@ -133,7 +133,7 @@ def naming(where):
 
 
 def prompt_of(row, prompt_column, chat, optional):
-    # The prompt of a row, as it is encoded.
+    # Returns a row's prompt in the form that encode_rows takes: a string or messages.
     column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
     prompt = row.get(column)
     if prompt is None and optional:

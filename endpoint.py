@@ -73,12 +73,12 @@ def serve():
 
 
 async def hear(request):
-    """Answer a request, which its episode reads when it comes to it."""
+    """Hand a request to the episode of its key, and wait for the answer."""
     key = request.headers.get("Authorization", "").removeprefix("Bearer ")
     if episode := PLAYING.get(key):
         # Only what has a key is read, because it takes memory.
         episode.mail.put((future := Future(), await request.read()))
-        # If the episode ends after this, _leave finds the future; before this, it may have missed it.
+        # If the episode ends from here on, _leave finds the future; otherwise it may have missed it.
         if key in PLAYING:
             return await asyncio.wrap_future(future)
     return refusal(401, "this key belongs to no episode that is being played")
@@ -90,9 +90,9 @@ print_once = cache(print)               # the same words only once
 class AgentEpisode(Episode):
     """An episode that an agent plays. Its requests are answered one after the other, as they come.
 
-    score: what the agent returned. rows: the Conversation of each answered request, up to its answer. It also
-    has the attributes player (whether it is the opponent, and its tools as JSON), messages, begin (how many
-    of these precede the row's first answer), read (the messages, each through as_read) and before (the
+    score: what the agent returned. rows: the Conversation of each answered request, up to its answer. Each
+    also has the attributes player (whether it is the opponent, and its tools as JSON), messages, begin (how
+    many of these precede the row's first answer), read (the messages, each through as_read) and before (the
     Conversation that it continues, or None). first: the Request for the data set's row. key: what the agent
     shows. mail: what came and is not answered, pairs of a Future and a request, and in the end of None and
     the agent's outcome. longest: how many tokens may precede the first answer. full: whether a limit has

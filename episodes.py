@@ -72,7 +72,7 @@ class Conversation:
         return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.left)
 
     def answer(self, answer):
-        """Append the turn that an engine sampled for the request. What a copy of this row holds stays."""
+        """Append the turn that an engine sampled. Nothing changes in place: copies of a row share it."""
         self.spans = [*self.spans, (len(self.ids), len(self.ids) + len(answer.ids))]
         self.versions = self.versions | {len(self.logprobs) + t: version for t, version in answer.versions}
         self.ids, self.left = self.ids + answer.ids, self.left - len(answer.ids)
@@ -354,7 +354,7 @@ class Player:
         # Makes the first instance and finds out what it has.
         s = self.settings
         functions = [load_from(spec, "tools", "function") for spec in specs(s.tools)]
-        # A run that has only functions makes objects that have nothing.
+        # With functions alone an instance is an empty object.
         self.make = load_from(s.environment, "environment", "Class") if s.environment else object
         closing.callback(self.close)
         instance, error, _ = outcome(self.make, s.call_timeout)

@@ -47,7 +47,7 @@ class MicroBatch:
     cut: object = None
 
     def flat(self, values):
-        """values[s] of each rollout s, one number or [len] of them -> the values of the tokens here, [C]."""
+        """A tensor of one number or of [len] for each rollout -> the values of the tokens here, [C]."""
         parts = [values[s].expand(length) for s, length in zip(self.sequences, self.lengths)]
         return torch.cat(parts or [torch.empty(0)]).to(self.index.device)
 
@@ -56,9 +56,9 @@ class MicroBatch:
         parts = [part.mean().expand_as(part) for part in values.split(self.lengths)]
         return torch.cat(parts or [values])
 
-    def split(self, flat):
+    def split(self, values):
         """The values of this micro-batch's tokens, [C] -> {s: [len]}."""
-        return dict(zip(self.sequences, flat.split(self.lengths)))
+        return dict(zip(self.sequences, values.split(self.lengths)))
 
     def to(self, device):
         """Return a copy with its tensors on the device."""
@@ -105,7 +105,7 @@ def deal(rollouts, chosen, num_ranks):
     """
     groups = []
     for s, size, shared in prefix_order(rollouts, chosen):
-        if shared < rollouts[s].spans[0, 0]:                    # it has another prompt than the one before
+        if shared < rollouts[s].spans[0, 0]:                    # its prompt is not that of the one before
             groups.append([])
         groups[-1].append((s, size, shared))
     most = [max(map(len, groups), default=1)]                   # rollouts in a piece, for each try

@@ -149,7 +149,7 @@ class Sampler:
         seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
         sampling = (length or s.max_completion_length, s.temperature if temperature is None else temperature,
                     getattr(s, "top_p", 1.0), getattr(s, "top_k", 0))       # those of evaluate_model.py
-        if self.player.make:                                    # there is an environment, or tools
+        if self.player.make:                                    # there is an environment, tools or an agent
             rollouts = self.player.play(self.engine, prompts, n, seeds, *sampling)
         else:
             rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, *sampling)

@@ -205,7 +205,7 @@ for step in range(run.first_step, max_steps + 1):
     # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # By default pi_old is the policy before update 1. On-policy that is logp itself, and old_logps is unread.
+    # By default pi_old is the policy before update 1. On-policy that is logp itself; nobody reads old_logps.
     on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):
         old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
@@ -216,7 +216,7 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["learning_rate"] = optimizer.param_groups[0]["lr"] = losses.schedule(
             learning_rate, step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # [N]. It divides by counts of the whole update, over all ranks, however that is dealt and packed.
+            # [N]: 1 / a count over the whole update, on all ranks. So dealing and packing change no gradient.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
             new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
@@ -231,7 +231,7 @@ for step in range(run.first_step, max_steps + 1):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.flat(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and not kl_estimator.startswith("k1"):     # KL: no correction, as in TRL
+                if reference and not kl_estimator.startswith("k1"):     # no correction of the KL, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, engine_logp if max_staleness else old_logp)
                 if entropy_coef > 0:

@@ -114,13 +114,14 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves and stops at a signal
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # a call ends the run at a signal
 
 # ---------------------------------------------------------------- the loop
 # N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and
 # completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set), r.score, r.rewards
 # ({number of a sampled token: its part of the score}) and r.parts ({name: value}). {s: [len]} stands for a
-# dict: rollout s has a tensor, with an entry for each sampled token.
+# dict: rollout s has a tensor, with an entry for each sampled token. A plural, such as old_logps, is of this
+# form, and its singular, old_logp, is [C].
 # log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
 # A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
 # (packing.py). It predicts C sampled tokens. With the rollouts 0 and 1 of N = 3, two sampled tokens in each:
@@ -128,12 +129,12 @@ sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves
 #     batch.flat([x, y, z])                    -> [x, x, y, y]              [N] to [C]
 #     batch.split([a, b, c, d])                -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
 #     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
-# C may be 0: forward and backward are collectives, so a rank with fewer micro-batches gets empty ones, and of
-# the ranks of a sequence_group, which share a micro-batch, only one gets its C results.
+# C may be 0: a rank with fewer micro-batches than another gets empty ones, because forward and backward are
+# collectives. And of the ranks of a sequence_group, which share a micro-batch, only one gets its C results.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
-        log.evaluate(eval_set, eval_samples, sample, scorer)
+        log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
     if run.due(save_interval):
         run.save()                                              # not if the run has just begun
     if step == max_steps:
@@ -145,7 +146,7 @@ for step in range(run.first_step, max_steps + 1):
     for gen_batch in range(max(1, max_num_gen_batches)):
         with log.timed("gen"):
             picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-            own = range(rank * B, (rank + 1) * B)               # this rank's prompts; below, a seed for each
+            own = range(rank * B, (rank + 1) * B)               # this rank's; each has a text for its seeds
             first = gen_batch * prompts_per_step
             own_rollouts = sample([picked[i] for i in own], G, [f"{step} {first + i}" for i in own])
         with log.timed("reward"):
@@ -171,7 +172,7 @@ for step in range(run.first_step, max_steps + 1):
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1: the engine sampled them
+        kls = {s: engine_logps[s] - ref_logps[s] for s in range(N)}     # k1, by the engine that sampled
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
@@ -191,7 +192,7 @@ for step in range(run.first_step, max_steps + 1):
     # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # By default pi_old is the policy before update 1. On-policy that is logp itself, and old_logps is unread.
+    # By default pi_old is the policy before update 1. On-policy that is logp itself; nobody reads old_logps.
     on_policy = old_logprobs == "trainer" and updates_per_step == 1
     with log.timed("old_log_prob"):
         old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
@@ -202,7 +203,7 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["learning_rate"] = optimizer.param_groups[0]["lr"] = losses.schedule(
             learning_rate, step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # [N]. It divides by counts of the whole update, over all ranks, however that is dealt and packed.
+            # [N]: 1 / a count over the whole update, on all ranks. So dealing and packing change no gradient.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
             new_logps = {}                                      # {s: [len]}, to compare with the engine's
             for batch in micro_batches(policy, rollouts, share, token_budget):
@@ -217,7 +218,7 @@ for step in range(run.first_step, max_steps + 1):
                     old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.flat(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
-                if reference and not kl_estimator.startswith("k1"):     # KL: no correction, as in TRL
+                if reference and not kl_estimator.startswith("k1"):     # no correction of the KL, as in TRL
                     token_loss = token_loss + kl_coef * losses.kl_penalty(
                         logp, batch.flat(ref_logps), kl_estimator, old_logp)
                 if entropy_coef > 0:

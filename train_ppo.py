@@ -104,7 +104,7 @@ critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimize
 networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # saves and stops at a signal
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # a call ends the run at a signal
 
 
 def critic_metrics(value, ret, raw_adv, adv, token_rewards):
@@ -127,7 +127,7 @@ def critic_metrics(value, ret, raw_adv, adv, token_rewards):
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
-        log.evaluate(eval_set, eval_samples, sample, scorer)
+        log.evaluate(eval_set, eval_samples, sample, scorer)    # samples, scores and logs
     if run.due(save_interval):
         run.save()                                              # not if the run has just begun
     if step == max_steps:
@@ -136,7 +136,7 @@ for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
         picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's prompts; below, a seed for each
+        own = range(rank * B, (rank + 1) * B)                   # this rank's; each has a text for its seeds
         own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
 
     # ------------------------------------------------------------ 2 reward

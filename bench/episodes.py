@@ -18,7 +18,7 @@ import torch
 
 import rollout
 from config import shared
-from configurator import check, configure
+from configurator import configure
 from data import encode_rows
 from episodes import Player
 from runtime import distributed
@@ -35,8 +35,7 @@ workers = 16
 engine = "vllm"
 pairs = 5                       # of measurements; the tables show medians
 # ------------------------------------------------------------------------------------------------------------
-configure(globals())
-check(engine in ("vllm", "hf"), f"engine={engine}: choose vllm, hf")
+configure(globals(), choices={"engine": ("vllm", "hf")})
 ENVIRONMENT = f'''
 import time
 class Game:

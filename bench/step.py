@@ -61,8 +61,7 @@ repeats = 5
 work = ""                       # folder that keeps model and rollouts; empty: a temporary one
 json = False                    # one line of JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
-configure(globals())
-check(engine in ("", "vllm", "hf"), f"engine={engine}: choose vllm, hf, or none")
+configure(globals(), choices={"engine": ("vllm", "hf")})
 check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
 check(sequence_parallel_size > 0 and int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
       f"sequence_parallel_size={sequence_parallel_size} does not divide the ranks")

@@ -82,7 +82,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
         limit = longest_row(read_config(path).get_text_config())
     if length > limit:
         raise ValueError(f"{what}: a prompt and its completion (max_completion_length) may have {length} "
-                         f"tokens, by its config (max_position_embeddings) the model takes {limit:g}")
+                         f"tokens, but by its config (max_position_embeddings) the model takes {limit}")
     return path
 
 
@@ -131,8 +131,8 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size or others:
-        raise ValueError(f"{key}={path}: it has to read the policy's tokens; it has {size} of {policy_size}, "
-                         f"and other ids for {others[:3]}")
+        raise ValueError(f"{key}={path}: it has to read the policy's tokens, but has a vocabulary of {size} for "
+                         f"one of {policy_size}, and other ids for {others[:3] or 'none'}")
     return path
 
 

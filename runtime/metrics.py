@@ -5,7 +5,6 @@ The figures of a run: how they are computed from rollouts, and where they are wr
     rollout_metrics   the rewards, lengths and episodes of a step's rollouts
     RunLog            writes metrics.jsonl, samples.jsonl, TensorBoard's events and the console's lines
 """
-
 import contextlib
 import copy
 import json
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
-from configurator import fail, given
 from runtime import distributed, health
 from runtime.user_code import TOO_LATE, content
 from tasks.check_answer import extract_answer, read
@@ -97,7 +95,7 @@ def evaluation(rollouts, k, name="eval"):
 
 
 def failures(rollouts):
-    """Return why completions have no score, or the score 0 because a call took too long: a text for each."""
+    """Return why completions have no score, or 0 because a call took too long: a text for each of them."""
     return [r.counts.get("problem") or r.problem or "the reward gave no score" for r in rollouts
             if r.problem or math.isnan(r.score)]
 
@@ -170,7 +168,7 @@ class RunLog:
             Path(out_dir, os.path.basename(script)).write_bytes(Path(script).read_bytes())
             Path(out_dir, "config.json").write_text(json.dumps(
                 {"script": os.path.basename(script)} | settings
-                | {"checksums": state["checksums"], "out_dir": out_dir, "defaults": given}, indent=1))
+                | {"checksums": state["checksums"], "out_dir": out_dir}, indent=1))
             # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
             Path(out_dir, "changes.diff").write_text(changes())
             self.board = SummaryWriter(out_dir, purge_step=first_step)
@@ -179,11 +177,11 @@ class RunLog:
     # ------------------------------------------------------------ a step's figures
 
     def start(self, step):
-        """Begin the line of a step, for a resumed run with the evaluation that its checkpoint holds."""
+        """Begin the line of a step, and with it the evaluation that a resumed run's checkpoint holds."""
         if self.state["evaluated"].get("step") != step:
             self.state["evaluated"] = {"step": step}
         self.metrics = {**self.state["evaluated"]}
-        self.totals = {}                                        # {name: (total, count)}; 0 counts a sum
+        self.totals = {}                                        # {name: (total, count)}; of a sum, count 0
         self.begun, self.started = copy.deepcopy(self.state), time.perf_counter()
         distributed.watchdog.moved(f"step {step}")
 
@@ -237,7 +235,7 @@ class RunLog:
         if len(lost) <= len(rollouts) / 10:
             self.state["eval_scores"] |= {str(step): value for name, value in results.items()
                                           if name.startswith("eval/mean@")}
-        self.begun = copy.deepcopy(self.state)                  # so that a stop in rollouts saves it
+        self.begun = copy.deepcopy(self.state)                  # so that a stop while sampling saves it
         # The first three are mean@k, pass@k and maj@k; more do not fit into 80 columns.
         shown = [f"{name} {value:.3f}" for name, value in results.items()][:3]
         self.say("  ".join([f"step {step:3d}", *shown]))
@@ -273,7 +271,8 @@ class RunLog:
                     self.board.add_scalar(name, value, self.metrics["step"])
             self.board.flush()
         except OSError as error:
-            fail(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it stand")
+            raise ValueError(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it "
+                             "stand") from error
 
     def report(self):
         """Write report.html, in a process of its own, whose failure costs nothing else."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from configurator import check, check_suits, check_values, fail, input_errors, printable
+from configurator import check, check_suits, check_values, fail, given, input_errors, printable
 from runtime import checkpoint, distributed, metrics
 from runtime.check_model import forecast_note, located
 
@@ -63,7 +63,8 @@ class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
     state: what a script wants to find in run.state again, with the values of a new run. A checkpoint has
-    run.state as JSON and run.arrays, {name: NumPy array}. Stops a script that does not fit it. A collective.
+    run.state as JSON and run.arrays, {name: NumPy array}. Ends a script that the checkpoint does not fit. A
+    collective.
     """
 
     def __init__(self, settings, script, **state):
@@ -129,7 +130,8 @@ class Run:
         said = opening(self, policy, data_note, updates)
         self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
         with input_errors():
-            self.log = metrics.RunLog(self.out_dir, self.script, vars(self.settings), self.state)
+            self.log = metrics.RunLog(
+                self.out_dir, self.script, vars(self.settings) | {"defaults": given}, self.state)
         self.log.say(said)
         for name in [place or "actor" for place in networks] if self.settings.dtype == "float16" else ():
             self._scale_loss(name, self.state["loss_scale"].get(name, FIRST_SCALE))
@@ -221,14 +223,16 @@ class Run:
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
         samples = metrics.sample_lines(rollouts, G, self.tokenizer)
-        log.write(samples)
+        with input_errors():                                    # a disk that is full, for example
+            log.write(samples)
         log.show(samples, seconds)
         log.start(self.state["step"])
 
     def save(self):
         """Write a checkpoint of this step, unless the run has begun with it. A collective.
 
-        If a save fails, on whichever rank, the script stops, and the older checkpoints stand.
+        After the last step it also writes the line of the last evaluation. If a save fails, on whichever
+        rank, the script stops, and the older checkpoints stand.
         """
         step = self.state["step"]
         if step > self.saved:
@@ -241,7 +245,8 @@ class Run:
                     fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
             self.saved = step
         if step == self.settings.max_steps:
-            self.log.write()
+            with input_errors():
+                self.log.write()
 
     def end(self):
         """Write the report, close the engine, and leave the process group."""

@@ -309,9 +309,9 @@ def comparison(given, truth):
     """Return whether two answers are the same, or None if algebra could still show that they are.
 
     They are the same if they are equal as exact values or formulas, or as text if one of them is no formula.
-    Spaces, LaTeX's spellings, the sign of a currency and % do not count: 50% is 50, but 0.5% is not 0.5. Nor
-    does the order of terms, of factors, and of a list or a set, except between semicolons. A unit or a letter
-    before = counts only if both answers have one. It never raises, and no input makes it slow.
+    Spaces, LaTeX's spellings and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does the order of terms,
+    of factors, and of a list or a set, except between semicolons. A unit, a currency or a letter before =
+    counts only if both answers have one. It never raises, and no input makes it slow.
     """
     (one, rest, said), (other, known_rest, known) = read(given), read(truth)
     if any(mine and theirs and mine != theirs for mine, theirs in zip(said, known)):

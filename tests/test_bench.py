@@ -62,7 +62,7 @@ def test_what_fails_is_named_at_the_end(tmp_path):
 @pytest.mark.parametrize("script, argument, message", [
     ("bench/step.py", "--num_heads=3", "num_heads=3: must be even"),
     ("bench/step.py", "--cycles=3", "cycles=3 would do nothing"),
-    ("bench/step.py", "--engine=trl", "engine=trl: choose vllm, hf, or none"),
+    ("bench/step.py", "--engine=trl", "engine=trl: choose vllm, hf"),
     ("bench/episodes.py", "--engine=trl", "engine=trl: choose vllm, hf"),
     ("bench/gpu.py", "--parts=sped", "parts=sped: choose from tests, default"),
     ("bench/against_trl.py", "--pears=3", "did you mean --pairs?"),

@@ -45,7 +45,7 @@ def test_a_folder_of_gguf_files_says_what_to_do(tmp_path):
                      "max_completion_length=64"),
     ("evaluate_model.py", "max_completion_length=64")])
 def test_defaults_for_the_tiny_model_are_refused_for_another(stranger, tmp_path, script, keys):
-    message = f"{keys}: the default, which suits the tiny model and not model={stranger}. Give each a value; "
+    message = f"{keys}: defaults that suit the tiny model and not model={stranger}. Give each a value; "
     refused([f"--model={stranger}", "--engine=hf"], message, tmp_path, script=script)
 
 

@@ -465,7 +465,7 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, estimator):
     (2, {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 does not divide the 1 ranks"),
     (3, {"rollout_ranks": 2, "vllm_tensor_parallel_size": 2},
      "vllm_tensor_parallel_size=2 needs engine=vllm"),
-    (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 does not divide by 2"),
+    (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 is no multiple of 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
     (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0 with in_flight=True"),
     (2, {"old_logprobs": "engine"}, "engine_correction=token_truncate: with old_logprobs=engine")])

@@ -127,11 +127,10 @@ def end_step(log, rollouts, n=2):
 
 
 def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(metrics, "given", {"max_steps": 60})
     monkeypatch.setattr(metrics, "evaluation", lambda *_: {"eval/mean@2": 0.25, "eval/sums/mean@2": 0.75})
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in (*range(7), 6, 7)]
     (tmp_path / "run").mkdir()
-    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3}, run_state())
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 3, "defaults": {"max_steps": 60}}, run_state())
     for step in range(2):
         log.start(step)
         with log.timed("gen"):

@@ -225,7 +225,7 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
     (["--num_epochs=3"], "num_epochs=3 does not divide updates_per_step=2"),
     (["--critic_warmup_steps=50"], "no step"),
     (["--reference_model=tiny"], "reference_model=tiny needs a kl_coef above 0"),
-    (["--critic_model=BAD"], "vocabulary of 77 tokens"), (["--critic_model=BAD/nothing"], "no such folder"),
+    (["--critic_model=BAD"], "vocabulary of 77 for one of"), (["--critic_model=BAD/nothing"], "no such folder"),
     (["--advantage=grpo"], "unknown setting")])
 def test_bad_input(folder, tmp_path, arguments, message):
     config = Qwen3Config(vocab_size=77, hidden_size=8, intermediate_size=8, num_hidden_layers=1,

@@ -24,6 +24,7 @@ import itertools
 import os
 import random
 
+import runtime                          # before torch: it sets what torch reads
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm

@@ -30,7 +30,7 @@ given = {}
 KEY = re.compile(r"^(\w+) *=", re.MULTILINE)                    # a line that assigns a setting
 # The types of settings, and what is said where a value is not of the type. In a config file it is a literal.
 MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", bool: "True or False"}
-# What these settings may be, in every script; `choices` of configure are those of one script.
+# What these settings may be in every script, as check_values checks; `choices` of configure are one script's.
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
            "reward_errors": ("stop", "unscored")}
@@ -123,7 +123,7 @@ def configure(namespace, argv=None, choices={}):
     The settings are the attributes of what it returns. choices: {setting: what it may be}; its default may be
     something else.
     """
-    argv, choices = sys.argv[1:] if argv is None else argv, CHOICES | choices
+    argv = sys.argv[1:] if argv is None else argv
     block = read_block(namespace["__file__"])
     settings = {key: namespace[key] for key in KEY.findall(block)
                 if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
@@ -260,6 +260,7 @@ def check_values(settings):
         check(key not in POSITIVE or value < 2 ** 31, f"{key}={value}: too large")
         check(key not in NOT_NEGATIVE or value >= 0, f"{key}={value}: must not be negative")
         check(key not in SHARES or value <= 1, f"{key}={value}: must be from 0 to 1")
+        check(value in CHOICES.get(key, [value]), f"{key}={value}: choose {', '.join(CHOICES.get(key, ()))}")
     for rule, message in RULES:
         names = [*inspect.signature(rule).parameters]
         if values.keys() >= {*names}:

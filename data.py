@@ -62,13 +62,13 @@ def named_rows(s, split):
 def gsm8k_rows(split):
     # Cobbe et al. 2021, https://arxiv.org/abs/2110.14168. The original files are kept in a cache folder. The
     # prompt is verl's.
-    name = {"train": "train.jsonl", "eval": "test.jsonl"}[split]
+    name, sha256 = {"train": ("train.jsonl", "17f347dc5147"), "eval": ("test.jsonl", "3730d312f6e3")}[split]
     url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
     path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with naming(f"gsm8k: {url} cannot be fetched to {path}"):
-            torch.hub.download_url_to_file(url, path, progress=False)
+            torch.hub.download_url_to_file(url, path, sha256, progress=False)
     ask = ' Let\'s think step by step and output the final answer after "####".'
     return [(where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
                      "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
@@ -197,7 +197,7 @@ def answer_of(row, columns):
 
 def read_rows(path):
     # All rows of a file as pairs (where, row); a row of JSONL is its line.
-    whole = Path(path).expanduser()
+    whole = Path(os.path.expanduser(path))
     if not path.endswith((".jsonl", ".json", ".parquet")) or not whole.is_file():
         raise ValueError(f"{path}: no such file of .jsonl, .json or .parquet")
     with naming(path):

@@ -141,6 +141,8 @@ class AgentEpisode(Episode):
             raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
         if strange := sorted({key for key, value in body.items() if value is not None} - READ):
             print_once("agent: the run's settings replace these fields of its requests:", *strange)
+        for tool in body.get("tools") or ():                    # OpenAI's clients may leave these out
+            tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
         player = body.get("model") == "opponent", json.dumps(body.get("tools") or None)
         read = [*map(as_read, body["messages"])]
         # The longest first: if the agent says all that was said each time, there is one comparison.

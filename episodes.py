@@ -28,7 +28,7 @@ import zlib
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from threading import Semaphore
 from types import SimpleNamespace
 
@@ -127,10 +127,10 @@ def read_call(tools, number, found):
     try:
         found = json.loads(found) if isinstance(found, str) else found
         name, given = str(found["name"]), found.get("arguments") or {}
-        # Rewards get copies, and what is nested too deeply cannot be copied.
-        arguments = deepcopy(json.loads(given) if isinstance(given, str) else given)
-        if not isinstance(arguments, dict):
-            arguments, problem = {}, "the arguments have to be an object"
+        given = json.loads(given) if isinstance(given, str) else given
+        # What is nested so deeply that others could not copy or send it is refused.
+        deepcopy(reduce(lambda inside, _: [inside], range(200), given))
+        arguments, problem = (given, "") if isinstance(given, dict) else ({}, "the arguments are no object")
         if name not in tools:
             problem = f"there is no tool {name}; there are {', '.join(tools)}"
     except Exception as error:
@@ -485,7 +485,8 @@ class Table:
             self.playing[number] = self.player.episode(self.player, *job).play()
             self._go_on(number)
         # An episode that waits for no call waits for the engine.
-        for answer in self.engine.step() if len(self.playing) > len(self.calls) else ():
+        asked = len(self.playing) > len(self.calls) and not self.engine.signalled
+        for answer in self.engine.step() if asked else ():
             self._go_on(answer.name, answer)
         patience = 0 if len(self.playing) > len(self.calls) else None
         for call in wait(self.calls, patience, FIRST_COMPLETED).done:

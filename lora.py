@@ -13,7 +13,6 @@ Only A [rank, in] and B [out, rank] are trained, so gradients, moments and maste
 Trainer and engine compute with the same bits, because the trainer multiplies by the merged weight. It does
 not add x A' B' to x W', as PEFT does.
 """
-import argparse
 import json
 import os
 import sys
@@ -161,9 +160,9 @@ def adapt(policy, layers, rank, seed, folder=None):
         policy.hf.set_submodule(name, Adapted(part, *pair))
     policy.adapters = Adapters(policy, {name: policy.hf.get_submodule(name) for name in linear}, rank)
     if dist.get_rank() == 0:
-        kinds = sorted({name.rpartition(".")[2] for name in linear})
-        print(f"lora_rank={rank}: {len(linear)} linear layers have adapters ({', '.join(kinds)}); everything "
-              "else is frozen", file=sys.stderr)
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        print(f"lora_rank={rank}: adapters in {len(linear)} layers ({kinds}); everything else is frozen",
+              file=sys.stderr)
 
 
 @torch.no_grad()
@@ -209,7 +208,9 @@ def merge_folder(folder):
         dtype = getattr(torch, file.metadata()["base_dtype"])
     base = check_trainable(base, f"{folder}: base_model_name_or_path")
     config = AutoConfig.from_pretrained(base)
-    hf = read_model(base, model_class(config), base, config).to(dtype)
+    hf = read_model(base, model_class(config), base, config)
+    for parameter in hf.parameters():                           # buffers stay as they are
+        parameter.data = parameter.data.to(dtype)
     for name, (A, B) in read_tensors(folder).items():
         weight = hf.get_submodule(name).weight
         weight.data = merge(weight.data, A, B, scale)
@@ -220,10 +221,9 @@ def merge_folder(folder):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("lora.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="a checkpoint of a run with lora_rank")
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__.strip())
     try:
-        print(merge_folder(parser.parse_args().folder))
+        print(merge_folder(sys.argv[1]))
     except ValueError as error:
         sys.exit(f"lora.py: {error}")

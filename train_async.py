@@ -141,8 +141,7 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 bridge.take("ready", 0)                                     # engines that are being made take no weights
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
-log.say(f"Engines sample with weights that are at most {max_staleness} steps older"
-        + (", and in flight: the run does not repeat bit for bit" if in_flight else ""))
+log.say(f"Engines sample with weights that are at most {max_staleness} steps older")
 
 
 def save():

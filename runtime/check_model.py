@@ -131,8 +131,8 @@ def check_reader(key, path, policy_path, tokenizer, length=0):
     others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
     # Larger models of some families have more rows in their embedding, which no token needs.
     if size < policy_size or others:
-        raise ValueError(f"{key}={path}: it has to read the policy's tokens, but has a vocabulary of {size} for "
-                         f"one of {policy_size}, and other ids for {others[:3] or 'none'}")
+        raise ValueError(f"{key}={path}: it has to read the policy's tokens, but has a vocabulary of {size} "
+                         f"for one of {policy_size}, and other ids for {others[:3] or 'none'}")
     return path
 
 

@@ -20,8 +20,10 @@ import os
 import re
 import shutil
 import sys
+import time
 import zlib
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 import torch.distributed as dist
@@ -206,8 +208,8 @@ def locate_run(out_dir, resume, default):
     """Return (the run's folder, the checkpoint to resume or None), from the settings out_dir and resume.
 
     If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder whose name
-    is `default` and the number of this process, because two runs may begin in the same second. The folder is
-    locked. resume=auto takes the newest checkpoint in out_dir, if there is one; it passes over damaged ones
+    is `default` and random letters, because two runs may begin in the same second. The folder is locked.
+    resume=auto takes the newest checkpoint in out_dir, if there is one; it passes over damaged ones
     and prints their names. Raises ValueError for a resume that is not a checkpoint, is damaged, or is not the
     newest of its run, and for a folder that holds another run or only damaged checkpoints, or belongs to no
     run; OSError for one that cannot be written.
@@ -219,7 +221,7 @@ def locate_run(out_dir, resume, default):
         raise ValueError("resume=auto takes the newest checkpoint in out_dir: name an out_dir")
     if resume not in ("", "auto") and not os.path.isfile(os.path.join(resume, "trainer", "state.json")):
         raise ValueError(f"resume={resume}: not a checkpoint folder")
-    folder = out_dir or os.path.dirname(resume) or f"{default}-{os.getpid()}"
+    folder = out_dir or os.path.dirname(resume) or f"{default}-{token_hex(3)}"
     # Another run in the folder may be about to end, so the lock comes before looking into it.
     lock(folder)
     if not (out_dir or resume):                                 # a run that is refused leaves no folder
@@ -246,9 +248,9 @@ def locate_run(out_dir, resume, default):
 def lock(out_dir):
     """Make a folder, if it is not there, and keep other runs out of it while this process lives.
 
-    Waits for a run that is still in the folder, because the workers of a torchrun that was killed live on
-    until the end of their step. Raises ValueError if the folder belongs to no run, and OSError if it cannot
-    be written.
+    Waits up to ten minutes for a run that is still in the folder, because the workers of a torchrun that was
+    killed live on until the end of their step. Raises ValueError if that run does not end or the folder
+    belongs to no run, and OSError if it cannot be written.
     """
     os.makedirs(out_dir, exist_ok=True)
     # A run's folder has a .lock from its first moment on.
@@ -257,10 +259,15 @@ def lock(out_dir):
         raise ValueError(f"out_dir={out_dir} holds {min(strangers)} and is not the folder of a run: name "
                          "a new folder")
     LOCKS.append(open(os.path.join(out_dir, ".lock"), "ab"))
-    try:
-        fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
-        fcntl.flock(LOCKS[-1], fcntl.LOCK_EX)
-    except OSError as error:
-        print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
+    for second in range(600):
+        try:
+            fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if second == 0:
+                print(f"{out_dir}: another run is writing there; waiting for its end", file=sys.stderr)
+            time.sleep(1)
+        except OSError as error:
+            print(f"{out_dir} cannot be locked against other runs: {error}", file=sys.stderr)
+            return
+    raise ValueError(f"out_dir={out_dir}: another run is writing there")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from runtime import distributed, health
-from runtime.user_code import TOO_LATE, content
+from runtime.user_code import content
 from tasks.check_answer import extract_answer, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +114,7 @@ def rollout_metrics(rollouts, n, group_std, engines):
                "rewards/min": min(scored, default=0.0), "rewards/max": max(scored, default=0.0),
                "rewards/unscored": len(scores) - len(scored), **reward_means(rollouts, "rewards"),
                **part_means([r.extra for r in rollouts], "logged"),
-               "rewards/timeouts": sum(r.problem.endswith(TOO_LATE) for r in rollouts),
+               "rewards/timeouts": sum(r.problem.endswith("took too long (call_timeout)") for r in rollouts),
                "completions/mean_length": np.mean(lengths).item(),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
                "completions/clipped_ratio": np.mean([r.finish_reason == "length" for r in rollouts]).item()}

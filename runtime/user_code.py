@@ -146,14 +146,11 @@ def logging_into(stores):
         name, value if isinstance(stores, dict) else [value] * len(stores))}
 
 
-TOO_LATE = "took too long (call_timeout)"
-
-
 class TimeUp(TimeoutError):
     """Says that a function of the user's ran out of time."""
 
     def __str__(self):
-        return TOO_LATE
+        return "took too long (call_timeout)"
 
 
 class Failed(Exception):

@@ -47,8 +47,8 @@ TAIL = re.compile(rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:
 # The end of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # Words that change a number: 18 is no answer in `at least 18`, `the square root of 18` and `18 thousand`.
-OPERATOR = (r"(?:or|and|not?|than|about|around|over|under|below|of|to|by|is|at|plus|minus|squared|cubed|"
-            r"factorial|dozen|hundred|thousand|\w+illion|halves|quarters|thirds|(?!mon)\w*[defghnrx]ths?)\b")
+OPERATOR = (r"(?:or|and|not?|than|about|around|over|under|below|of|to|by|is|at|plus|minus|less|more|times|"
+            r"half|root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|halves|quarters|thirds|(?!mon)\w*[defghnrx]ths?)\b")
 # A number in a sentence: `She makes 18 dollars.`
 SENTENCE = re.compile(rf"^(?!.{{201}}|.*\b{OPERATOR})"
                       r"(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
@@ -139,6 +139,7 @@ SYMBOLS = {rf"\{name}": name for name in FUNCTIONS} | {
     r"\infty": r"∞ \inf \infinity inf infinity", r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈",
     r"\emptyset": r"\varnothing ∅", "mi/h": "mph", "km/h": "kph", "%": r"\% percent",
     ",": "、", " ": r"\, \; \: \quad \qquad ~", "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling"}
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in SYMBOLS.items() for each in names.split()}
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12.
@@ -153,11 +154,12 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=\d)(?:\{,\}|,?(?:\\[!,;:]\s*)+,?)(?=\d{3}(?!\d))", ","),
     # 90^\circ and 90\circ, but not f\circ g
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])", ""),
-    # \$5 and $5, but not $5$; €5 and 5€
-    (r"^\s*(?:\\\$|\$(?=[^$]*$))\s*([\d.,]*\d)\.?\s*$", r"\1 dollars"),
-    (r"^\s*(?:€\s*([\d.,]*\d)|([\d.,]*\d)\s*€)\.?\s*$", r"\1\2 euros"),
+    # \$5 and -$5, but not $5$; €5 and 5€
+    (r"^\s*([-+]?)\s*(\\\$|\$(?=[^$]*$)|[€£])\s*([-+]?[\d.,]*\d)\.?\s*$",
+     lambda found: f"{found[1]}{found[3]} {CURRENCIES[found[2][-1]]}"), (r"^\s*([-+\d.,]*\d)\s*€\.?\s*$", r"\1 euro"),
     (r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[a-zA-Z]+|[^\w\s]|[πθ]", lambda found: SPELLINGS.get(found[0], found[0])),
-    # \text{cm}, \mathbf{x}
+    # A unit of one letter is upright, because a plain N may be a variable; and \text{cm}, \mathbf{x}
+    (r"((?:[\d}]|\\pi)\s*)\\(?:text|mathrm)\s*\{\s*([JNWVKCFTHA])\s*\}", r"\1 upright\2"),
     (r"\\(?:text\w*|math[a-z]{2}|mbox|underline|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
     # One or more choices or statements: B, (B), BC, B and C, (1)(3)
     (r"^\W*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:*`\"{}]|and)*)+|"
@@ -181,10 +183,11 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
 
 # The names of each unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in (
-    "mm millimeter 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|in inch inche|"
-    "ft foot feet|yd yard|mi mile|mg|g gram 克|kg kilogram 千克|lb pound|oz ounce|ml milliliter|l liter|J|N|W|V|"
-    "K|C|F|T|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|yr year 年|/ per|2 square sq|"
-    "3 cubic|am|pm|dollar 美元|cent|euro").split("|") for word in names.split() for name in (word, word + "s")}
+    "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|"
+    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|ml|"
+    "ml milliliter millilitre|l liter litre|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|"
+    "yr year 年|/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|sterling|" + "|".join(
+        f"upright{unit}" for unit in "JNWVKCFTHA")).split("|") for word in names.split() for name in (word, word + "s")}
 # Other words after a number are units as well, up to three of them, if they do not change its value. A word
 # of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米 the unit is
 # written without a space, but 7万 is 70,000, and 7以上 is 7 or more.

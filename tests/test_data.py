@@ -1,6 +1,7 @@
 """Rows from everywhere, their prompts as tokens, and which of them a step uses; every error is provoked."""
 import copy
 import datetime
+import hashlib
 import json
 import re
 import urllib.error
@@ -112,6 +113,12 @@ def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
     remote = tmp_path / "remote.jsonl"
     write(remote, *GSM8K)
     monkeypatch.setattr(torch.hub, "urlopen", lambda request: urllib.request.urlopen(remote.as_uri()))
+    # What is not the published file, such as one that was cut off, is not kept.
+    with pytest.raises(ValueError, match="invalid hash value"):
+        data.gsm8k_rows("eval")
+    fetch = torch.hub.download_url_to_file
+    monkeypatch.setattr(torch.hub, "download_url_to_file",
+                        lambda url, path, sha256, **more: fetch(url, path, hashlib.sha256(remote.read_bytes()).hexdigest(), **more))
     rows = data.gsm8k_rows("eval")
     monkeypatch.setattr(torch.hub, "urlopen", offline)
     assert data.gsm8k_rows("eval") == rows and len(rows) == 2

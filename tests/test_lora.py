@@ -372,7 +372,7 @@ def test_each_seed_draws_its_own_adapters(folder, mesh):
 
 
 def test_lora_py_says_what_it_does(tmp_path):
-    assert "writes a plain model to" in forked(tmp_path / "log", "lora.py", "--help")
+    assert "writes a plain model to" in forked(tmp_path / "log", "lora.py", "--help", code=1)
 
 
 def test_an_adapter_is_not_taken_for_a_model(checkpoint, folder, reward_file, tmp_path):

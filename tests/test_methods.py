@@ -184,7 +184,6 @@ def test_runs_on_few_problems_have_a_table_of_their_own(command, tmp_path):
 def test_wrong_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "work", str(tmp_path))
     methods.wrong_rows(0)
-    import data
     for split, share in (("train", 0.2), ("eval", 0)):
         rows = [json.loads(line) for line in (tmp_path / f"{split}-0.jsonl").read_text().splitlines()]
         right = {row["prompt"][0]["content"]: row["answer"]

@@ -287,7 +287,7 @@ def test_an_engine_over_two_ranks_takes_weights_in_flight(train, folder, tmp_pat
     metrics, output = train(ranks=3, engine="vllm", rollout_ranks=2, vllm_tensor_parallel_size=2,
                             in_flight=True, max_staleness=2, max_completion_length=96,
                             learning_rate=3e-3, lr_decay="constant", eval_interval=100)
-    assert "engine vllm, 1 apart" in output and "older, and in flight: the run does not repeat" in output
+    assert "engine vllm, 1 apart" in output
     assert max(ages(metrics)) <= 2
     model_of, several = models_of(tmp_path / "run", folder), 0
     for step in range(1, 6):
@@ -327,7 +327,7 @@ def test_episodes_in_flight_in_threads(train, talker, games):
     metrics, output = train(model=talker, environment=f"{games}:Letters", reward="", call_workers=4,
                             in_flight=True, **GAME)
     assert max(ages(metrics)) <= 1 and metrics[0]["episodes/turns"] > 1.2 and len(metrics) == 5
-    assert "call_workers: turns begin when" in output and "older, and in flight: " in output
+    assert "call_workers: turns begin when" in output
 
 
 # ---------------------------------------------------------------- a role that is gone

@@ -15,7 +15,6 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from configurator import tell_launcher

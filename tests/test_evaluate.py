@@ -88,4 +88,4 @@ def test_a_prompt_of_one_s_own_runs_with_the_default_length(folder, tmp_path):
     (other / "config.json").write_text(json.dumps(config))
     arguments = ["evaluate_model.py", f"--model={other}", "--engine=hf"]
     assert "--- sample 1 of 1" in forked(tmp_path / "log", *arguments, "--prompt=2+2=", "--samples=1")
-    assert "max_completion_length=64: the default" in forked(tmp_path / "log2", *arguments, code=2)
+    assert "max_completion_length=64: defaults" in forked(tmp_path / "log2", *arguments, code=2)

@@ -433,7 +433,7 @@ def test_a_model_reads_only_so_many_tokens(folder, tmp_path, rope, longest):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
     check_model(str(path), length=longest)
-    told = rf"{longest + 1} tokens, by its config \(max_position_embeddings\) the model takes {longest}$"
+    told = rf"{longest + 1} tokens, but by its config \(max_position_embeddings\) the model takes {longest}$"
     with pytest.raises(ValueError, match=told):
         check_model(str(path), length=longest + 1)
 

@@ -82,7 +82,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
         limit = longest_row(read_config(path).get_text_config())
     if length > limit:
         raise ValueError(f"{what}: a prompt and its completion (max_completion_length) may have {length} "
-                         f"tokens, but by its config (max_position_embeddings) the model takes {limit}")
+                         f"tokens, but by its config (max_position_embeddings) the model takes {limit:.0f}")
     return path
 
 

@@ -135,8 +135,7 @@ def test_calls_of_tools_are_those_of_an_environment(write):
 def test_a_call_that_cannot_be_made_is_text(write):
     """As is one that was cut off; an agent's framework may not know what to do with it."""
     agent = write("""
-        TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.",
-                                                   "parameters": {"properties": {}}}}]
+        TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
         def solve(base_url, api_key, row):
             said = ask(base_url, api_key, row["prompt"], tools=TOOLS)
             return float(said["content"] == row["text"] and not said["tool_calls"])
@@ -182,8 +181,7 @@ def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
 def test_another_history_begins_another_row(write):
     """An agent that compacts what was said, one with other tools, and one that says what nobody sampled."""
     agent = write("""
-        TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.",
-                                                   "parameters": {"properties": {}}}}]
+        TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
         def solve(base_url, api_key, row):
             said = ask(base_url, api_key, row["prompt"])
             ask(base_url, api_key, [user("In short: " + said["content"])])

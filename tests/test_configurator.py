@@ -427,6 +427,14 @@ def test_each_rule_reads_settings_that_a_script_has():
         assert any({*re.findall(r"{(\w+)}", message)} <= settings for settings in scripts), message
 
 
+@pytest.mark.parametrize("key", configurator.CHOICES)
+def test_a_default_that_is_no_choice_is_refused(key, capsys):
+    """As in a script that somebody has edited."""
+    with pytest.raises(SystemExit):
+        check_values(SimpleNamespace(**{key: "cosin"}))
+    assert f"{key}=cosin: choose {', '.join(configurator.CHOICES[key])}" in capsys.readouterr().err
+
+
 def test_a_name_that_is_no_parameter_of_its_rule_fails(monkeypatch):
     monkeypatch.setattr(configurator, "RULES", [(lambda seed: seed < sead, "")])
     with pytest.raises(NameError, match="sead"):

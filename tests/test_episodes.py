@@ -696,14 +696,14 @@ def test_the_policy_reads_what_is_wrong_with_a_call(games, said, answer):
 def test_neither_arguments_nor_results_that_are_nested_deeply_end_a_run(games):
     """Rewards get copies of the messages, also in another process."""
     deep, flat = "[" * 500 + "]" * 500, "[" * 49 + "]" * 49
-    for arguments in (deep, flat):
+    for arguments in (deep, "[" * 400 + "]" * 400, flat):
         (r,) = played(games, "Nests", [{}], [[call("give", f'{{"what": {arguments}}}') + call("nest", '{"levels": 500}')
                                               + call("nest", '{"levels": 5000}') + "<|end|>", "b<|end|>"]])
         assert pickle.loads(pickle.dumps(copy.deepcopy(r.completion))) == r.completion
         given, nested, failed = [message["content"] for message in r.completion[1:4]]
         assert given == "got 49" if arguments is flat else "no call of a tool: RecursionError" in given["error"]
         assert nested == deep and "RecursionError" not in str(nested) and "recursion" in failed["error"]
-        assert r.counts["failures"] == 1 + (arguments is deep) and r.finish_reason == "stop"
+        assert r.counts["failures"] == 1 + (arguments is not flat) and r.finish_reason == "stop"
 
 
 def test_tools_are_the_bound_methods_as_in_trl(games):

@@ -20,8 +20,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from tasks.check_answer import check_answer, extract_answer
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, content,
-                               load_from, logging_into, name_of, outcome, shown, source_of, specs)
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
+                               logging_into, name_of, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
 # rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
@@ -30,6 +30,11 @@ from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted
 # score), where the token that holds the character gets the score (a process reward). As in TRL, a completion
 # is a string if its prompt is a string, and if the prompt is a list of messages it is the list of the
 # messages that follow.
+
+
+def content(completion):
+    """Return the text of a completion: the string, or the content of the last message."""
+    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 # This finds a number such as 7, -3/4 or 0.5 at the end of a text, behind "Answer:" or in a box.

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
+from configurator import fail
 from runtime import distributed, health
-from runtime.user_code import content
 from tasks.check_answer import extract_answer, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,9 @@ def evaluation(rollouts, k, name="eval"):
         if not scored:
             continue
         scores = [r.score for r in scored]
-        answers = [extract_answer(content(r.completion)) for r in scored]
+        texts = [r.completion if isinstance(r.completion, str) else plain_text(r.completion[-1:])
+                 for r in scored]
+        answers = [extract_answer(text) for text in texts]
         # An answer votes by its exact value, or by its text if it has none.
         answers = [None if answer is None else read(answer)[0] for answer in answers]
         votes = [answer is not None and answers.count(answer) for answer in answers]
@@ -271,8 +273,7 @@ class RunLog:
                     self.board.add_scalar(name, value, self.metrics["step"])
             self.board.flush()
         except OSError as error:
-            raise ValueError(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it "
-                             "stand") from error
+            fail(f"out_dir={self.out_dir} cannot be written: {error}; the checkpoints in it stand")
 
     def report(self):
         """Write report.html, in a process of its own, whose failure costs nothing else."""

@@ -223,8 +223,7 @@ class Run:
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
         samples = metrics.sample_lines(rollouts, G, self.tokenizer)
-        with input_errors():                                    # a disk that is full, for example
-            log.write(samples)
+        log.write(samples)
         log.show(samples, seconds)
         log.start(self.state["step"])
 
@@ -245,8 +244,7 @@ class Run:
                     fail(f"checkpoint-{step} could not be saved, the older ones stand: {error!r:.300}")
             self.saved = step
         if step == self.settings.max_steps:
-            with input_errors():
-                self.log.write()
+            self.log.write()
 
     def end(self):
         """Write the report, close the engine, and leave the process group."""

@@ -104,11 +104,6 @@ def accepted(function, columns, name, by_name={}):
     return others | {p.name: given[p.name] for p in named if p.name in given}
 
 
-def content(completion):
-    """Return the text of a completion: the string, or the content of the last message."""
-    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
-
-
 def name_of(function):
     return getattr(function, "__name__", type(function).__name__)
 

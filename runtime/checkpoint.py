@@ -22,6 +22,7 @@ import shutil
 import sys
 import time
 import zlib
+from functools import reduce
 from pathlib import Path
 from secrets import token_hex
 
@@ -122,7 +123,7 @@ def checksum(path):
 def checksum_of_rows(rows):
     """Return the CRC-32 of a data set's rows, by which a resumed run recognises its data."""
     encode = json.JSONEncoder(default=str).encode
-    return zlib.crc32("".join(map(encode, rows)).encode())
+    return reduce(lambda value, row: zlib.crc32(encode(row).encode(), value), rows, 0)
 
 
 # ---------------------------------------------------------------- and back
@@ -209,8 +210,8 @@ def locate_run(out_dir, resume, default):
 
     If out_dir is empty, the folder is that of the resumed checkpoint, or without one a new folder whose name
     is `default` and random letters, because two runs may begin in the same second. The folder is locked.
-    resume=auto takes the newest checkpoint in out_dir, if there is one; it passes over damaged ones
-    and prints their names. Raises ValueError for a resume that is not a checkpoint, is damaged, or is not the
+    resume=auto takes the newest checkpoint in out_dir, if there is one; it passes over damaged ones and
+    prints their names. Raises ValueError for a resume that is not a checkpoint, is damaged, or is not the
     newest of its run, and for a folder that holds another run or only damaged checkpoints, or belongs to no
     run; OSError for one that cannot be written.
     """

@@ -103,11 +103,15 @@ class Bridge:
                 self.wire.broadcast(flat, 0).wait(FOREVER)
         self.tell((version, {}, None))                          # these weights are complete
 
-    def take(self, kind, number):
-        """Return the Rollouts that all engines sampled under this kind and number. A collective of the
-        trainers."""
+    def take(self, kind, number, prompts=()):
+        """Return the Rollouts that all engines sampled under this kind and number, with their rows.
+
+        prompts: the data.Prompts that were sampled for, in this order. A collective of the trainers.
+        """
         rollouts = distributed.from_master(self._complete((kind, number)) if self.speaks else None)
         self.sampled.pop((kind, number), None)
+        for i, r in enumerate(rollouts):
+            r.row = prompts[i * len(prompts) // len(rollouts)].row | r.row
         return rollouts
 
     def ahead(self, steps):
@@ -186,21 +190,25 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
     the trainers have already.
     """
     eval_steps = {*range(0, s.max_steps, s.eval_interval or s.max_steps), s.max_steps}  # that begin with one
-    number = version
+    number, jobs = version, {}                                  # {key: jobs of table}
 
     def begin(key, name, prompts, n):
         # n adjacent completions for each of this engine's prompts. Their seeds do not depend on the number of
         # engines.
         first, end = (e * len(prompts) // bridge.engines for e in (bridge.engine, bridge.engine + 1))
-        table.add(key, [(prompts[i].row, rollout.Request(
+        jobs[key] = [(prompts[i].row, rollout.Request(
             None, prompts[i].ids, zlib.crc32(f"{s.seed} {name} {i}".encode()) + j, s.max_completion_length,
-            s.temperature)) for i in range(first, end) for j in range(n)])
+            s.temperature)) for i in range(first, end) for j in range(n)]
+        table.add(key, jobs[key])
 
     def advance():
         # Takes one step of the engine, then scores and sends what is complete.
         distributed.watchdog.moved(f"engine {bridge.engine}, which samples for {[*table.groups]}")
         for key, rollouts in table.step().items():
             scorer(rollouts)
+            # The trainers have the rows. They get only what an environment's reset has changed in them.
+            for r, (row, _) in zip(rollouts, jobs.pop(key)):
+                r.row = {name: value for name, value in r.row.items() if value is not row[name]}
             bridge.send(*key, rollouts)
 
     if s.lora_rank and version:                                 # the engine was loaded with the base model

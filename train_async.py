@@ -161,7 +161,7 @@ for step in range(run.first_step, max_steps + 1):
     run.stop(save)                                              # if a signal has come, on any rank
     if run.due(eval_interval):
         with log.timed("eval"):
-            held_out = bridge.take("eval", step)                # sampled as in training, with the same seeds
+            held_out = bridge.take("eval", step, eval_set)      # sampled as in training, with the same seeds
             # A gap over gap_bound stops the run: the engines have not the policy's weights.
             few = range(rank, min(32 * world_size, len(held_out)), world_size)
             logps = token_logprobs(policy, held_out, few, token_budget, temperature)
@@ -174,8 +174,8 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
     with log.timed("wait_for_rollouts"):
-        _, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        rollouts = bridge.take("step", step)                    # of all engines, on every rank
+        picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
+        rollouts = bridge.take("step", step, picked)            # of all engines, on every rank
     log.metrics |= staleness(rollouts, step)
     N = len(rollouts)
     scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored

@@ -73,11 +73,12 @@ def test_a_step_of(name, files, tmp_path):
 
 @pytest.mark.parametrize("base", ["algebra", "episodes", "compose"])
 def test_a_base_is_made(base, tmp_path):
-    small = {"train_prompts": 64, "harder_prompts": 64, "layers": 1, "hidden_size": 64,
-             "intermediate_size": 64, "steps": 2, "batch_size": 2}
+    small = {"train_prompts": 64, "harder_prompts": 64, "layers": 1, "intermediate_size": 64, "steps": 2,
+             "batch_size": 2}
     forked(tmp_path / "log", "tiny/pretrain.py", f"--base={base}", f"--out={tmp_path}/base",
            *runs.with_defaults([], small))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config.num_hidden_layers == 1
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "base").config
+    assert (config.num_hidden_layers, config.hidden_size) == (1, 128 if base == "compose" else 160)
 
 
 def test_dppo_takes_stale_rollouts(reward_file, tmp_path):

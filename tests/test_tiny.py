@@ -1,4 +1,5 @@
 """tiny/: the tokenizer, the two styles of answer, the shipped models, and a model made anew."""
+import itertools
 import os
 import random
 import re
@@ -119,12 +120,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, argument, message):
 
 
 def test_styles(monkeypatch):
-    monkeypatch.setattr(pretrain, "steps", 400)
+    for name in ("steps", "train_prompts", "harder_prompts"):
+        monkeypatch.setattr(pretrain, name, 400)
     rows = load_rows("algebra", "train", 400)
     harder = load_rows("algebra", "train", 400, difficulty=2)
     by_text = {row["prompt"][0]["content"]: row for row in rows + harder}
     early, late = [], []
-    for number, (tools, messages) in enumerate(pretrain.problems(rows, harder, random.Random(0))):
+    for number, (tools, messages) in enumerate(pretrain.problems(random.Random(0))):
         question, answer = (message["content"] for message in messages)
         (early if number < 340 * pretrain.batch_size else late).append((by_text[question], answer))
     assert len(early) + len(late) == 400 * pretrain.batch_size
@@ -138,9 +140,9 @@ def test_styles(monkeypatch):
 
 
 def test_of_a_conversation_only_what_the_assistant_says_is_learned():
-    tokenizer, prompts, calls, rng = pretrain.make_tokenizer(), set(), 0, random.Random(0)
-    for _ in range(256):
-        row = pretrain.encoded(tokenizer, *pretrain.episode(rng))
+    tokenizer, prompts, calls = pretrain.make_tokenizer(), set(), 0
+    for episode in itertools.islice(pretrain.episodes(random.Random(0)), 256):
+        row = pretrain.encoded(tokenizer, *episode)
         ids, labels = row["input_ids"], row["labels"]
         text = tokenizer.decode(ids)
         said = re.findall(r"<\|assistant\|>(.*?<\|end\|>)", text)

@@ -3,8 +3,8 @@ This script trains small Qwen3 models that read bytes; the default run's has a m
 model folders tiny/algebra, tiny/episodes and tiny/compose, for --model=tiny, tiny_episodes and tiny_compose:
 
     python -m tiny.pretrain --base=algebra --out=out/algebra              # 19 minutes of one busy core
-    python -m tiny.pretrain --base=episodes --steps=1000 --out=out/episodes
-    python -m tiny.pretrain --base=compose --steps=1500 --hidden_size=128 --out=out/compose
+    python -m tiny.pretrain --base=episodes --out=out/episodes
+    python -m tiny.pretrain --base=compose --out=out/compose
 
 The default model is trained from scratch on problems of the train split, none of which is held out, and reads
 two styles of answer. At first all answers are worked: steps, then "Answer: ...". In the last part most are
@@ -31,13 +31,13 @@ from tqdm import tqdm
 from transformers import (DataCollatorForTokenClassification, GenerationConfig, PreTrainedTokenizerFast,
                           Qwen3Config, Qwen3ForCausalLM)
 
-from configurator import SUITS_TINY, check, check_values, configure
+from configurator import SUITS_TINY, check, check_values, configure, given
 from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
                                      guess_problem, held_out)
 
 # ------------------------------------------------------------------------------------------------------------
 out = "out/mine"                # the model's folder
-base = "algebra"                # what the model reads: algebra, episodes or compose
+base = "algebra"                # what the model reads: algebra, episodes or compose; see BASES
 # of algebra
 difficulty = 1
 train_prompts = 6500            # distinct problems; the train split has no more
@@ -94,11 +94,13 @@ def make_model(tokenizer):
     return model
 
 
-def problems(rows, harder_rows, rng):
+def problems(rng):
     """Yield conversations (tools, messages), batch_size for each step: a problem and an answer to it.
 
     Of the quick answers one in ten is right, the others answer another problem.
     """
+    rows, harder_rows = ([row for _, row in generated_rows("algebra", "train", count, seed, level)] for
+                         count, level in ((train_prompts, difficulty), (harder_prompts, difficulty + 1)))
     answers = {}
     for row in rows:
         answers.setdefault(row["source"], []).append(row["answer"])
@@ -156,21 +158,24 @@ def arithmetic(rng):
         {"role": "assistant", "content": f"Answer: {answer}"}]
 
 
-def episode(rng):
-    return game(rng) if rng.random() < 0.6 else arithmetic(rng)
+def episodes(rng):
+    while True:
+        yield game(rng) if rng.random() < 0.6 else arithmetic(rng)
 
 
 def compose(rng):
-    depth = rng.choice([1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8])
-    digits, order = chain(rng, depth)
-    while held_out(text := f"{digits} {''.join(order)}"):
+    while True:
+        depth = rng.choice([1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8])
         digits, order = chain(rng, depth)
-    read = carried_out(digits, rng.sample(order, rng.randint(1, depth)))
-    return None, [{"role": "user", "content": text}, {"role": "assistant", "content": read}]
+        while held_out(text := f"{digits} {''.join(order)}"):
+            digits, order = chain(rng, depth)
+        read = carried_out(digits, rng.sample(order, rng.randint(1, depth)))
+        yield None, [{"role": "user", "content": text}, {"role": "assistant", "content": read}]
 
 
-# Functions that draw a conversation (tools, messages) from a random generator.
-TRANSCRIPTS = {"episodes": episode, "compose": compose}
+# The conversations that each model reads, and its settings where nobody gives others.
+BASES = {"algebra": (problems, {}), "episodes": (episodes, {"steps": 1000}),
+         "compose": (compose, {"steps": 1500, "hidden_size": 128})}
 
 
 def encoded(tokenizer, tools, messages):
@@ -211,17 +216,13 @@ def pretrain(model, tokenizer, conversations):
 
 
 if __name__ == "__main__":
-    settings = configure(globals(), choices={"base": ["algebra", *TRANSCRIPTS]})
+    settings = configure(globals(), choices={"base": BASES})
     check_values(settings)
+    conversations, suited = BASES[base]
+    globals().update({key: value for key, value in suited.items() if key not in given})
     check(not os.path.exists(out), f"{out} exists: remove it, or name another --out")
-    tokenizer, rng = make_tokenizer(), random.Random(seed)
+    tokenizer = make_tokenizer()
     model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
-    if base in TRANSCRIPTS:
-        conversations = (TRANSCRIPTS[base](rng) for _ in itertools.count())
-    else:
-        rows, harder_rows = ([row for _, row in generated_rows("algebra", "train", count, seed, level)] for
-                             count, level in ((train_prompts, difficulty), (harder_prompts, difficulty + 1)))
-        conversations = problems(rows, harder_rows, rng)
-    pretrain(model, tokenizer, conversations)
+    pretrain(model, tokenizer, conversations(random.Random(seed)))
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -91,26 +91,26 @@ def colocated(folder):
 
 def apart(folder):
     bridge = Bridge(SimpleNamespace(engine=engine, rollout_ranks=1, vllm_tensor_parallel_size=1,
-                                    timeout=1200.0))
+                                    timeout=1200.0, max_staleness=1))
     *_, mesh, _ = distributed.set_up(role=bridge.join)
     if bridge.trains:
         policy = load_policy(folder, mesh, torch.float32)
         bridge.tell("begin")
-        bridge.take("ready", 0, [])
+        bridge.take("ready", 0)
 
         def publish(version):
             bridge.load_weights(policy.full_weights(torch.float32, bridge.naming), version)
 
         measured("apart, trainer: gather and send", publish)
-        bridge.take("loaded", 0, [])
+        bridge.take("loaded", 0)
         bridge.close()
     else:
         bridge.begin()
         one = make_engine(folder, apart=True)
         one.incoming = bridge.weights
-        bridge.send("ready", 0, [], {})
+        bridge.send("ready", 0, [])
         measured("apart, engine: wait, receive and load", one.switch)
-        bridge.send("loaded", 0, [], {})
+        bridge.send("loaded", 0, [])
         threading.Event().wait()                                # the trainer ends this process
 
 

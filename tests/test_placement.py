@@ -229,6 +229,9 @@ def test_a_signal_to_all_saves_what_is_sampled_ahead(whole, folder, reward_file,
     state = json.loads((run / f"checkpoint-{steps}" / "trainer" / "state.json").read_text())
     assert 1 < steps < 6
     assert state["ahead"] == [*range(steps, min(6, steps + 2))]
+    # The trainers have the rows, so nothing of them has been sent.
+    arrays = load_file(run / f"checkpoint-{steps}" / "trainer" / "arrays.safetensors")
+    assert [r.row for r in from_arrays(arrays)] == [{}] * 16 * len(state["ahead"])
     forked(log, *arguments, ranks=2)
     assert same_as(whole, run)
 

@@ -240,7 +240,8 @@ class Episode:
         player, (*earlier, last) = self.player, self.row["prompt"]
         instance = self.instance = player.idle.pop() if player.idle else (yield from self._call(player.make))
         player.opened[id(instance)] = instance
-        columns = accepted(instance.reset, deepcopy(self.row), "reset", logging_into(self.extra))
+        log = logging_into([self.extra])["log_metric"]          # of one episode, so both take one value
+        columns = accepted(instance.reset, deepcopy(self.row), "reset", {"log_extra": log, "log_metric": log})
         observation = yield from self._call(instance.reset, **columns)
         if isinstance(observation, tuple) and len(observation) == 2:        # Gymnasium's (observation, info)
             observation, _ = observation

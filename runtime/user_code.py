@@ -128,17 +128,15 @@ def logging_into(stores):
     """Return TRL's log_extra(name, values) and log_metric(name, value), by name.
 
     They put what the function logs into the dicts `stores`, one value into each, as numbers or else as text.
-    If stores is a dict itself, log_extra takes one value.
     """
     def log_extra(name, values):
-        for store, value in [(stores, values)] if isinstance(stores, dict) else zip(stores, values):
+        for store, value in zip(stores, values):
             try:
                 store[str(name)] = as_float(value)
             except ValueError:
                 store[str(name)] = value if isinstance(value, str) else shown(value)
 
-    return {"log_extra": log_extra, "log_metric": lambda name, value: log_extra(
-        name, value if isinstance(stores, dict) else [value] * len(stores))}
+    return {"log_extra": log_extra, "log_metric": lambda name, value: log_extra(name, [value] * len(stores))}
 
 
 class TimeUp(TimeoutError):
@@ -152,10 +150,6 @@ class Failed(Exception):
     """Says that a function of the user's raised an error, its __cause__, or that it ended its process."""
 
 
-async def awaited(value):
-    return await value
-
-
 def outcome(function, seconds=0):
     """Call a function of the user's and return (its value, its error or None, the seconds that it took).
 
@@ -165,15 +159,15 @@ def outcome(function, seconds=0):
     start, value, problem = time.perf_counter(), None, None
     try:
         value = function()
-        if inspect.isawaitable(value):
-            future = asyncio.run_coroutine_threadsafe(awaited(value), event_loop("of user code"))
+        if inspect.iscoroutine(value):
+            future = asyncio.run_coroutine_threadsafe(value, event_loop("of user code"))
             value = future.result(seconds or None)
     except KeyboardInterrupt:
         raise
     # sys.exit, for example, must not end the run as if it had come to its end.
     except BaseException as error:
         # An async function that ran out of time can be cancelled; one that raised TimeoutError has ended.
-        late = isinstance(error, TimeoutError) and inspect.isawaitable(value) and future.cancel()
+        late = isinstance(error, TimeoutError) and inspect.iscoroutine(value) and future.cancel()
         value, problem = None, TimeUp() if late else Failed(f"raised {shown(error)}")
         problem.__cause__ = error
         problem.add_note(traceback.format_exc())                # which another process cannot send otherwise

@@ -22,9 +22,9 @@ from secrets import token_hex
 
 from aiohttp import web
 
-from episodes import Conversation, Episode, read_call, read_turn
+from episodes import Conversation, Episode
 from rollout import text_of
-from runtime.chat_template import Template, tool_call
+from runtime.chat_template import Template, read_call, tool_call
 from runtime.user_code import Failed, TimeUp, event_loop, in_thread, outcome, shown
 
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
@@ -91,23 +91,22 @@ class AgentEpisode(Episode):
     """An episode that an agent plays. Its requests are answered one after the other, as they come.
 
     score: what the agent returned. rows: the Conversation of each answered request, up to its answer. Each
-    also has the attributes player (whether it is the opponent, and its tools as JSON), messages, begin (how
-    many of these precede the row's first answer), read (the messages, each through as_read) and before (the
-    Conversation that it continues, or None). first: the Request for the data set's row. key: what the agent
-    shows. mail: what came and is not answered, pairs of a Future and a request, and in the end of None and
-    the agent's outcome. longest: how many tokens may precede the first answer. full: whether a limit has
-    refused or cut off a turn.
+    also has the attributes opponent, prompt (the messages before its first answer), read (all its messages,
+    each through as_read) and before (the Conversation that it continues, or None). first: the Request for the
+    data set's row. key: what the agent shows. mail: what came and is not answered, pairs of a Future and a
+    request, and in the end of None and the agent's outcome. longest: how many tokens may precede the first
+    answer. full: whether a limit has refused or cut off a turn.
     """
 
     def __init__(self, player, row, first):
         super().__init__(player, row, first)
-        self.first, self.key, self.mail, self.rows = first, token_hex(), SimpleQueue(), []
-        self.full, self.last, self.longest = False, 0, max(self.settings.max_prompt_length, len(first.ids))
+        self.first, self.key, self.mail, self.rows, self.full = first, token_hex(), SimpleQueue(), [], False
+        self.longest = max(self.settings.max_prompt_length, len(first.ids))
 
     def _begin(self):
         # All that the agent does. Its thread, which may never end, does not keep the episode.
-        self.instance = PLAYING[self.key] = self
-        solve, mail = partial(self.player.make, serve(), self.key, copy.deepcopy(self.row)), self.mail
+        PLAYING[self.key], mail = self, self.mail
+        solve = partial(self.player.make, serve(), self.key, copy.deepcopy(self.row))
         in_thread(lambda: mail.put((None, outcome(solve))))
         try:
             while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
@@ -122,18 +121,17 @@ class AgentEpisode(Episode):
                     future.set_result(self._answered(row, answer, said.get("stream")))
         except (Failed, TimeUp) as late:
             raise Failed(f"took more than call_timeout={self.settings.call_timeout:g} seconds") from late
+        finally:
+            # Listens to the agent no longer, and refuses what it has asked. In this order, because the
+            # endpoint's thread may be about to add another request: see hear.
+            del PLAYING[self.key]
+            while not mail.empty():
+                if future := mail.get()[0]:
+                    future.set_result(refusal(401, "the episode of this key has ended"))
         _, (self.score, error, _) = heard
-        if error or not self.messages:
+        if error or not self.talk.spans:
             raise error or Failed("never asked the policy")
-        self.ended = "length" if self.full else "stop"
-
-    def _leave(self):
-        # Listens to the agent no longer, and refuses what it has asked. In this order, because the endpoint's
-        # thread may be about to add another request: see hear.
-        del PLAYING[self.key]
-        while not self.mail.empty():
-            if future := self.mail.get()[0]:
-                future.set_result(refusal(401, "the episode of this key has ended"))
+        self.instance, self.ended = self, "length" if self.full else "stop"     # rewards read its score
 
     def _row(self, body):
         # Returns the row that a request continues, or a new one. Raises an error if there can be no answer.
@@ -143,21 +141,21 @@ class AgentEpisode(Episode):
             print_once("agent: the run's settings replace these fields of its requests:", *strange)
         for tool in body.get("tools") or ():                    # OpenAI's clients may leave these out
             tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
-        player = body.get("model") == "opponent", json.dumps(body.get("tools") or None)
-        read = [*map(as_read, body["messages"])]
+        template = template_for(self.player.tokenizer, (*self.player.eos_ids,), json.dumps(body.get("tools")))
+        opponent, read = body.get("model") == "opponent", [*map(as_read, body["messages"])]
         # The longest first: if the agent says all that was said each time, there is one comparison.
         if before := next((row for row in sorted(self.rows, key=lambda row: -len(row.read))
-                           if row.player == player and row.read == read[:len(row.read)]), None):
-            row, new = copy.copy(before), read[len(before.read):]
-            row.messages, read, fits = row.messages + new, row.read + new, row.extend(row.messages[-1], new)
+                           if (row.opponent, row.template.tools) == (opponent, template.tools)
+                           and row.read == read[:len(row.read)]), None):
+            row = copy.copy(before)
+            fits = row.extend(read[len(before.read):])
         else:
-            template = template_for(self.player.tokenizer, (*self.player.eos_ids,), player[1])
             # The author of the agent wrote what the system says, but anybody may have written the rest.
             safe = [one if one["role"] == "system" else json.loads(template.defused(json.dumps(
                 one, ensure_ascii=False))) for one in read]
             row = Conversation(self.first._replace(ids=template.opening(safe)), template)
-            row.messages, row.begin, fits = [*read], len(read), len(row.ids) <= self.longest
-        row.player, row.before, row.read, self.full = player, before, read, self.full or not fits
+            row.prompt, row.opponent, fits = read, opponent, len(row.ids) <= self.longest
+        row.read, row.before, self.full = read, before, self.full or not fits
         if not fits:
             raise ValueError(f"the maximum context length is {self.longest} + {row.first.max_tokens} tokens")
         # No two answers are sampled with one seed. What was refused is not in rows and takes none.
@@ -168,23 +166,22 @@ class AgentEpisode(Episode):
 
     def _answered(self, row, answer, stream):
         # Appends an answer to its row, and returns what the agent gets.
-        before, n, m, cut = row.ids, len(row.ids), len(answer.ids), answer.finish_reason == "length"
-        row.answer(answer)
-        self.rows.append(row)
+        n, m, cut = len(row.ids), len(answer.ids), answer.finish_reason == "length"
         text = text_of(self.player.tokenizer, answer.ids, answer.finish_reason)
-        said, calls = read_turn(self.player.tokenizer, row.template.tools, before, answer.ids, text)
+        said, calls = row.template.read(row.ids, answer.ids, text)
         wrong = sum(bool(problem) for _, problem in calls)
         if cut or wrong:                                        # a call that cannot be made stays a text
             said, calls = {"role": "assistant", "content": text}, []
         told = said | {"tool_calls": [{"index": i} | tool_call(
             self.counts["calls"] + i, call["function"]["name"], json.dumps(call["function"]["arguments"]))
             for i, (call, _) in enumerate(calls)]}
-        row.messages.append(said | ({"tool_calls": [call for call, _ in calls]} if calls else {}))
-        row.read.append(as_read(row.messages[-1]))
-        if not row.player[0] and len(row.logprobs) > len(self.talk.logprobs):
-            self.talk, self.messages, self.full = row, row.messages[row.begin:], cut
-            self.row = self.row | {"prompt": row.messages[:row.begin]}
-        own = [one for one in self.rows if not one.player[0]]
+        said |= {"tool_calls": [call for call, _ in calls]} if calls else {}
+        row.answer(answer, said)
+        row.read = [*row.read, as_read(said)]
+        self.rows.append(row)
+        if not row.opponent and len(row.logprobs) > len(self.talk.logprobs):
+            self.talk, self.full, self.row = row, cut, self.row | {"prompt": row.prompt}
+        own = [one for one in self.rows if not one.opponent]
         sampled = sum(end - start for one in own for start, end in one.spans[-1:])
         self.counts |= {"requests": len(self.rows), "rows": len({*own} - {one.before for one in own}),
                         "untrained_tokens": sampled - len(self.talk.logprobs),

@@ -28,25 +28,17 @@ import zlib
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
-from functools import cached_property, partial, reduce
+from functools import partial
 from threading import Semaphore
 from types import SimpleNamespace
 
 import numpy as np
 from transformers.utils import get_json_schema
 
-from runtime.chat_template import Template, tool_call
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, close, closer, closing,
-                               in_thread, in_time, load_from, logging_into, name_of, outcome, shown, specs)
+from runtime.chat_template import Template
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, in_thread, in_time,
+                               load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
-
-# How Qwen and many other models write thoughts and calls: a response template for tokenizers that have none.
-# It is read from the beginning of the prefix. What is not closed reaches to the end.
-COMMON = {"start_anchor_pattern": r"\A", "fields": {
-    "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
-    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True,
-                   "transform": {"function": "{content}"}},
-    "content": {"repeats": True, "join": "\n"}}}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -57,13 +49,14 @@ class Conversation:
     """A row of tokens in the making: a prompt, turns as they were sampled, and what stands between them.
 
     first: the Request for the first turn; its max_tokens counts all that follows the prompt. ids: the row so
-    far. left: how many tokens may still follow. template: a chat_template.Template, which only `extend`
-    needs. spans, logprobs and versions are as in rollout.Rollout, versions as a dict.
+    far. left: how many tokens may still follow. messages: what follows the prompt. template: a
+    chat_template.Template, which only `extend` needs. spans, logprobs and versions are as in rollout.Rollout,
+    versions as a dict. Nothing of it changes in place, so that copies of a row may share it.
     """
 
     def __init__(self, first, template=None):
         self.first, self.ids, self.left, self.template = first, list(first.ids), first.max_tokens, template
-        self.spans, self.logprobs, self.versions = [], [], {}
+        self.spans, self.logprobs, self.versions, self.messages = [], [], {}, []
 
     def request(self):
         """Return the Request for the next turn, which has a seed of its own and may take all that is left."""
@@ -71,71 +64,30 @@ class Conversation:
         seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
         return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.left)
 
-    def answer(self, answer):
-        """Append the turn that an engine sampled. Nothing changes in place: copies of a row share it."""
+    def answer(self, answer, message):
+        """Append the turn that an engine sampled; message: the turn as a message."""
         self.spans = [*self.spans, (len(self.ids), len(self.ids) + len(answer.ids))]
         self.versions = self.versions | {len(self.logprobs) + t: version for t, version in answer.versions}
         self.ids, self.left = self.ids + answer.ids, self.left - len(answer.ids)
-        self.logprobs = self.logprobs + answer.logprobs
+        self.logprobs, self.messages = self.logprobs + answer.logprobs, [*self.messages, message]
 
-    def extend(self, turn, messages):
-        """Append what the chat template writes of these messages after a turn, to where the next one begins.
+    def extend(self, messages):
+        """Append messages after a turn, as the chat template writes them, to where the next turn begins.
 
-        turn: as in Template.between. Return whether there was room for that and for one token more; if not,
-        nothing is appended.
+        Return whether there was room for that and for one token more; if not, nothing is appended.
         """
-        inserted = self.template.between(turn, messages)
+        inserted = self.template.between(self.messages[-1], messages)
         if fits := len(inserted) < self.left:
             self.ids, self.left = self.ids + inserted, self.left - len(inserted)
+            self.messages = self.messages + messages
         return fits
 
-    def rollout(self, finish_reason, row, completion, **fields):
+    def rollout(self, finish_reason, row, **fields):
         """Return the Rollout of what was said so far."""
+        said = self.messages[0]["content"] if isinstance(row["prompt"], str) else self.messages
         return Rollout(np.array(self.ids, np.int32), np.array(self.spans, np.int32),
-                       np.array(self.logprobs, np.float32), finish_reason, row, completion,
+                       np.array(self.logprobs, np.float32), finish_reason, row, said,
                        versions=tuple(self.versions.items()), **fields)
-
-
-def read_turn(tokenizer, tools, before, sampled, text):
-    """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
-
-    tools: their JSON schemas, or None. before: the ids before the turn. sampled, text: ids and text of the
-    turn.
-    """
-    said, found = {"role": "assistant", "content": text}, []
-    try:
-        if getattr(tokenizer, "response_template", None):
-            parsed = tokenizer.parse_response(sampled, prefix=before, tools=tools)
-        elif tools:
-            begun = tokenizer.decode(before[-8:]).rstrip().endswith("<think>")
-            parsed = tokenizer.parse_response(text, COMMON, prefix="<think>" if begun else "")
-        else:
-            return said, []
-        found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
-        said |= parsed | {"content": parsed.get("content") or ""}
-    # A parser may raise anything for text that is not as it expects.
-    except Exception as error:
-        return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
-    names = [tool["function"]["name"] for tool in tools or ()]
-    return said, [read_call(names, number, one) for number, one in enumerate(found)]
-
-
-def read_call(tools, number, found):
-    # Returns a call as transformers writes it, and its problem, or "". tools: names. number: its place in the
-    # turn.
-    name, arguments, problem = "unknown", {}, ""
-    try:
-        found = json.loads(found) if isinstance(found, str) else found
-        name, given = str(found["name"]), found.get("arguments") or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        # What is nested so deeply that others could not copy or send it is refused.
-        deepcopy(reduce(lambda inside, _: [inside], range(200), given))
-        arguments, problem = (given, "") if isinstance(given, dict) else ({}, "the arguments are no object")
-        if name not in tools:
-            problem = f"there is no tool {name}; there are {', '.join(tools)}"
-    except Exception as error:
-        problem = f"this is no call of a tool: {error!r}"
-    return tool_call(number, name, arguments), problem
 
 
 def result_of(value):
@@ -175,59 +127,52 @@ class Episode:
     def __init__(self, player, row, first):
         self.player, self.settings, self.row = player, player.settings, row
         self.talk = Conversation(first, player.template)
-        # spent: whether the instance of the environment can play no other episode
-        self.instance, self.spent, self.ended = None, False, ""
-        self.messages, self.rewards, self.extra = [], {}, {}    # rewards: as in Rollout
+        self.instance, self.ended = None, ""                    # of the environment; the finish_reason
+        self.rewards, self.extra = {}, {}                       # as in Rollout
         self.counts = {"calls": 0, "failures": 0, "seconds": 0.0} if player.make else {}
+
+    # The number of the last sampled token, to which the reward of its turn belongs.
+    last = property(lambda self: len(self.talk.logprobs) - 1)
 
     def play(self):
         """A generator that plays the episode and returns its Rollout.
 
-        It yields Requests, for which it is sent their Answers, and with call_workers also functions that call
-        the environment, for which it is sent what user_code.outcome returns.
+        It yields Requests, for which it is sent their Answers, and functions that call the environment, for
+        which it is sent what user_code.outcome returns.
         """
+        player = self.player
         try:
-            for part in (self._begin, self._turns, self._last_reward):
-                try:
-                    yield from part()
-                except (Failed, TimeUp, ValueError) as error:
-                    turn, late = len(self.talk.spans), isinstance(error, TimeUp)
-                    when = f"in turn {turn}" if turn else "before its first turn"
-                    told = f"{self.player.key}, {when}: {error}; the row is {self.row!r:.300}"
-                    if isinstance(error, ValueError):           # the environment did what it must not
-                        raise ValueError(told) from error
-                    self.ended = "timeout" if late and turn else "error"
-                    self.spent = self.spent or late or not turn
-                    self.counts["problem"] = told
+            try:
+                yield from self._begin()
+                while not self.ended:
+                    yield from self._turn()
+                yield from self._last_reward()
+            except (Failed, TimeUp, ValueError) as error:
+                turn, late = len(self.talk.spans), isinstance(error, TimeUp)
+                when = f"in turn {turn}" if turn else "before its first turn"
+                told = f"{player.key}, {when}: {error}; the row is {self.row!r:.300}"
+                if isinstance(error, ValueError):               # the environment did what it must not
+                    raise ValueError(told) from error
+                self.ended, self.counts["problem"] = "timeout" if late and turn else "error", told
+                # An environment that may still be at work, or whose reset failed, plays no other episode.
+                if self.instance is not None and (late or not turn):
+                    player.close(self.instance)
+            if not self.talk.spans:                             # it could not begin: an answer without a score
+                yield from self._turn()
             if self.ended == "error":
                 self.rewards = {self.last: math.nan}
-            rollout = self.talk.rollout(
-                self.ended, self.row, self.text if isinstance(self.row["prompt"], str) else self.messages,
-                counts=self.counts, extra=self.extra, rewards=self.rewards if self.player.rewards_as else {})
-            if self.player.judge and self._at_rest():
-                self.player.judge(rollout, self.instance)
+            rollout = self.talk.rollout(self.ended, self.row, counts=self.counts, extra=self.extra,
+                                        rewards=self.rewards if player.rewards_as else {})
+            if player.judge and self.ended not in ("timeout", "error"):
+                player.judge(rollout, self.instance)
             return rollout
         finally:
-            if self.instance is not None:
-                self._leave()
-
-    def _leave(self):
-        # Leaves the instance to other episodes, or closes it if it can play no more of them.
-        if self.spent:
-            close([self.player.opened.pop(id(self.instance))], 0)
-        else:
-            self.player.idle.append(self.instance)
-
-    def _at_rest(self):
-        # Whether the environment can be asked. After a call that took too long, it may still be at work in a
-        # thread, which nothing can end.
-        return self.ended != "error" and not (self.spent and self.settings.call_workers)
+            if id(self.instance) in player.opened:
+                player.idle.append(self.instance)
 
     def _call(self, function, /, *args, **kwargs):
         # Returns what a function of the environment returns. Raises Failed or TimeUp.
-        call = partial(function, *args, **kwargs)
-        value, error, seconds = ((yield call) if self.settings.call_workers
-                                 else outcome(call, self.settings.call_timeout))
+        value, error, seconds = yield partial(function, *args, **kwargs)
         self.counts["seconds"] += seconds
         if error:
             raise error
@@ -257,41 +202,31 @@ class Episode:
         self.talk.ids = ids
         self.row = self.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}
 
-    def _turns(self):
-        # The turns of the policy, and what the environment replies. An episode that cannot begin is one
-        # answer to its prompt, without a score.
-        talk, player = self.talk, self.player
-        while not (self.ended and talk.spans):
-            before = talk.ids
-            answer = yield talk.request()
-            talk.answer(answer)
-            self.last = len(talk.logprobs) - 1                  # the turn's reward belongs to its last token
-            self.rewards[self.last] = 0.0
-            self.text = text_of(player.tokenizer, answer.ids, answer.finish_reason)
-            said, calls = {"role": "assistant", "content": self.text}, []
-            cut = answer.finish_reason == "length"              # a call in it is not made
-            if player.make and not cut:
-                said, calls = read_turn(player.tokenizer, player.tools, before, answer.ids, self.text)
-            self.messages.append(said)
-            if not self.ended:
-                yield from self._reply(said, calls, cut)
-
-    def _reply(self, said, calls, cut):
-        # What the environment replies to a turn. cut: whether the turn was cut off.
-        turn, reply, ended = len(self.talk.spans), [], "stop"
-        if "step" in self.player.methods:
-            returned = yield from self._call(self.instance.step, self.text)
+    def _turn(self):
+        # A turn of the policy and what the environment replies, unless the episode has ended before it.
+        player, talk = self.player, self.talk
+        answer = yield talk.request()
+        text, cut = text_of(player.tokenizer, answer.ids, answer.finish_reason), answer.finish_reason == "length"
+        said, calls = {"role": "assistant", "content": text}, []
+        if player.make and not cut:                             # a call in a turn that was cut off is not made
+            said, calls = player.template.read(talk.ids, answer.ids, text)
+        talk.answer(answer, said)
+        self.rewards[self.last] = 0.0
+        if self.ended:
+            return
+        reply, ended = [], "stop"
+        if "step" in player.methods:
+            returned = yield from self._call(self.instance.step, text)
             observation, self.rewards[self.last], ended = read_step(returned)
             reply = [{"role": "user", "content": observation}]
         elif calls:
             said["tool_calls"], ended = [call for call, _ in calls], ""
             for call, problem in calls:
                 reply.append((yield from self._result(call, problem)))
-        if not (ended or cut) and turn == self.settings.max_turns:
+        if not (ended or cut) and len(talk.spans) == self.settings.max_turns:
             ended = "turns"
-        if cut or not (ended or self.talk.extend(said, reply)):
+        if cut or not (ended or talk.extend(reply)):
             ended = "length"
-        self.messages += [] if ended else reply
         self.ended = ended
 
     def _result(self, call, problem):
@@ -313,7 +248,7 @@ class Episode:
 
     def _last_reward(self):
         # Adds what the environment gives for the whole episode.
-        if "get_reward" in self.player.methods and self._at_rest():
+        if "get_reward" in self.player.methods:
             reward = yield from self._call(self.instance.get_reward)
             if reward is not None:
                 self.rewards[self.last] += as_float(reward)
@@ -340,7 +275,7 @@ class Player:
         s, self.settings, self.tokenizer, self.eos_ids = settings, settings, tokenizer, eos_ids
         self.make = load_from(s.agent, "agent", "function") if s.agent else None
         self.tools = self.judge = None
-        self.rewards_as, self.methods, self.opened, self.idle = "", {}, {}, []
+        self.rewards_as, self.methods, self.closers, self.opened, self.idle = "", {}, [], {}, []
         kind = "agent" if s.agent else "environment" if s.environment else "tools"
         self.key, self.name = f"{kind}={getattr(s, kind)}", (s.agent or s.environment).rpartition(":")[2]
         # endpoint.py is opened for an agent alone.
@@ -364,20 +299,19 @@ class Player:
             raise ValueError(f"{self.key}: {self.name}() {error}")
         self.opened[id(instance)] = instance
         self.idle.append(instance)
-        # As in TRL tools are bound methods, of the class or of the instance. Properties are not read, because
-        # this may fail before the first reset.
-        methods = {name: getattr(instance, name, None) for name, static in inspect.getmembers_static(instance)
-                   if not (name.startswith("_") or isinstance(static, (property, cached_property)))}
-        self.methods = {name: method for name, method in methods.items() if inspect.ismethod(method)}
+        self.methods = {name: method for name, method in inspect.getmembers(instance, inspect.ismethod)
+                        if not name.startswith("_")}
         if s.environment and "reset" not in self.methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(self.methods) or 'none'}")
+        self.closers = [name for name in ("close", "release") if name in self.methods
+                        and not inspect.signature(self.methods[name]).parameters]
         self.rewards_as = self.name if {"step", "get_reward"} & self.methods.keys() else ""
         if "step" in self.methods:
             if functions:
                 raise ValueError(f"tools={s.tools}: {self.key} has a method step, which reads no calls")
             return
-        closes = {name for name in ("close", "release") if closer(instance, name)}
-        names = [name for name in self.methods if name not in {"reset", "get_reward", *closes}]
+        # As in TRL tools are bound methods, of the class or of the instance.
+        names = [name for name in self.methods if name not in ("reset", "get_reward", *self.closers)]
         tools = functions + [self.methods[name] for name in names]
         self.called = dict(zip(map(name_of, tools), functions + names))
         if len(self.called) < len(tools):
@@ -388,10 +322,13 @@ class Player:
             raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
                              f"arguments: {error}") from error
 
-    def close(self):
-        """Close all instances. It is called when the process ends."""
-        close([*self.opened.values()], seconds=10)
-        self.opened, self.idle = {}, []
+    def close(self, *instances):
+        """Close these instances, or else all, by close() or else by release(), which have ten seconds then."""
+        calls = []
+        for one in instances or [*self.opened.values()]:
+            del self.opened[id(one)]
+            calls += [in_thread(partial(outcome, getattr(one, name))) for name in self.closers[:1]]
+        wait(calls, 0 if instances else 10)
 
     def messages(self, prompt, observation=""):
         """Return the messages before the first turn; an observation is added to the last one, as in TRL."""
@@ -409,14 +346,6 @@ class Player:
         """
         if self.make and not self.settings.agent:               # which writes its own messages
             self.template.check(self.messages(prompts[0].row["prompt"]))
-        if self.tools:
-            before, said = self.template.example()
-            text = text_of(self.tokenizer, said, "stop")
-            _, calls = read_turn(self.tokenizer, self.tools, before, said, text)
-            if [call["function"]["name"] for call, _ in calls] != self.template.names[:1]:
-                raise ValueError(
-                    f"no call is found in {self.tokenizer.decode(said)!r:.300}, which the chat template "
-                    "writes: it needs the form <tool_call>JSON</tool_call>, or a response_template")
         # The second of two single answers is empty.
         end, asked = self.eos_ids[:1], []
         said = [self.tokenizer(text, add_special_tokens=False).input_ids + end
@@ -497,18 +426,18 @@ class Table:
 
     def _go_on(self, number, value=None):
         # Runs an episode until it ends, or waits for the engine or for a thread.
-        if self.engine.signalled:
-            return
         try:
-            wish = self.playing[number].send(value)
+            while not self.engine.signalled:
+                wish = self.playing[number].send(value)
+                if isinstance(wish, Request):
+                    return self.engine.add(wish._replace(name=number))
+                if self.settings.call_workers:
+                    self.calls[in_thread(partial(self._call, wish))] = number
+                    return
+                value = outcome(wish, self.settings.call_timeout)
         except StopIteration as end:
             self.ended[number] = end.value
             del self.playing[number]
-            return
-        if isinstance(wish, Request):
-            self.engine.add(wish._replace(name=number))
-        else:
-            self.calls[in_thread(partial(self._call, wish))] = number
 
     def _call(self, wish):
         # In a thread of its own, because the end of a run does not wait for such threads.

@@ -1,5 +1,5 @@
 """
-The chat template between the turns of an episode, as exact tokens.
+The chat template between the turns of an episode, as exact tokens, and the turns themselves as messages.
 
 What the policy sampled stays as it was sampled. What stands between two of its turns (the end of a line, the
 environment's message, the beginning of the next turn) is the difference of two renderings of a short
@@ -7,6 +7,8 @@ conversation, one with the message and one without it. Nothing is encoded twice,
 is right only for templates that never rewrite earlier turns; check() refuses the others.
 """
 import functools
+import json
+from copy import deepcopy
 from itertools import pairwise
 
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
@@ -17,6 +19,14 @@ CUT = "\ue000\uf8ff\ue001\uf8fe"
 THOUGHTFUL = {"</think>": {"content": "<think>\nwhy\n</think>\n\nbecause"},
               "<channel|>": {"content": "<|channel>thought\nwhy\n<channel|>because"}}
 WITH_TOOLS = {"<channel|>": {"content": "", "reasoning_content": "why"}}
+# How Qwen and many other models write thoughts and calls: a response template for tokenizers that have none.
+# It is read from a thought that the prompt has begun, or else from the end of the prompt. What is not closed
+# reaches to the end.
+COMMON = {"start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)", "fields": {
+    "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
+    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True,
+                   "transform": {"function": "{content}"}},
+    "content": {"repeats": True, "join": "\n"}}}
 
 
 class Template:
@@ -59,11 +69,25 @@ class Template:
                              + parted(self.tokenizer.decode(before), self.tokenizer.decode(after)))
         return after[len(before):]
 
-    def example(self):
-        """Return the ids of a question and of a turn that calls the first tool, as the template writes it."""
-        _, ids = self._until_end(tuple(self.names[:1]))
-        begin = len(self.opening([{"role": "user", "content": "?"}]))
-        return ids[:begin], ids[begin:]
+    def read(self, before, sampled, text):
+        """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
+
+        before: the ids before the turn. sampled, text: ids and text of the turn.
+        """
+        said, found = {"role": "assistant", "content": text}, []
+        try:
+            if getattr(self.tokenizer, "response_template", None):
+                parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
+            elif self.tools:
+                parsed = self.tokenizer.parse_response(text, COMMON, prefix=before)
+            else:
+                return said, []
+            found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
+            said |= parsed | {"content": parsed.get("content") or ""}
+        # A parser may raise anything for text that is not as it expects.
+        except Exception as error:
+            return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
+        return said, [read_call(self.names, number, one) for number, one in enumerate(found)]
 
     def defused(self, text):
         """Return the text with a CUT inside everything in it that is encoded as a control token."""
@@ -71,34 +95,39 @@ class Template:
 
     def check(self, messages):
         """Raise ValueError if the template cannot be used for several turns after these messages."""
-        reply = {"role": "user", "content": "forty-two"}
-        if self.tools:
+        reply, calls = {"role": "user", "content": "forty-two"}, self.names[:1]
+        if calls:
             if self.opening(messages) == Template(self.tokenizer, self.eos_ids, None).opening(messages):
                 raise ValueError("the chat template has no place for tools")
-            reply |= {"role": "tool", "name": self.names[0], "tool_call_id": tool_call(0, "", {})["id"]}
+            reply |= {"role": "tool", "name": calls[0], "tool_call_id": tool_call(0, "", {})["id"]}
         for said in self.turns:
-            self._talk(messages, turn_of(said, self.names[:1]), reply)
-        if self.tools:                  # the policy may make up a tool, and make several calls at once
-            self.between(turn_of({}, ["unknown", self.names[0]]), [reply] * 2)
-
-    def _talk(self, messages, turn, reply):
-        # Checks two turns. The second shows whether the first, which is then an earlier one, stays as it was.
-        whole = [*messages, turn, reply, turn, reply]
-        texts = [self._render(whole[:len(messages) + more], asked=more % 2 == 0) for more in range(5)]
-        for before, after in pairwise(texts):
-            if not after.startswith(before):
-                raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
-                                 "would not be those of its conversation: " + parted(before, after))
-        said, replied = texts[3][len(texts[2]):], texts[4][len(texts[3]):]
-        if "why" in str(turn) and "why" not in said:
-            raise ValueError(f"the chat template drops what a turn has thought: it writes {said!r:.200} for "
-                             f"{turn['content']!r}")
-        if reply["content"] not in replied:
-            raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
-        inserted = self.between(turn, [reply])
-        if self.opening(whole)[-len(inserted):] != inserted:
-            raise ValueError("the chat template writes the same reply in different ways: " + parted(
-                self.tokenizer.decode(inserted), replied))
+            turn = turn_of(said, calls)
+            # The second of two turns shows whether the first, which is then an earlier one, stays as it was.
+            whole = [*messages, turn, reply, turn, reply]
+            texts = [self._render(whole[:len(messages) + more], asked=more % 2 == 0) for more in range(5)]
+            for before, after in pairwise(texts):
+                if not after.startswith(before):
+                    raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
+                                     "would not be those of its conversation: " + parted(before, after))
+            written, replied = texts[3][len(texts[2]):], texts[4][len(texts[3]):]
+            if "why" in str(turn) and "why" not in written:
+                raise ValueError(f"the chat template drops what a turn has thought: it writes {written!r:.200} "
+                                 f"for {turn['content']!r}")
+            if reply["content"] not in replied:
+                raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
+            inserted = self.between(turn, [reply])
+            if self.opening(whole)[-len(inserted):] != inserted:
+                raise ValueError("the chat template writes the same reply in different ways: " + parted(
+                    self.tokenizer.decode(inserted), replied))
+        if calls:
+            # The policy may make up a tool, and make several calls at once.
+            self.between(turn_of({}, ["unknown", *calls]), [reply] * 2)
+            asked, ids = self._until_end((*calls,))
+            begin = len(self.opening(asked[:1]))
+            text = self.tokenizer.decode(ids[begin:-1])
+            if [call["function"]["name"] for call, _ in self.read(ids[:begin], ids[begin:], text)[1]] != calls:
+                raise ValueError(f"no call is found in {text!r:.300}, which the chat template writes: it needs "
+                                 "the form <tool_call>JSON</tool_call>, or a response_template")
 
     @functools.lru_cache(maxsize=64)
     def _until_end(self, calls):
@@ -170,6 +199,26 @@ def tool_call(number, name, arguments):
     """Return a turn's tool call as transformers writes it in a message; number: its place in the turn."""
     # Some templates want an id of nine letters or digits.
     return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_call(tools, number, found):
+    """Return a call as transformers writes it, and its problem, or "".
+
+    tools: names. number: its place in the turn. found: {"name": ..., "arguments": ...}, or this as JSON.
+    """
+    name, arguments, problem = "unknown", {}, ""
+    try:
+        found = json.loads(found) if isinstance(found, str) else found
+        name, given = str(found["name"]), found.get("arguments") or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        # What is nested so deeply that others could not copy or send it is refused.
+        deepcopy(functools.reduce(lambda inside, _: [inside], range(200), given))
+        arguments, problem = (given, "") if isinstance(given, dict) else ({}, "the arguments are no object")
+        if name not in tools:
+            problem = f"there is no tool {name}; there are {', '.join(tools)}"
+    except Exception as error:
+        problem = f"this is no call of a tool: {error!r}"
+    return tool_call(number, name, arguments), problem
 
 
 def turn_of(said, names):

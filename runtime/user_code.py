@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import types
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 
 # The folder in which the run was started. Code of the user's may change the current folder.
@@ -206,18 +206,6 @@ def in_time(function, seconds):
         return in_thread(lambda: outcome(function, seconds)).result(seconds or None)
     except TimeoutError:
         return None, TimeUp(), seconds
-
-
-def closer(instance, name):
-    """Return the environment's method of this name if it takes no arguments, otherwise None."""
-    method = getattr(instance, name, None)
-    return method if inspect.ismethod(method) and not inspect.signature(method).parameters else None
-
-
-def close(instances, seconds):
-    """Close environments by close(), or else by release(), and wait `seconds` at most; with 0 not at all."""
-    methods = [closer(one, "close") or closer(one, "release") for one in instances]
-    wait([in_thread(functools.partial(outcome, method)) for method in methods if method], seconds)
 
 
 def make_lenient():

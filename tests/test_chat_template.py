@@ -17,7 +17,8 @@ TOOLS = [{"type": "function", "function": {
     "name": name, "description": "Works.", "parameters": {"type": "object", "properties": {}}}}
     for name in ("add", "sub")]
 ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-CALLS = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}"
+CALL = '<tool_call>{"name": "%s"}</tool_call>'
+CALLS = "{% for c in m.tool_calls or [] %}{{ '" + CALL + "' % c.function.name }}{% endfor %}"
 # Like ChatML: the end token is followed by the end of a line, which the policy never writes. The name of a
 # tool stands before its result.
 LINES = ("{% for t in tools or [] %}{{ '<|system|>' + t.function.name + '<|end|>\\n' }}{% endfor %}"
@@ -154,17 +155,18 @@ REWRITES = ["rewrites earlier turns"]
                      r"<|assistant|>\n\nbecause<|end|><|user|>forty-two"]),
     (CLEARS_RESULTS, TOOLS, [*REWRITES, "<|user|>forty-two<|end|><|assistant|>' becomes",
                              "<|user|>[cleared]"]),
-    (CLEARS_CALLS, TOOLS, [*REWRITES, "because<call>add</call><|end|>", "becomes", "because<|end|>"]),
+    (CLEARS_CALLS, TOOLS, [*REWRITES, f"because{CALL % 'add'}<|end|>", "becomes", "because<|end|>"]),
     (SPEAKS_UP, None, [*REWRITES, "<|assistant|>Well: ' becomes", "<|assistant|>because"]),
     (COUNTS, None, [*REWRITES, "'1 <|user|>What", "becomes '2 <|user|>What"]),
     (NEVER_THINKS, None, ["drops what a turn has thought", r"'\n\nbecause<|end|>'", "<think>"]),
-    (NEVER_THINKS, TOOLS, ["drops what a turn has thought", r"'\n\nbecause<call>add</call><|end|>'"]),
+    (NEVER_THINKS, TOOLS, ["drops what a turn has thought", rf"'\n\nbecause{CALL % 'add'}<|end|>'"]),
     (NEVER_THINKS_ALOUD, None, ["drops what a turn has thought", "'because<|end|>'", "<|channel>"]),
     (looped("m.content", end=""), None, ["ends a turn with none of the tokens", "['<|end|>']"]),
     (NUMBERS, None, ["writes the same reply in different ways", "3 forty-two"]),
     (NO_TOOLS, TOOLS, ["has no place for tools"]),
     (NO_RESULTS, TOOLS, ["has no place for a message of the role tool"]),
     (RAISES, TOOLS, ["fails with TemplateError('No tool')", "'content': 'forty-two'"]),
+    (LINES.replace("<tool_call>", "<call>"), TOOLS, ["no call is found in 'because<call>{", "<tool_call>JSON"]),
     ("{{ nothing.at_all }}", None, ["fails with UndefinedError"])])
 def test_a_template_that_cannot_be_used_is_refused(template, tools, told):
     with pytest.raises(ValueError) as error:

@@ -159,7 +159,7 @@ def test_instances_are_reset_again_and_closed_at_the_end(server, write, name, ca
         assert len(rollouts) == 16 and {r.finish_reason for r in rollouts} == {"stop"}
         assert len(engine.asked) == 32
     assert server.opened == server.peak == len(server.open) == expected and not server.refused
-    user_code.close([*plays.opened.values()], 9)
+    plays.close()
     assert server.open == set()
 
 
@@ -170,7 +170,7 @@ def test_what_closes_an_instance_is_no_tool(server, write):
     # A close with arguments is the game's own.
     held = player(f"{source}:Held")
     assert names(held) == ["close", "look"]
-    user_code.close([*held.opened.values()], 9)
+    held.close()
     assert len(server.open) == 1
 
 
@@ -238,10 +238,10 @@ class Slow(Judged):
     ("Judged", ["last<|end|>"], "stop", [10.5]),
     ("Judged", ["a<|end|>", "b<|end|>", "c<|end|>"], "turns", [0.5, 0.5, 30.5]),
     ("Judged", ["a<|end|>", "cut"], "length", [0.5, 20.5]),
-    ("Slow", ["a<|end|>", "slow<|end|>"], "timeout", [0.5, 10.0]),
-    # Without a score nobody has to be asked for one.
+    # What took too long may still be at work, and without a score nobody has to be asked for one.
+    ("Slow", ["a<|end|>", "slow<|end|>"], "timeout", [0.5, 0.0]),
     ("Judged", ["a<|end|>", "raise<|end|>"], "error", [math.nan])])
-def test_get_reward_is_asked_however_an_episode_ends(write, name, texts, reason, rewards):
+def test_when_get_reward_is_asked(write, name, texts, reason, rewards):
     plays = player(f"{write(JUDGED)}:{name}", call_timeout=0.3)
     # Another one ends well, because a run of nothing but errors stops.
     (r, other), _ = played(plays, [texts, ["last<|end|>"]])

@@ -141,7 +141,7 @@ class Counter:
 
     @property
     def last(self):
-        raise RuntimeError("there is none before the reset")
+        return self.log[-1:]
 
     def reset(self, start=0, **kwargs):
         self.total = start
@@ -228,7 +228,7 @@ class Bound:
 
     @property
     def unset(self):
-        raise RuntimeError("there is none before the reset")
+        raise AttributeError("there is none before the reset")
 
     def look(self) -> str:
         """Looks."""
@@ -482,15 +482,16 @@ def test_a_conversation_needs_no_environment(games):
         request = talk.request()
         assert request == expected
         ids = TOKENIZER(text).input_ids
-        talk.answer(Answer(0, ids, [-0.5] * len(ids), "stop", ((0, 4), (1, 5))))
-        said, calls = episodes.read_turn(TOKENIZER, None, request.ids, ids, text.removesuffix("<|end|>"))
+        said, calls = plays.template.read(request.ids, ids, text.removesuffix("<|end|>"))
         assert said == {"role": "assistant", "content": text.removesuffix("<|end|>")} and calls == []
-        assert talk.extend(said, [{"role": "user", "content": "no"}])
+        talk.answer(Answer(0, ids, [-0.5] * len(ids), "stop", ((0, 4), (1, 5))), said)
+        assert talk.extend([{"role": "user", "content": "no"}])
     # Five tokens have no room where five are left, because a token of an answer has to fit as well.
-    talk.ids, talk.left = talk.ids[:-5], 5
-    assert not talk.extend(said, [{"role": "user", "content": "no"}]) and talk.left == 5
-    same = talk.rollout("stop", r.row, r.completion, rewards=r.rewards)
+    talk.ids, talk.left, talk.messages = talk.ids[:-5], 5, talk.messages[:-1]
+    assert not talk.extend([{"role": "user", "content": "no"}]) and talk.left == 5
+    same = talk.rollout("stop", r.row, rewards=r.rewards)
     assert identical([same], [r]) and same.row is r.row and same.rewards == r.rewards
+    assert same.completion == r.completion
     assert same.versions == ((0, 4), (1, 5), (3, 4), (4, 5))
 
 

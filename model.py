@@ -230,28 +230,22 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
         raise RuntimeError(f"step {version} trains on rollouts of step {min(stale)}'s policy: take the "
                            "engine's old logprobs (--old_logprobs=engine), and compare none of them")
     # On the CPU, where the engine's are, in one transfer.
-    ours = torch.cat([*logps.values()]).cpu() if logps else torch.empty(0)                      # [C]
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]
-    gap, ratio = (ours - theirs).abs(), (ours - theirs).exp()
-    sums = torch.stack([x.sum() for x in (torch.ones_like(gap), gap, ratio, ratio.square(),
-                                          ratio - 1 - (ours - theirs))])
-    peaks = torch.full((4,), -math.inf) if len(gap) == 0 else torch.stack(
-        [gap.kthvalue(math.ceil(0.99 * len(gap))).values, gap.max(), ratio.max(), -ratio.min()])
-    dist.all_reduce(sums)
-    dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    if sums[0] == 0:                                    # no rank compares a token, so nothing can be wrong
+    own = torch.cat([*logps.values()] or [theirs]).cpu() - theirs
+    log_ratio = torch.cat(distributed.gathered([own]))                                  # [C] of all ranks
+    if len(log_ratio) == 0:                             # no rank compares a token, so nothing can be wrong
         return {}
-    gap_mean, ratio_mean, square_mean, kl = (sums[1:] / sums[0]).tolist()
-    gap_p99, gap_max, ratio_max, minus_ratio_min = peaks.tolist()
-    if not (gap_mean <= bound and math.isfinite(gap_mean)):
+    gap, ratio = log_ratio.abs(), log_ratio.exp()
+    if not (gap.mean() <= bound and gap.isfinite().all()):
         raise RuntimeError(
-            f"engine and trainer logprobs differ by {gap_mean:.2g} on average, over logprob_gap={bound:g}. "
-            f"The worst tokens here:\n{worst_tokens(rollouts, logps, gap, tokenizer)}")
-    return {f"sampling/{name}": value for name, value in {
-        "sampling_logp_difference/mean": gap_mean, "sampling_logp_difference/p99": gap_p99,
-        "sampling_logp_difference/max": gap_max, "importance_sampling_ratio/min": -minus_ratio_min,
-        "importance_sampling_ratio/mean": ratio_mean, "importance_sampling_ratio/max": ratio_max,
-        "effective_sample_size": ratio_mean ** 2 / square_mean, "kl": kl}.items()}
+            f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}. "
+            f"The worst tokens here:\n{worst_tokens(rollouts, logps, own.abs(), tokenizer)}")
+    return {f"sampling/{name}": value.item() for name, value in {
+        "sampling_logp_difference/mean": gap.mean(), "sampling_logp_difference/max": gap.max(),
+        "sampling_logp_difference/p99": gap.kthvalue(math.ceil(0.99 * len(gap))).values,
+        "importance_sampling_ratio/mean": ratio.mean(), "importance_sampling_ratio/max": ratio.max(),
+        "importance_sampling_ratio/min": ratio.min(), "kl": (ratio - 1 - log_ratio).mean(),
+        "effective_sample_size": ratio.mean().double() ** 2 / ratio.square().mean()}.items()}
 
 
 def worst_tokens(rollouts, logps, gap, tokenizer):

@@ -142,12 +142,7 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
     if longest > token_budget:
         raise ValueError(f"a sequence of {longest} tokens does not fit token_budget={token_budget}")
     if not packed:
-        # The longest first. All rows of a micro-batch are as long as its first one, and no prefix is shared.
-        order, batches = sorted(((s, size, 0) for s, size, _ in order), key=lambda one: -one[1]), []
-        while order:
-            count = token_budget // order[0][1]
-            batches, order = [*batches, micro_batch(rollouts, order[:count], False, 1)], order[count:]
-        return batches
+        return [*rows_of_their_own(rollouts, order, token_budget)]
     # Each sequence goes to the row that already holds the longest prefix of it, among those with room for it.
     rows = []
     for s, size, shared in order:
@@ -166,35 +161,47 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
         best.prefix = size
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
     pairs = lambda row: sum((size - shared) * size for _, size, shared in row.members)
-    return [micro_batch(rollouts, row.members, True, multiple)
-            for row in sorted(rows, key=pairs, reverse=True)]
+    return [micro_batch(rollouts, row.members, multiple) for row in sorted(rows, key=pairs, reverse=True)]
 
 
-def micro_batch(rollouts, members, packed, multiple):
+def micro_batch(rollouts, members, multiple):
     # Builds the MicroBatch of members (s, size, shared); `shared` tokens are those of the member before.
     parts, index, targets = [], [], []      # a part has the tokens of a segment, their positions and places
-    longest = max(size for _, size, _ in members)
     T, places = 0, np.arange(0)
     for s, size, shared in members:
         r = rollouts[s]
-        end = size if packed else longest
         # The place of each of its tokens in the row. The shared ones stand where the member before has them.
-        places = np.concatenate([places[:shared], np.arange(T, T + end - shared)])
+        places = np.concatenate([places[:shared], np.arange(T, T + size - shared)])
         # A token is predicted from the place of the token before it.
         index += [places[start - 1:stop - 1] for start, stop in r.spans]
         targets += [r.ids[start:stop] for start, stop in r.spans]
-        if end > shared:                                        # otherwise it adds no token to the row
-            parts.append((np.pad(r.ids[shared:size], (0, end - size)), np.arange(shared, end), places))
-            T += end - shared
+        if size > shared:                                       # otherwise it adds no token to the row
+            parts.append((r.ids[shared:size], np.arange(shared, size), places))
+            T += size - shared
     if padding := -T % multiple:                                # a segment from which nothing is predicted
         parts.append((np.zeros(padding), np.arange(padding), np.arange(T, T + padding)))
     ids, positions, seen = zip(*parts)
-    segments = (Segments([*map(len, ids)], seen) if packed else Segments([longest], [np.arange(longest)]))
     tensor = lambda arrays: torch.from_numpy(np.concatenate(arrays).astype(np.int64))
-    row = lambda arrays: tensor(arrays).view(1 if packed else len(members), -1)
     sequences = [s for s, _, _ in members]
-    lengths = [len(rollouts[s].logprobs) for s in sequences]
-    return MicroBatch(row(ids), row(positions), segments, tensor(index), tensor(targets), sequences, lengths)
+    return MicroBatch(tensor(ids)[None], tensor(positions)[None], Segments([*map(len, ids)], seen),
+                      tensor(index), tensor(targets), sequences, [len(rollouts[s].logprobs) for s in sequences])
+
+
+def rows_of_their_own(rollouts, order, token_budget):
+    # Yields MicroBatches in which each sequence of prefix_order's list has a row. The longest come first, and
+    # all rows of a MicroBatch are as long as its first one.
+    order = sorted(order, key=lambda one: -one[1])
+    while order:
+        longest = order[0][1]
+        rows = [micro_batch(rollouts, [(s, size, 0)], longest)
+                for s, size, _ in order[:token_budget // longest]]
+        order = order[len(rows):]
+        yield MicroBatch(
+            torch.cat([row.input_ids for row in rows]), torch.arange(longest).repeat(len(rows), 1),
+            Segments([longest], [np.arange(longest)]),
+            torch.cat([row.index + i * longest for i, row in enumerate(rows)]),
+            torch.cat([row.targets for row in rows]),
+            [s for row in rows for s in row.sequences], [length for row in rows for length in row.lengths])
 
 
 def idle(T=1):

@@ -245,16 +245,20 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
     texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in named]
     # All at once, which is faster. A template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
-    # A plain text begins with what the tokenizer puts in front of it. What it puts at the end is left out.
-    a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    start = whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
-    prompts = []
+    start, prompts = start_of(tokenizer), []
     for (name, row), ids in zip(named, encoded):
         if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
             raise ValueError(f"{name}: its prompt has no tokens, or a token that the model does not have")
         plain = not chat or isinstance(row["prompt"], str)
         prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
     return prompts
+
+
+@functools.lru_cache(maxsize=1)
+def start_of(tokenizer):
+    # The tokens that a plain text begins with. What the tokenizer puts at its end is left out.
+    a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    return whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
 
 
 def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
@@ -267,10 +271,12 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     continued = messages[-1]["role"] == "assistant"
     if not chat:
         return whole_text(messages) + ("" if continued else "\n")
-    # Templates raise all kinds of errors, about the order of roles, for example.
-    with naming(f"{name}: the chat template, which --chat=false does without, fails for {messages!r:.300}"):
+    try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
+    except Exception as error:      # of all kinds, about the order of roles, for example
+        raise ValueError(f"{name}: the chat template, which --chat=false does without, fails for "
+                         f"{messages!r:.300}: {error!r}") from error
 
 
 class Prompts:

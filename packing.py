@@ -25,7 +25,6 @@ Layers that carry a state from token to token, such as Mamba's, would carry it i
 row. In models with such layers each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -133,35 +132,24 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
     """Pack rollouts[s] for s in chosen (anything with ids, spans and logprobs) into few MicroBatches.
 
     Each has at most token_budget tokens and KEYS * token_budget keys, plus padding that makes T a multiple of
-    `multiple`. The targets are exactly the tokens inside the spans, including an EOS token even if padding
-    has the same id. packed=False gives each sequence a row of its own, and its padding counts in the budget.
-    Raises ValueError for a sequence that is longer than token_budget.
+    `multiple`. Only a sequence that is longer has more, alone. The targets are exactly the tokens inside the
+    spans, including an EOS token even if padding has the same id. packed=False gives each sequence a row of
+    its own, and its padding counts in the budget.
     """
-    order = prefix_order(rollouts, chosen)
-    longest = max((size for _, size, _ in order), default=0)
-    if longest > token_budget:
-        raise ValueError(f"a sequence of {longest} tokens does not fit token_budget={token_budget}")
     if not packed:
-        return [*rows_of_their_own(rollouts, order, token_budget)]
-    # Each sequence goes to the row that already holds the longest prefix of it, among those with room for it.
+        return [*rows_of_their_own(rollouts, chosen, token_budget)]
+    # In this order a sequence follows those with which it shares most.
     rows = []
-    for s, size, shared in order:
-        for row in rows:
-            # From one sequence to the next this only falls, because they are in order.
-            row.prefix = min(row.prefix, shared)
-        fitting = [row for row in rows if size - row.prefix <= row.room and size <= row.room_for_keys]
-        if not fitting:
-            fitting = [SimpleNamespace(members=[], prefix=0, room=token_budget,
-                                       room_for_keys=KEYS * token_budget)]
-            rows += fitting
-        best = max(fitting, key=lambda row: row.prefix)
-        best.members.append((s, size, best.prefix))
-        best.room -= size - best.prefix
-        best.room_for_keys -= size
-        best.prefix = size
+    for s, size, shared in prefix_order(rollouts, chosen):
+        if not rows or size - shared > room or size > room_for_keys:
+            rows.append([])
+            room, room_for_keys, shared = token_budget, KEYS * token_budget, 0
+        rows[-1].append((s, size, shared))
+        room -= size - shared
+        room_for_keys -= size
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
-    pairs = lambda row: sum((size - shared) * size for _, size, shared in row.members)
-    return [micro_batch(rollouts, row.members, multiple) for row in sorted(rows, key=pairs, reverse=True)]
+    pairs = lambda row: sum((size - shared) * size for _, size, shared in row)
+    return [micro_batch(rollouts, row, multiple) for row in sorted(rows, key=pairs, reverse=True)]
 
 
 def micro_batch(rollouts, members, multiple):
@@ -187,14 +175,14 @@ def micro_batch(rollouts, members, multiple):
                       tensor(index), tensor(targets), sequences, [len(rollouts[s].logprobs) for s in sequences])
 
 
-def rows_of_their_own(rollouts, order, token_budget):
-    # Yields MicroBatches in which each sequence of prefix_order's list has a row. The longest come first, and
-    # all rows of a MicroBatch are as long as its first one.
-    order = sorted(order, key=lambda one: -one[1])
+def rows_of_their_own(rollouts, chosen, token_budget):
+    # Yields MicroBatches in which each sequence has a row. The longest come first, and all rows of a
+    # MicroBatch are as long as its first one.
+    order = sorted(prefix_order(rollouts, chosen), key=lambda one: -one[1])
     while order:
         longest = order[0][1]
         rows = [micro_batch(rollouts, [(s, size, 0)], longest)
-                for s, size, _ in order[:token_budget // longest]]
+                for s, size, _ in order[:max(1, token_budget // longest)]]
         order = order[len(rows):]
         yield MicroBatch(
             torch.cat([row.input_ids for row in rows]), torch.arange(longest).repeat(len(rows), 1),

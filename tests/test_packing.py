@@ -263,9 +263,10 @@ def test_eos_is_trained_even_where_it_is_the_pad_token():
     assert batch.targets.tolist() == [4, eos, 4, 4]
 
 
-def test_a_sequence_over_the_budget_is_refused():
-    with pytest.raises(ValueError, match="5 tokens does not fit token_budget=4"):
-        pack([single([1, 2, 3], [4, 5, 6])], [0], 4)
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sequence_over_the_budget_is_alone(packed):
+    batches = pack([single([1, 2, 3], [4, 5, 6]), single([1, 2, 3], [4])], [0, 1], 4, packed)
+    assert [batch.input_ids.tolist() for batch in batches] == [[[1, 2, 3, 4, 5]], [[1, 2, 3]]]
 
 
 def test_a_rank_without_rollouts_gets_an_idle_micro_batch(mesh):

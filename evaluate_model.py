@@ -71,7 +71,6 @@ print(f"generating {len(prompts)} x {samples} completions of at most {max_comple
       flush=True)
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 rollouts = sample(prompts, samples, [f"eval {i}" for i in range(len(prompts))])
-rollout_engine.close()
 
 # Everything after the prompt, with what the chat template writes between the turns of an episode.
 said = [rollout.text_of(tokenizer, r.ids[len(r.prompt_ids):], r.finish_reason) for r in rollouts]

@@ -6,7 +6,6 @@ attributes name, naming (see Network.full_weights) and allocated (bytes):
     step()                          samples for queued requests; returns the Answers that are finished
     switch(version)                 loads the weights of a version, even in the middle of requests
     load_weights(tensors, version)  loads these weights for the next steps
-    close()
 
 generate() calls these in a loop. episodes.py adds requests while others are still being answered, and
 train_async.py switches weights in between.
@@ -16,6 +15,7 @@ nats, are those of the distribution that was sampled from, after temperature, to
 has its own seed, so on a CPU a run repeats no matter what else is in the batch. On a GPU the batch may change
 how logits are rounded, and with that a token.
 """
+import gc
 import importlib.util
 import json
 import logging
@@ -218,6 +218,9 @@ class Engine:
         jobs = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(n)]
         return self.serve(jobs, play)
 
+    def close(self):
+        """Do nothing: an engine ends with its process. Engines that are apart are told (placement.py)."""
+
 
 class VLLMEngine(Engine):
     """vLLM in this process, on this rank's device.
@@ -267,6 +270,7 @@ class VLLMEngine(Engine):
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         logging.getLogger("torch._library.triton").setLevel("WARNING" if self.cuda else "ERROR")
         import vllm
+        gc.freeze()                                            # vLLM collects garbage three times; see set_up
         arguments = {"model": model, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
         config = vllm.EngineArgs(**arguments).create_model_config()
         if not self.cuda:
@@ -344,11 +348,6 @@ class VLLMEngine(Engine):
             self.llm.apply_model(drop_kernels)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             self.llm.reset_prefix_cache()
-
-    def close(self):
-        self._wake()                                           # shut down asleep, it unmaps memory twice
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
 
     def _sleep(self):
         if self.sleeps and len(self.asleep) < 2:
@@ -438,9 +437,6 @@ class HFEngine(Engine):
         self.version = version
         for name, tensor in named_tensors:
             self.model.get_parameter(name).copy_(tensor)
-
-    def close(self):
-        self.model = None
 
 
 def sample_tokens(logits, uniform, temperature, top_p=1.0, top_k=0):

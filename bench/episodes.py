@@ -128,5 +128,4 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"    {name:20} {statistics.median(each[1:]):6.2f} s")
     ratio = statistics.median(b / a for a, b in list(zip(*list(times.values())[:2]))[1:])
     print(f"    ratio                {ratio:6.2f}")
-    sampler.close()
 distributed.leave()

@@ -229,7 +229,6 @@ if engine:
         early = min(10, cycles)
         figures |= {f"memory after {early} cycles (GB)": footprints[early - 1],
                     f"after {cycles} (GB)": footprints[-1]}
-    sampler.close()
 if rank == 0:
     if not keep:
         shutil.rmtree(work)

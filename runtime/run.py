@@ -247,7 +247,7 @@ class Run:
             self.log.write()
 
     def end(self):
-        """Write the report, close the engine, and leave the process group."""
+        """Write the report, end engines that are apart, and leave the process group."""
         self.log.report()
         self.engine.close()
         distributed.leave()

@@ -110,6 +110,19 @@ def run_in_child(script, arguments, log, env, forbidden, errors, keep=False, roo
         atexit._run_exitfuncs()
 
 
+def shut_down(engine):
+    """Let another vLLM take the memory of this one, and let the tests have a process group, which vLLM ends.
+
+    In a run this is done by the end of the process.
+    """
+    if engine.name == "vllm":
+        engine._wake()                                          # asleep it would unmap its memory twice
+        engine.llm.llm_engine.engine_core.shutdown()
+        del engine.llm
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("localhost", 0))

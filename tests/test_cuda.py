@@ -13,6 +13,7 @@ from attention import packed_attention
 from model import load_policy
 from packing import Segments, idle, pack
 from losses import product
+from runs import shut_down
 from test_packing import episode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -147,4 +148,4 @@ def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
         assert gap(policy, rollouts) < 0.05
     total = torch.cuda.get_device_properties(0).total_memory
     assert awake - used[-1] > 0.05 * total and used[-1] - used[2] < 64e6, (awake, used)
-    engine.close()
+    shut_down(engine)

@@ -20,7 +20,7 @@ import rollout
 from tiny import pretrain
 from rewards import Scorer
 from rollout import Answer, Request
-from runs import ROOT
+from runs import ROOT, shut_down
 from runtime import user_code
 from test_rollout import ENGINES, identical
 
@@ -267,7 +267,7 @@ def games(tmp_path_factory):
 def engine(request, folder, mesh):
     made = rollout.engine_class(request.param)(folder, torch.float32, 256, ENDS, 0.4)
     yield made
-    made.close()
+    shut_down(made)
 
 
 @pytest.fixture(scope="module")

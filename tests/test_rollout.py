@@ -23,7 +23,7 @@ from packing import pack
 from runtime import check_model
 from losses import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
-from runs import load_rows, on_ranks
+from runs import load_rows, on_ranks, shut_down
 from test_packing import episode
 from tiny import pretrain
 
@@ -36,7 +36,7 @@ def engine(request, folder, mesh):
     # mesh: vLLM joins the process group that the scripts have made before it.
     made = rollout.engine_class(request.param)(folder, torch.float32, 64, [10, 20, 30], 0.4)
     yield made
-    made.close()
+    shut_down(made)
 
 
 @pytest.fixture()
@@ -176,13 +176,6 @@ def test_greedy_takes_the_likeliest_token(engine, model):
         assert completion == logits.argmax(-1).tolist()
 
 
-def close(engine):
-    """And join a process group again: vLLM ends that of the other tests."""
-    engine.close()
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engines_head_does_not_round_logits(name, tmp_path, mesh, monkeypatch):
     # This model is surer of its tokens than `folder`.
@@ -202,7 +195,7 @@ def test_an_engines_head_does_not_round_logits(name, tmp_path, mesh, monkeypatch
             logp, _ = policy(batch, 1.0)
         theirs = batch.flat([torch.from_numpy(r.logprobs) for r in rollouts])
         gaps[rounded] = (logp - theirs).abs().mean().item()
-        close(engine)
+        shut_down(engine)
     assert gaps[False] < 2e-3 and gaps[False] < 0.8 * gaps[True], gaps
 
 
@@ -267,7 +260,7 @@ def test_vllm_sleeps_except_to_sample_and_to_take_weights(folder, model, mesh):
         engine._sleep()
         assert not engine.llm.mapped
         engine.load_weights(model.named_parameters(remove_duplicate=False), 1)
-    close(engine)
+    shut_down(engine)
 
 
 # ---------------------------------------------------------------- sample_tokens, without a model

@@ -31,7 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from attention import Pick, cut_over, join
 from losses import LogprobsFromHidden
-from packing import deal, idle, pack
+from packing import deal, micro_batch, pack
 from runtime import distributed
 from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
                                  model_class, read_config, read_model, reading, write_model)
@@ -167,7 +167,7 @@ def micro_batches(network, rollouts, chosen, token_budget):
     batches = pack(rollouts, chosen, token_budget, network.packed, multiple=P)
     # Every rank needs at least one, so that it has a gradient, even if that is 0.
     turns = max(1, *distributed.gathered([len(batches)]))
-    batches += [idle(P) for _ in range(len(batches), turns)]
+    batches += [micro_batch(rollouts, [], P) for _ in range(len(batches), turns)]
     if group:
         batches = [part for batch in batches for part in cut_over(group, batch)]
     # Nothing holds one whose turn is over, so that what attention made for it is freed.

@@ -154,8 +154,9 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
 
 def micro_batch(rollouts, members, multiple):
     # Builds the MicroBatch of members (s, size, shared); `shared` tokens are those of the member before.
-    parts, index, targets = [], [], []      # a part has the tokens of a segment, their positions and places
-    T, places = 0, np.arange(0)
+    # Without members it predicts nothing, C = 0, so that any loss computed from it is 0, with gradient 0.
+    parts, T, places = [], 0, np.arange(0)  # a part has the tokens of a segment, their positions and places
+    index, targets = [places], [places]
     for s, size, shared in members:
         r = rollouts[s]
         # The place of each of its tokens in the row. The shared ones stand where the member before has them.
@@ -166,7 +167,7 @@ def micro_batch(rollouts, members, multiple):
         if size > shared:                                       # otherwise it adds no token to the row
             parts.append((r.ids[shared:size], np.arange(shared, size), places))
             T += size - shared
-    if padding := -T % multiple:                                # a segment from which nothing is predicted
+    if padding := -T % multiple if T else multiple:     # a segment from which nothing is predicted
         parts.append((np.zeros(padding), np.arange(padding), np.arange(T, T + padding)))
     ids, positions, seen = zip(*parts)
     tensor = lambda arrays: torch.from_numpy(np.concatenate(arrays).astype(np.int64))
@@ -190,12 +191,6 @@ def rows_of_their_own(rollouts, chosen, token_budget):
             torch.cat([row.index + i * longest for i, row in enumerate(rows)]),
             torch.cat([row.targets for row in rows]),
             [s for row in rows for s in row.sequences], [length for row in rows for length in row.lengths])
-
-
-def idle(T=1):
-    # A MicroBatch that predicts nothing, C = 0, so that any loss computed from it is 0, with gradient 0.
-    zeros, none = torch.zeros(1, T, dtype=torch.long), torch.empty(0, dtype=torch.long)
-    return MicroBatch(zeros, zeros, Segments([T], [np.arange(T)]), none, none, [], [])
 
 
 class Segments:

@@ -11,7 +11,7 @@ import attention
 import rollout
 from attention import packed_attention
 from model import load_policy
-from packing import Segments, idle, pack
+from packing import Segments, micro_batch, pack
 from losses import product
 from runs import shut_down
 from test_packing import episode
@@ -106,7 +106,7 @@ def test_a_policy_in_bfloat16_is_near_plain_forwards_in_float32(folder, mesh):
     assert torch.cat(gaps).mean() < 0.05
     assert all(p.grad.full_tensor().isfinite().all() for p in policy.parameters())
     policy.zero_grad()
-    logp, _ = policy(idle().to("cuda"), 1.0)
+    logp, _ = policy(micro_batch([], [], 1).to("cuda"), 1.0)
     logp.sum().backward()
     assert len(logp) == 0 and not any(p.grad.full_tensor().any() for p in policy.parameters())
 

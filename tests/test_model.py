@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 import losses
 from losses import LogprobsFromHidden, head_logits, product, value_loss
 from model import Policy, load_critic, load_policy, make_optimizer, token_logprobs, token_values
-from packing import idle, pack
+from packing import micro_batch, pack
 from test_attention import OnCuda
 from test_packing import episode, random_parts, random_rollouts, sampled_places
 
@@ -157,7 +157,7 @@ def test_the_gradient_of_two_episodes_is_that_of_a_forward_for_each_sampled_toke
 @pytest.mark.parametrize("loss_type", losses.LOSSES)
 def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
     """Put together as the scripts do, with every correction: a loss of 0, and a gradient of 0, not none."""
-    policy, batch = load_policy(folder, mesh, torch.float32), idle()
+    policy, batch = load_policy(folder, mesh, torch.float32), micro_batch([], [], 1)
     rollouts, adv = random_rollouts(3, 256), torch.randn(3)
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])
     for correction in losses.CORRECTIONS:
@@ -430,7 +430,7 @@ def test_values_of_a_bfloat16_critic_are_not_rounded(folder, mesh):
 
 
 def test_an_idle_micro_batch_adds_nothing_to_the_critic(folder, mesh):
-    critic, batch = load_critic(folder, mesh, torch.float32), idle()
+    critic, batch = load_critic(folder, mesh, torch.float32), micro_batch([], [], 1)
     loss, clipped = value_loss(critic(batch), batch.flat({}), batch.flat({}), 0.5)
     loss.sum().backward()
     assert loss.sum().item() == len(clipped) == 0

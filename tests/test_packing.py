@@ -8,7 +8,7 @@ import torch
 import losses
 import packing
 from model import micro_batches
-from packing import deal, idle, pack, prefix_order, row_size
+from packing import deal, micro_batch, pack, prefix_order, row_size
 from rollout import Rollout
 from runtime import distributed
 
@@ -359,7 +359,7 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
 
 
 def test_the_tensors_of_an_idle_micro_batch_are_empty():
-    batch, values = idle(), torch.randn(5)
+    batch, values = micro_batch([], [], 1), torch.randn(5)
     assert batch.flat(values).tolist() == batch.mean(torch.empty(0)).tolist() == []
     assert batch.flat({}).tolist() == batch.flat([values]).tolist() == []
     assert batch.split(torch.empty(0)) == {}

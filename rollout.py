@@ -24,7 +24,6 @@ import os
 import warnings
 import zlib
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -374,7 +373,7 @@ class HFEngine(Engine):
 
     def __init__(self, model, dtype, max_length, eos_ids, *for_vllm, apart=False):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.eos_ids, self.added, self.versions = eos_ids, [], {}
+        self.eos_ids, self.added, self.versions = torch.tensor(eos_ids, device=self.device), [], {}
         try:
             config = AutoConfig.from_pretrained(model)
             # PyTorch's own attention leaves out Gemma 2's softcap.
@@ -394,8 +393,7 @@ class HFEngine(Engine):
         sampling = self.added[0][4:]                            # temperature, top_p, top_k
         requests = [one for one in self.added if one[4:] == sampling][:self.max_seqs]
         self.added = [one for one in self.added if one not in requests]
-        on_device = partial(torch.tensor, device=self.device)
-        eos_ids, limits = on_device(self.eos_ids), on_device([request.max_tokens for request in requests])
+        limits = torch.tensor([request.max_tokens for request in requests], device=self.device)     # [R]
         ids = pad_sequence([torch.tensor(request.ids) for request in requests], batch_first=True,
                            padding_value=-1, padding_side="left").to(self.device)               # [R, L]
         ids, copies = ids.unique(dim=0, return_inverse=True)    # [B, L]: each row once; [R]: which one it is
@@ -418,7 +416,7 @@ class HFEngine(Engine):
                 logits, mask = logits[copies], mask[copies]                                     # [R, …]
             tokens[rows, t], logprobs[rows, t] = sample_tokens(logits, uniform[rows, t], *sampling)
             lengths += alive
-            alive &= ~torch.isin(tokens[:, t], eos_ids) & (lengths < limits)
+            alive &= ~torch.isin(tokens[:, t], self.eos_ids) & (lengths < limits)
             if not alive.any():
                 break
             # Once half of the rows have ended, only the others are computed.

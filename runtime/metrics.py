@@ -140,9 +140,9 @@ def episode_metrics(rollouts, engines):
                if any(name in r.counts for r in rollouts)}}
 
 
-def sample_lines(rollouts, n, tokenizer):
+def sample_lines(rollouts, n, tokenizer, step):
     """Return a step's lines of samples.jsonl: the first of n rollouts of each of the first eight prompts."""
-    return [{"prompt": r.row["prompt"],
+    return [{"step": step, "prompt": r.row["prompt"],
              "completion": r.completion if r.counts else plain_text(r.completion), "reward": r.score,
              "finish_reason": r.finish_reason, "truth": r.row.get("answer"),
              "tokens": [tokenizer.batch_decode(r.ids[start:end, None]) for start, end in r.spans],
@@ -247,7 +247,7 @@ class RunLog:
     def write(self, samples=()):
         """Write the line of this step to metrics.jsonl and TensorBoard. A collective.
 
-        samples: dicts, which are written to samples.jsonl.
+        samples: the lines that sample_lines returns, for samples.jsonl.
         """
         summed = {}                                             # {name: (total, count)}, over all ranks
         for name, total, count in distributed.gathered(
@@ -258,9 +258,8 @@ class RunLog:
         if not self.master:
             return
         self.lines.append({key: self.metrics[key] for key in self.metrics if health.READ.match(key)})
-        rows = [{"step": self.metrics["step"]} | sample for sample in samples]
         try:
-            for name, lines in (("metrics.jsonl", [self.metrics]), ("samples.jsonl", rows)):
+            for name, lines in (("metrics.jsonl", [self.metrics]), ("samples.jsonl", samples)):
                 with open(os.path.join(self.out_dir, name), "a") as file:
                     for line in lines:
                         # Rows of a parquet file may hold dates. JSON has neither NaN nor infinity, but null.

@@ -85,7 +85,7 @@ class Run:
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings), "loss_scale": {},
-                      "world_size": self.world_size, "clock": clock, "first_gap": None} | state
+                      "clock": clock, "first_gap": None} | state
         self.arrays, self.signalled = {}, 0.0
         if self.resumed:
             loaded, self.arrays = read_state(self.resumed, self.state, settings, script)
@@ -128,7 +128,7 @@ class Run:
               f"out_dir={self.out_dir} is not on a file system that all ranks see")
         self.engine, self.networks, (policy, _) = engine, networks, networks[""]
         said = opening(self, policy, data_note, updates)
-        self.state |= {"settings": vars(self.settings), "world_size": self.world_size}
+        self.state["settings"] = vars(self.settings)
         with input_errors():
             self.log = metrics.RunLog(
                 self.out_dir, self.script, vars(self.settings) | {"defaults": given}, self.state)
@@ -163,11 +163,14 @@ class Run:
         Engines call this before and after they sample. save: what to call instead of Run.save. A collective.
         """
         if any(distributed.gathered([bool(self.signalled)])):
-            self.state |= self.log.begun
-            (save or self.save)()
-            more = self.saved > self.first_step and f"--out_dir={self.out_dir} --resume=auto goes on"
-            self.log.say(f"stopped by a signal after {self.state['step']} steps; {more or 'nothing to save'}")
-            self.end()
+            self._leave(save or self.save)
+
+    def _leave(self, save):
+        self.state |= self.log.begun
+        save()
+        more = self.saved > self.first_step and f"--out_dir={self.out_dir} --resume=auto goes on"
+        self.log.say(f"stopped by a signal after {self.state['step']} steps; {more or 'nothing to save'}")
+        self.end()
 
     def _scale_loss(self, name, exponent):
         # In float16: the loss scale is 2 to the power of the whole part.
@@ -222,7 +225,7 @@ class Run:
                     f"the first: {problems[0]}")
             if all(math.isnan(r.score) for r in rollouts):
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
-        samples = metrics.sample_lines(rollouts, G, self.tokenizer)
+        samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
         log.write(samples)
         log.show(samples, seconds)
         log.start(self.state["step"])
@@ -255,8 +258,7 @@ class Run:
 
 def opening(run, policy, data_note, updates):
     # Returns the lines with which a run begins.
-    s, before = run.settings, run.state["world_size"]
-    B, G = s.prompts_per_step, s.num_generations
+    s, B, G = run.settings, run.settings.prompts_per_step, run.settings.num_generations
     million = sum(p.numel() for p in policy.parameters()) / 1e6
     return "\n".join(filter(None, [
         f"{run.out_dir}: {s.model}, {million:.2f} M parameters, on {run.world_size} x "
@@ -269,7 +271,4 @@ def opening(run, policy, data_note, updates):
         run.resumed and f"resumes {run.resumed}",
         s.dtype == "bfloat16" and not (
             torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()) and
-        "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32",
-        before != run.world_size and
-        f"{before} ranks wrote it: sums round differently on {run.world_size}, so the steps are not bit for "
-        "bit those of an unbroken run"]))
+        "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32"]))

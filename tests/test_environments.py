@@ -567,7 +567,7 @@ def test_what_is_logged_is_in_metrics_and_samples(moves):
     metrics = rollout_metrics(rollouts, 1, group_std, 1)
     assert metrics["logged/distance/mean"] == 1.5 and metrics["logged/length/mean"] == 3.0
     assert not any("note" in name for name in metrics)
-    assert sample_lines(rollouts, 2, TOKENIZER)[1]["extra"] == {"distance": 2.0, "note": "at 2", "length": 3.0}
+    assert sample_lines(rollouts, 2, TOKENIZER, 0)[1]["extra"] == {"distance": 2.0, "note": "at 2", "length": 3.0}
 
 
 def test_an_environment_logs_by_what_its_reset_asks_for(write):

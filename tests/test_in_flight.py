@@ -164,7 +164,7 @@ def test_versions_of_an_episode_count_the_tokens_of_all_its_turns(folder, games,
     engine = made("hf", folder, model_of, length=200)
     settings = SETTINGS | {"environment": f"{games}:Letters", "max_prompt_length": 80, "max_turns": 4}
     player = Player(SimpleNamespace(**settings), TOKENIZER, [*range(0, 256, 8), TOKENIZER.eos_token_id])
-    engine.eos_ids = player.eos_ids
+    engine.eos_ids = torch.tensor(player.eos_ids)
     table = Table(player, engine)
     table.add("all", [(prompt.row, Request(None, prompt.ids, 10 * n, settings["max_completion_length"]))
                       for n, prompt in enumerate(prompts(8))])

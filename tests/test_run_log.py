@@ -288,7 +288,7 @@ def test_what_json_has_not(mesh, tmp_path):
     """The messages of a parquet file may have dates, and no figure is NaN or infinite."""
     log = RunLog(str(tmp_path), __file__, {"max_steps": 1}, run_state())
     log.metrics |= {"a": math.nan, "b": 1.5, "c": -math.inf}
-    log.write([{"prompt": [{"role": "user", "content": "?", "on": datetime.date(2026, 1, 2)}],
+    log.write([{"step": 0, "prompt": [{"role": "user", "content": "?", "on": datetime.date(2026, 1, 2)}],
                 "reward": math.nan, "logprobs": [[math.inf, 0.5], "NaN"]}])
     assert lines(tmp_path) == [{"step": 0, "a": None, "b": 1.5, "c": None}]
     (sample,) = lines(tmp_path, "samples.jsonl")

@@ -287,13 +287,12 @@ def test_refused_where_it_is_damaged(whole, folder, reward_file, tmp_path, harme
     refused([f"--model={folder}", reward_file, *arguments], message, tmp_path)
 
 
-def test_other_ranks_go_on_and_say_so(whole, folder, reward_file, tmp_path):
+def test_other_ranks_go_on(whole, folder, reward_file, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     output = train(folder, tmp_path / "run", reward_file, ranks=2, max_steps=14, resume="auto")
-    assert "1 ranks wrote it: sums round differently on 2" in output and len(lines(tmp_path / "run")) == 15
+    assert f"resumes {tmp_path}/run/checkpoint-12\n" in output and len(lines(tmp_path / "run")) == 15
     alone = shutil.copytree(whole, tmp_path / "alone")
-    output = train(folder, alone, reward_file, max_steps=14, resume="auto")
-    assert f"resumes {alone}/checkpoint-12\n" in output and "ranks wrote" not in output
+    train(folder, alone, reward_file, max_steps=14, resume="auto")
     policies = map(AutoModelForCausalLM.from_pretrained, (
         f"{whole}/checkpoint-12", tmp_path / "run" / "checkpoint-14", f"{alone}/checkpoint-14"))
     start, ours, theirs = (torch.cat([p.flatten() for p in policy.parameters()]) for policy in policies)

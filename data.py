@@ -87,10 +87,9 @@ def split_rows(s, split):
         return named
     side = [(name, row) for name, row in named if held_out(
         whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)) == (split == "eval")]
-    if not 0 < len(side) < len(named):
-        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides whether a row is for "
-                         f"training or evaluation, and {len(side)} of {len(named)} rows are for {split}; "
-                         "--eval_file=... names a file of held-out rows")
+    if not side:
+        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides which rows are held out, "
+                         f"and none of {len(named)} is for {split}; --eval_file=... names held-out rows")
     return side
 
 
@@ -158,7 +157,7 @@ def prompt_of(row, prompt_column, chat, optional):
 def as_message(message):
     """Return a message of a file as chat templates expect it: with role and content, and without null, which
     Arrow writes into every field that another message has. The arguments of a call may be a JSON string."""
-    said = without_null(message) if isinstance(message, dict) else {}
+    said = json.loads(json.dumps(message), object_hook=without_null) if isinstance(message, dict) else {}
     if "from" in said:                                          # ShareGPT's form
         who = said.pop("from")
         said = {"role": ROLES.get(who, who), "content": said.pop("value", "")} | said
@@ -172,10 +171,8 @@ def as_message(message):
     return said
 
 
-def without_null(value):
-    if isinstance(value, dict):
-        return {key: without_null(one) for key, one in value.items() if one is not None}
-    return [*map(without_null, value)] if isinstance(value, list) else value
+def without_null(fields):
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def answer_of(row, columns):
@@ -197,30 +194,24 @@ def answer_of(row, columns):
 
 def read_rows(path):
     # All rows of a file as pairs (where, row); a row of JSONL is its line.
-    whole = Path(os.path.expanduser(path))
-    if not path.endswith((".jsonl", ".json", ".parquet")) or not whole.is_file():
+    whole = Path(path).expanduser()
+    if whole.suffix not in (".jsonl", ".json", ".parquet") or not whole.is_file():
         raise ValueError(f"{path}: no such file of .jsonl, .json or .parquet")
     with naming(path):
-        if path.endswith(".parquet"):
-            rows = parquet_rows(whole)
+        if whole.suffix == ".parquet":
+            import pyarrow.parquet                              # only those who have such a file wait for it
+            table = pyarrow.parquet.read_table(whole)
+            # In float32 0.1 is to be 0.1, and not 0.10000000149.
+            columns = [one.cast(pyarrow.string()).cast(pyarrow.float64()) if one.type == pyarrow.float32()
+                       else one for one in table.columns]
+            rows = pyarrow.table(columns, table.column_names).to_pylist()
         else:
             content = whole.read_bytes().removeprefix(b"\xef\xbb\xbf")     # a byte order mark
-            rows = json.loads(content) if content.lstrip().startswith(b"[") else None
-    if rows is None:
-        lines = enumerate(content.split(b"\n"), 1)
-        return [(f"{path}:{number}", line) for number, line in lines if line.strip()]
+            if not content.lstrip().startswith(b"["):
+                lines = enumerate(content.split(b"\n"), 1)
+                return [(f"{path}:{number}", line) for number, line in lines if line.strip()]
+            rows = json.loads(content)
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
-
-
-def parquet_rows(whole):
-    # Only those who have such a file wait for this import.
-    import pyarrow.parquet
-    table = pyarrow.parquet.read_table(whole)
-    for place, column in enumerate(table.schema):
-        if column.type == pyarrow.float32():                    # 0.1 is to be 0.1, and not 0.10000000149
-            shortest = table[place].cast(pyarrow.string()).cast(pyarrow.float64())
-            table = table.set_column(place, column.name, shortest)
-    return table.to_pylist()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -239,8 +230,8 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
-    schemas for the template. Raises ValueError for messages without a template or with one that fails, and
-    for a string with a system prompt.
+    schemas for the template. Raises ValueError for messages without a template, or with one that fails or
+    leaves out a message, and for a string with a system prompt.
     """
     texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in named]
     # All at once, which is faster. A template writes the special tokens itself.
@@ -272,11 +263,16 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     if not chat:
         return whole_text(messages) + ("" if continued else "\n")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
     except Exception as error:      # of all kinds, about the order of roles, for example
         raise ValueError(f"{name}: the chat template, which --chat=false does without, fails for "
                          f"{messages!r:.300}: {error!r}") from error
+    for message in messages:
+        # Templates may shorten an earlier answer, and rewrite what a tool has returned.
+        if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+            raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
+    return text
 
 
 class Prompts:
@@ -310,22 +306,14 @@ class Prompts:
         return drawn, position
 
 
-def load_prompts(tokenizer, settings, world_size=1, tools=None):
+def load_prompts(tokenizer, settings, tools=None):
     """Return a run's training rows as Prompts, its held-out prompts as a list, and a sentence about both.
 
     settings: what configure returns. tools: as in encode_rows. The sentence is followed by the first prompt
-    as the model reads it, with its answer. Raises ValueError where load_split does, and if too few prompts
-    are left for a step, or too few held-out ones for the ranks.
+    as the model reads it, with its answer. Raises ValueError where load_split does.
     """
-    s, batches = settings, max(1, getattr(settings, "max_num_gen_batches", 1))     # 0: no filter
-    wanted = s.prompts_per_step * batches
-    train_set, fitting, train_note = load_split(tokenizer, s, "train", tools, wanted)
-    _, eval_set, eval_note = load_split(tokenizer, s, "eval", tools)
-    if len(fitting) < wanted:
-        raise ValueError(f"prompts_per_step={s.prompts_per_step}" + f" times max_num_gen_batches={batches}"
-                         * (batches > 1) + f" is more than the {len(fitting)} training prompts")
-    if len(eval_set) < world_size:
-        raise ValueError(f"eval_prompts: {len(eval_set)} held-out prompts are fewer than {world_size} ranks")
+    train_set, fitting, train_note = load_split(tokenizer, settings, "train", tools)
+    _, eval_set, eval_note = load_split(tokenizer, settings, "eval", tools)
     return train_set, eval_set, (f"The run trains on {train_note} and is evaluated on {eval_note}.\n"
                                  f"{as_read(tokenizer, fitting[0])}")
 
@@ -341,50 +329,27 @@ def as_read(tokenizer, prompt):
     return "\n    ".join([*lines, f"and its answer is {prompt.row.get('answer')!r:.200}"])
 
 
-def load_split(tokenizer, settings, split, tools=None, wanted=math.inf, **changed):
+def load_split(tokenizer, settings, split, tools=None, **changed):
     """Return the Prompts of a split, "train" or "eval", a list of those that are encoded, and a note on both.
 
-    Prompts of more than max_prompt_length tokens are left out. Training prompts are encoded in the order of
-    the first epoch, 512 at a time until `wanted` of them fit; held-out prompts, the same for every seed, are
-    all encoded. tools: as in encode_rows. changed: settings that have another value here, such as the
-    eval_file of a second evaluation. Raises ValueError where named_rows or encode_rows does, or if none fits.
+    Prompts of more than max_prompt_length tokens are left out. Of the training prompts the first 512 of the
+    first epoch are encoded, and of the held-out ones, which are the same for every seed, all. tools: as in
+    encode_rows. changed: settings that have another value here, such as the eval_file of a second
+    evaluation. Raises ValueError where named_rows or encode_rows does, or if none fits.
     """
     s = SimpleNamespace(**vars(settings) | changed)
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
     total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    check_kinds(tokenizer, prompts)
-    order = epoch_order(total, 0, s.seed) if split == "train" else range(total)
-    encoded, fitting = [], []
-    while len(encoded) < total and len(fitting) < wanted:
-        encoded += prompts.encoded(order[len(encoded):len(encoded) + 512])
-        fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
+    encoded = prompts.encoded(epoch_order(total, 0, s.seed)[:512] if split == "train" else range(total))
+    fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in encoded)
-        raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of the {total} {split} prompts "
+        raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of {len(encoded)} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
     kind, long = {"train": "", "eval": "held-out "}[split], len(encoded) - len(fitting)
     return prompts, fitting, (
         f"{total:,} {kind}prompts of {source} ({long:,} of {len(encoded):,} have more than "
         f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
-
-
-def check_kinds(tokenizer, prompts):
-    # A template may refuse a role or an order of roles, or leave out a message. One prompt of each kind shows
-    # it now, not after hours.
-    s, kinds = prompts.s, {}
-    for name, row in prompts.named:
-        messages = [] if isinstance(row["prompt"], str) else row["prompt"]
-        kinds.setdefault(tuple((m["role"], "tool_calls" in m) for m in messages), (name, row["prompt"]))
-    for kind, (name, prompt) in kinds.items():
-        # An observation or a call of a tool would have no place in them.
-        if (s.environment or s.tools) and (not kind or kind[-1][0] == "assistant"):
-            raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
-                             "last one not the assistant's")
-        text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, prompts.tools)
-        for message in ({"role": "system", "content": s.system_prompt}, *(prompt if kind else ())):
-            # Templates may shorten an earlier answer, and rewrite what a tool has returned.
-            if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
-                raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
 
 
 def whole_text(prompt):

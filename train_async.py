@@ -112,7 +112,7 @@ with input_errors():                                            # a ValueError b
     tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
     player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
     # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, bridge.engines, player.tools)
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
     start = resumed if resumed and not lora_rank else folders.policy
 

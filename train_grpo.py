@@ -100,7 +100,7 @@ with input_errors():                                            # a ValueError b
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
     # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
-    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, world_size, player.tools)
+    train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now

@@ -300,7 +300,7 @@ def settings_cases(add):
         add(f"argument {argument!r}", "cannot take", argument)
     add("value after a space", "cannot take --seed", "--seed", "5")
     add("two ranks, 3 prompts", "prompts_per_step=3 does not divide", "--prompts_per_step=3", ranks=2)
-    add("two ranks, one held-out prompt", "eval_prompts", "--eval_prompts=1", ranks=2)
+    add("two ranks, one held-out prompt", runs(), "--eval_prompts=1", ranks=2)
     add("two ranks", runs(), ranks=2)
     add("two ranks, rows cut", runs(), "--sequence_parallel_size=2", ranks=2)
     add("two ranks, rows cut over 3", "sequence_parallel_size=3", "--sequence_parallel_size=3", ranks=2)
@@ -440,7 +440,7 @@ def row_cases(add):
         of_file(f"named {file}", re.escape(file), jsonl(*GOOD), file=file)
     of_file("prompts too long", "max_prompt_length", jsonl(*GOOD), "--max_prompt_length=3")
     of_file("more asked than there are", either("train_prompts"), jsonl(*GOOD), "--train_prompts=50")
-    of_file("a step larger than the file", "prompts_per_step", jsonl(*GOOD), "--prompts_per_step=50")
+    of_file("a step larger than the file", runs(), jsonl(*GOOD), "--prompts_per_step=50")
     of_file("system_prompt with strings", "system_prompt", jsonl(*STRINGS), "--system_prompt=Think.")
     of_file("a reward of one's own", runs(), TRAIN_FILES["answer"][0], f"--reward={SMALL['reward']}")
 
@@ -668,9 +668,10 @@ def environment_cases(add):
     of_file("its tools alone with reward=none", "environment", TOOL, "--reward=none")
     of_file("prompts that are strings", "environment.*lists of messages", game_source(), "--task=file",
             "--train_file={dir}/rows.jsonl", "--train_prompts=0", files={"rows.jsonl": jsonl(*STRINGS)})
-    of_file("a prompt that ends with the assistant", r"rows\.jsonl:4: an environment", game_source(),
+    of_file("prompts that end with the assistant", "environment.* not the assistant's", game_source(),
             "--task=file", "--train_file={dir}/rows.jsonl", "--train_prompts=0", files={
-                "rows.jsonl": jsonl(*GOOD[:3], message("So", "assistant"), *GOOD[3:])})
+                "rows.jsonl": jsonl(*[prompt(row["prompt"] + message("So", "assistant")["prompt"])
+                                      for row in GOOD])})
     for name, words, template in (
             ("none", "chat template", REMOVED), ("without a place for tools", "no place for tools", b"""
                 {% for m in messages %}{{ m.role }}{{ m.content }}<|end|>{% endfor %}"""),

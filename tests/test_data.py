@@ -408,13 +408,12 @@ def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
     assert load("eval") == [{"prompt": f"{i}?"} for i in range(30, 60)]
 
 
-@pytest.mark.parametrize("held_out, count", [(False, 0), (True, 3)])
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_a_file_with_an_empty_side_is_named(tmp_path, split, held_out, count):
-    texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == held_out][:3]
+@pytest.mark.parametrize("split, other", [("train", "eval"), ("eval", "train")])
+def test_a_file_with_an_empty_side_is_named(tmp_path, split, other):
+    texts = [text for text in map(str, range(100)) if generate_problems.held_out(text) == (other == "eval")][:3]
     path = write(tmp_path / "rows.jsonl", *({"prompt": text} for text in texts))
-    count = count if split == "eval" else 3 - count
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}: without an eval_file .* {count} of 3 rows are for {split}; --eval_file="):
+    assert len(rows_of(other, 0, train_file=path)) == 3
+    with pytest.raises(ValueError, match=f"^{path}: without an eval_file .* none of 3 is for {split}; --eval_file"):
         rows_of(split, 0, train_file=path)
 
 
@@ -548,7 +547,6 @@ def test_a_prompt_without_tokens_is_named(tokenizer):
 
 
 def test_a_template_that_leaves_out_a_message_is_refused(tokenizer, tmp_path):
-    """Of each kind of roles one prompt is compared with what the model reads."""
     deaf = copy.deepcopy(tokenizer)
     deaf.chat_template = ("{% for m in messages if m.role != 'system' and m.role != 'developer' %}"
                           "<|user|>{{ m.content }}{% endfor %}<|assistant|>")
@@ -585,31 +583,22 @@ def test_encode_rows_errors(tokenizer):
         data.encode_rows(without, named(USER))
 
 
-def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_path):
-    """Wherever it stands: prompts are encoded when they are used, but one of each kind is at the start."""
+def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = pretrain.CHAT_TEMPLATE + (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}")
-    prompts = [[{"role": "user", "content": f"{i}+1?"}] for i in range(9000)]
+    prompts = [[{"role": "user", "content": f"{i}+1?"}] for i in range(400)]
     rows = [{"prompt": prompt} for prompt in prompts]
     path, other = write(tmp_path / "rows.jsonl", *rows), tmp_path / "other.jsonl"
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "train_prompts": 0}
     data.load_prompts(strict, SimpleNamespace(**settings))
     write(other, *rows, "", {"prompt": [{"role": "system", "content": "Be brief."}, *prompts[0]]})
     message = "the chat template, .* fails for .*Be brief.*System role not supported"
-    with pytest.raises(ValueError, match=f"^{other}:9002: {message}"):
+    with pytest.raises(ValueError, match=f"^{other}:402: {message}"):
         data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
-    text = text_of(load_rows("algebra", "train", 1)[0])
+    text = text_of(load_rows("algebra", "train", 300)[data.epoch_order(300, 0, 0)[0]])
     with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template, .*System role not"):
         data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
-    # An environment and tools have nothing to add to a string or an answer. An agent begins by itself.
-    for last in ("1+1?", [*prompts[0], {"role": "assistant", "content": "So"}]):
-        write(other, *rows, {"prompt": last})
-        changed = settings | {"train_file": str(other)}
-        for more in ({"environment": "game.py:Game"}, {"tools": "tools.py:add"}):
-            with pytest.raises(ValueError, match=f"^{other}:9001: an environment and tools need prompts that "):
-                data.load_prompts(tokenizer, SimpleNamespace(**changed | more))
-        data.load_prompts(tokenizer, SimpleNamespace(**changed | {"agent": "agent.py:solve"}))
 
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
@@ -703,9 +692,9 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     counting.count = 0
     prompts, position = train_set.draw(0, 100, 0)
     assert len(prompts) == 100 < counting.count == position < 200
-    # More are looked at where a step needs more; the message says how many there are.
-    with pytest.raises(ValueError, match=r"prompts_per_step=9999 is more than the 7\d\d\d training prompts"):
-        load_prompts(task="file", train_file=path, train_prompts=0, prompts_per_step=9999)
+    # A step may need more than there are.
+    prompts, position = train_set.draw(0, 20_000, 0)
+    assert len(prompts) == 20_000 and {prompt.epoch for prompt in prompts} == {0, 1, 2}
 
 
 def test_load_prompts_takes_the_form_of_the_prompts_from_the_settings(load_prompts, tokenizer):
@@ -775,22 +764,6 @@ def test_load_prompts_wants_one_that_fits_on_each_side(load_prompts, tmp_path, s
     write(tmp_path / "short.jsonl", *[{"prompt": "1?"}] * 7)
     write(tmp_path / "long.jsonl", *[{"prompt": "1" * length} for length in (30, 27, 28)])
     train_file, eval_file = (str(tmp_path / f"{name}.jsonl") for name in files)
-    message = f"max_prompt_length=24: none of the 3 {split} prompts fits; the shortest has 27 tokens"
+    message = f"max_prompt_length=24: none of 3 {split} prompts fits; the shortest has 27 tokens"
     with pytest.raises(ValueError, match=message):
         load_prompts(task="file", train_file=train_file, eval_file=eval_file)
-
-
-def test_load_prompts_wants_enough_for_a_step_and_one_for_each_rank():
-    tokenizer = pretrain.make_tokenizer()
-
-    def load(world_size, **settings):
-        few = {"max_prompt_length": 99, "train_prompts": 10, "eval_prompts": 2}
-        return data.load_prompts(tokenizer, SimpleNamespace(**SETTINGS | few | settings), world_size)
-
-    assert len(load(2, prompts_per_step=10)[0].named) == 10
-    with pytest.raises(ValueError, match="prompts_per_step=11 is more than the 10 training prompts"):
-        load(2, prompts_per_step=11)
-    with pytest.raises(ValueError, match="prompts_per_step=4 times max_num_gen_batches=3 is more than"):
-        load(2, prompts_per_step=4, max_num_gen_batches=3)
-    with pytest.raises(ValueError, match="2 held-out prompts are fewer than 3 ranks"):
-        load(3)

@@ -349,8 +349,7 @@ def test_an_engine_over_two_ranks(talker, games, reward_file, tmp_path):
 
 @pytest.mark.parametrize("setting, count, message", [
     ("--vllm_tensor_parallel_size=2", 1, "vllm_tensor_parallel_size=2 does not divide the 1 ranks"),
-    ("--prompts_per_step=5", 2, "prompts_per_step=5 is no multiple of 2"),
-    ("--eval_prompts=1", 2, "eval_prompts: 1 held-out prompts are fewer than 2 ranks")])
+    ("--prompts_per_step=5", 2, "prompts_per_step=5 is no multiple of 2")])
 def test_what_does_not_suit_the_ranks_is_refused(folder, tmp_path, setting, count, message):
     arguments = [f"--model={folder}", "--engine=hf", f"--out_dir={tmp_path}/run", setting]
     assert message in runs.forked(tmp_path / "log", "train_grpo.py", *arguments, ranks=count, code=2)

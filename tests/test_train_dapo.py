@@ -141,7 +141,6 @@ def test_a_run_does_not_lose_what_it_remembers(dapo_run, tmp_path, change, messa
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--max_num_gen_batches=5", "--train_prompts=100"], "times max_num_gen_batches=5 is more than the 100 "),
     (["--max_num_gen_batches=-1"], "max_num_gen_batches=-1: must not be negative"),
     (["--overlong_buffer=100"], "overlong_buffer=100: more than max_completion_length=64"),
     (["--overlong_buffer=-1"], "overlong_buffer=-1: must not be negative"),

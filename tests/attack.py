@@ -252,10 +252,9 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
     ([ASYNC], {
         ITSELF: "rollout_ranks=2; rollout_ranks=3; vllm_tensor_parallel_size=2; sequence_parallel_size=2; "
                 "shard_ranks=2; updates_per_step=7; eval_file=x.jsonl",
-        "in_flight": "in_flight=true max_staleness=0",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask",
         runs(): "seed=0; max_staleness=0; max_staleness=9; in_flight=true max_staleness=2; "
-                "timeout=20 call_timeout=1; advantage=grpo_process max_staleness=1; timeout=0"}),
+                "in_flight=true max_staleness=0; timeout=20 call_timeout=1; advantage=grpo_process max_staleness=1; timeout=0"}),
     ([GRPO], {
         "grpo_process": "advantage=grpo_process kl_coef=0.1 kl_estimator=k1_reward",
         "advantage=none": "advantage=none; advantage=none kl_coef=1 kl_estimator=k1_reward",

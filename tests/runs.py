@@ -208,9 +208,8 @@ def refused(arguments, message, tmp_path, script="train_grpo.py", ranks=1, loads
 
     loads: whether it may load one, because the line is about what is found then.
     """
-    forbidden = ["models"] * (not loads) + ["vllm"] * ("HIDE_VLLM" in arguments)
-    plain = [argument for argument in arguments if argument != "HIDE_VLLM"]
-    output = forked(tmp_path / "log", script, *plain, ranks=ranks, code=2, forbidden=forbidden)
+    forbidden = [] if loads else ["models"]
+    output = forked(tmp_path / "log", script, *arguments, ranks=ranks, code=2, forbidden=forbidden)
     assert message in output.splitlines()[-1] and "Traceback" not in output, output
 
 

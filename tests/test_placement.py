@@ -470,7 +470,6 @@ def test_what_stale_completions_are_worth(train, folder, tmp_path, estimator):
      "vllm_tensor_parallel_size=2 needs engine=vllm"),
     (3, {"rollout_ranks": 2, "prompts_per_step": 5}, "prompts_per_step=5 is no multiple of 2"),
     (2, {"max_staleness": -1}, "max_staleness=-1: must not be negative"),
-    (2, {"max_staleness": 0, "in_flight": True}, "max_staleness=0 with in_flight=True"),
     (2, {"old_logprobs": "engine"}, "engine_correction=token_truncate: with old_logprobs=engine")])
 def test_settings_that_do_not_fit_are_refused(folder, tmp_path, ranks, settings, message):
     arguments = with_defaults([], {"model": folder, "engine": "hf", "out_dir": tmp_path / "run"} | settings)

@@ -241,7 +241,6 @@ def bad(tmp_path_factory, folder):
     (["--kl_estimator=k4"], "kl_estimator=k4: choose k2, k3, "),
     (["--dtype=float8"], "dtype=float8"),
     (["--engine=sglang"], "engine=sglang: choose auto, vllm, hf"),
-    (["--engine=vllm", "HIDE_VLLM"], "engine=vllm needs vLLM: install requirements.txt"),
     (["--reward=BAD/nonsuch.py:score"], "nonsuch.py"),
     (["--reward=BAD/rewards.py:nonsuch"], "nonsuch"),
     (["--reward=score"], "reward must be file.py:function"),

@@ -272,10 +272,9 @@ def open_folders(s, longest, clock=None):
     tokenizer = load_tokenizer(policy, settings=s, clock=clock)
     other = {key.removesuffix("_model"): check_reader(key, getattr(s, key), policy, tokenizer, longest)
              for key in ("reference_model", "critic_model") if hasattr(s, key)}
-    return SimpleNamespace(
-        policy=policy, tokenizer=tokenizer, eos_ids=end_tokens(policy, tokenizer),
-        suits=getattr(read_config(policy), "suits", {}),
-        note=end_note(policy, tokenizer) if s.chat else "", **other)
+    eos_ids, suits = end_tokens(policy, tokenizer), getattr(read_config(policy), "suits", {})
+    return SimpleNamespace(policy=policy, tokenizer=tokenizer, eos_ids=eos_ids, suits=suits,
+                           note=s.chat and end_note(tokenizer, eos_ids), **other)
 
 
 CLOSE = 1e-4                # less difference from transformers, relative to the largest value, is rounding

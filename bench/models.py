@@ -138,6 +138,8 @@ refused or a run stopped. Most of these reasons concern vLLM's CPU build.
   it, so the script puts an empty module in its place.
 - A critic can be made of any model that can be a policy.
 - If a model reads images, only its text part is trained. The rest is frozen and stays in every checkpoint.
+- A prompt and its completion together may have as many tokens as `max_position_embeddings` in `config.json` says. If a
+  model reads more with YaRN, raise this number in the file.
 - These are always refused: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`),
   folders of adapters ([merge them](lora.md) first), and weights with NaN. A config with dropout is accepted, but the
   dropout does not act, because the engine has none either.

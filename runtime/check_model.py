@@ -79,10 +79,10 @@ def check_model(path, key="model", tokenizer=True, length=0):
         raise ValueError(f"{what}: the folder holds an adapter (adapter_config.json) and not a model; "
                          f"python lora.py {path} writes one")
     with reading(f"{what}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
-        limit = longest_row(read_config(path).get_text_config())
+        limit = getattr(read_config(path).get_text_config(), "max_position_embeddings", None) or math.inf
     if length > limit:
         raise ValueError(f"{what}: a prompt and its completion (max_completion_length) may have {length} "
-                         f"tokens, but by its config (max_position_embeddings) the model takes {limit:.0f}")
+                         f"tokens, but by its config (max_position_embeddings) the model takes {limit}")
     return path
 
 
@@ -90,18 +90,6 @@ def has_tokenizer(path):
     # A hub id is assumed to have one.
     return not os.path.isdir(path) or any(
         file.startswith(("tokenizer", "vocab", "spiece")) for file in os.listdir(path))
-
-
-def longest_row(config):
-    """Return how many tokens a model with this config reads in a row."""
-    longest, chunk = (getattr(config, key, None) or math.inf for key in (
-        "max_position_embeddings", "attention_chunk_size"))     # attention in chunks is not supported
-    rope = getattr(config, "rope_parameters", None) or {}
-    original = (rope.get("original_max_position_embeddings")
-                or getattr(config, "original_max_position_embeddings", None) or longest)
-    if rope.get("rope_type") in ("dynamic", "longrope"):        # beyond them positions depend on the batch
-        return min(original, chunk)
-    return min(max(longest, original * (rope.get("factor") or 1)), chunk)
 
 
 def check_trainable(path, key="model", tokenizer=True, length=0):
@@ -165,21 +153,16 @@ def end_tokens(model, tokenizer):
     return ids
 
 
-def end_note(model, tokenizer):
-    """Return a sentence if the chat template ends a turn with none of the model's end tokens, or else ""."""
+def end_note(tokenizer, eos_ids):
+    """Return a sentence if the chat template ends a turn with none of the tokens that end a completion."""
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "forty-two"}]
-    try:
-        written = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
     # Templates raise all kinds of errors. One that fails for the run's prompts stops it elsewhere.
-    except Exception:
-        return ""
-    ends = end_tokens(model, tokenizer)
-    if {*ends} & {*tokenizer(written, add_special_tokens=False).input_ids}:
-        return ""
-    names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
-    return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with "
-            f"{written!r}; "
-            "a model that writes the latter is cut off at max_completion_length")
+    with contextlib.suppress(Exception):
+        written = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("forty-two")[2]
+        if not {*eos_ids} & {*tokenizer(written, add_special_tokens=False).input_ids}:
+            names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(eos_ids)))
+            return (f"A completion ends with {names} (eos_token_id), but the chat template ends a turn with "
+                    f"{written!r}; a model that writes the latter is cut off at max_completion_length")
 
 
 def load_tokenizer(path, key="model", settings=None, clock=None):
@@ -187,18 +170,12 @@ def load_tokenizer(path, key="model", settings=None, clock=None):
 
     clock: the date and time, in ISO format, that the chat template prints where it asks for the present ones;
     if None, those of this call. The clock stands still, because the beginning of an episode that goes on at
-    midnight would no longer be its prompt. Raises ValueError if the tokenizer is damaged or belongs to
-    another model, or if the template cannot be read.
+    midnight would no longer be its prompt. Raises ValueError if the tokenizer or the template cannot be read.
     """
     with reading(f"{key}={path}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    embedded = read_config(path).get_text_config().vocab_size
-    # Gemma 3's text models share their tokenizer with larger ones and do not embed its image token.
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if any(number >= embedded for number in tokenizer.get_vocab().values() if number not in special):
-        raise ValueError(f"{key}={path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only "
-                         f"{embedded}: not the tokenizer that it was trained with")
-    tokenizer.embedded = embedded                               # no prompt may spell what is not: data.py
+    # No prompt may spell a token that the model does not embed: data.py.
+    tokenizer.embedded = read_config(path).get_text_config().vocab_size
     tokenizer.clean_up_tokenization_spaces = False              # rewards read what was written
     if settings:
         if path := settings.chat_template:
@@ -222,8 +199,7 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
 
     has_head: False leaves out the head of a causal language model, which the folder may then lack. may_lack:
     names of parameters that stay as the class makes them if the folder has none. Raises ValueError, with a
-    message that begins with `what`, if the weights cannot be read, do not fit the config, or have NaN or
-    infinite numbers.
+    message that begins with `what`, if the weights cannot be read or do not fit the config.
     """
     with reading(f"{what}: its weights"):
         hf, info = kind.from_pretrained(
@@ -235,9 +211,6 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
             hf.set_submodule(name, torch.nn.Identity())
             may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
     check_loaded(what, info, may_lack)
-    for name, x in hf.named_parameters():
-        if not all(map(torch.isfinite, x.aminmax())):
-            raise ValueError(f"{what}: {name} has NaN or infinite numbers in its weights")
     # In eval mode no dropout acts. The engine has none either.
     return hf.eval()
 
@@ -284,14 +257,12 @@ def sizes(path):
 
 
 def forecast(s, ranks, memory, cuda):
-    """Return the bytes that a rank takes while it samples, updates, and syncs weights, at the peak of each.
+    """Return the bytes that a rank takes while it samples and while it updates, at the peak of each.
 
     s: a script's settings. ranks: how many train. memory: that of a device, in bytes. cuda: whether it is a
     GPU. Only tensors are counted, for layers such as Llama's: CUDA, NCCL and vLLM's graphs take one to three
     GB more. Raises ValueError if weights, gradients and Adam's moments alone exceed the memory.
     """
-    # A script of your own may have dropped these settings.
-    s = SimpleNamespace(**{"kl_coef": 0, "reference_model": ""} | vars(s))
     # Bytes of a number in a layer.
     b = 2 if s.dtype in ("bfloat16", "float16") or s.dtype == "auto" and cuda else 4
     m, shards = sizes(s.model), s.shard_ranks or ranks
@@ -300,7 +271,7 @@ def forecast(s, ranks, memory, cuda):
     if hasattr(s, "critic_model"):
         trained.append(sizes(s.critic_model or s.model).whole)
         weights += 4 * trained[1]
-    if s.kl_coef > 0:
+    if getattr(s, "kl_coef", 0) > 0:                            # a script of your own may have dropped it
         weights += b * sizes(s.reference_model or s.model).whole
     weights, gradients, adam = weights / shards, 4 * max(trained) / shards, 8 * sum(trained) / shards
     state, head = weights + gradients + adam, m.V * m.H
@@ -318,16 +289,14 @@ def forecast(s, ranks, memory, cuda):
     if s.offload_optimizer and cuda:                            # the moments come for the optimizer's step
         update, resting = max(update - adam, state), weights
     if getattr(s, "rollout_ranks", 0):                          # the engines have devices of their own
-        return resting, update, resting
-    vllm = s.engine != "hf"
-    engine = b * m.whole / (s.vllm_tensor_parallel_size if vllm else 1)
-    sync = resting + engine + 2 * b * head                      # two copies of the largest parameter
+        return resting, update
+    # A weight sync, which comes before sampling, takes two copies of the largest parameter.
+    vllm, engine, copies = s.engine != "hf", b * m.whole / s.vllm_tensor_parallel_size, 2 * b * head
     if vllm and cuda:                                           # it takes its share, and sleeps in an update
-        return resting + max(engine, s.vllm_gpu_memory_utilization * memory), update, sync
+        return resting + max(engine + copies, s.vllm_gpu_memory_utilization * memory), update
     rows = min(256, s.prompts_per_step * s.num_generations / ranks)
-    longest = s.max_prompt_length + s.max_completion_length
-    cache = 2 ** 30 if vllm else rows * b * m.cached * longest
-    return resting + engine + cache, update + engine, sync
+    cache = 2 ** 30 if vllm else rows * b * m.cached * (s.max_prompt_length + s.max_completion_length)
+    return resting + engine + max(cache, copies), update + engine
 
 
 def forecast_note(s, ranks):
@@ -337,5 +306,5 @@ def forecast_note(s, ranks):
               host / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     peaks = forecast(s, ranks, memory, cuda)
     advice = "\nIt does not fit: docs/speed.md says which settings take less" if max(peaks) > memory else ""
-    return "forecast of memory per rank: sampling {:.2f}, update {:.2f}, sync {:.2f} of {:.2f} GB{}".format(
+    return "forecast of memory per rank: sampling {:.2f}, update {:.2f} of {:.2f} GB{}".format(
         *(size / 1e9 for size in (*peaks, memory)), advice)

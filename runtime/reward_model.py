@@ -20,8 +20,7 @@ class RewardModel:
 
     device: where it computes. dtype: the precision of its weights and its computation. token_budget: the
     largest number of tokens in a batch, padding included. Raises ValueError for a model that is no reward
-    model (it has several labels or no trained head), that names no pad token, or that embeds fewer tokens
-    than its tokenizer has.
+    model (it has several labels or no trained head), or that names no pad token.
     """
 
     def __init__(self, path, device, dtype, token_budget):

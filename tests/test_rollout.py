@@ -432,17 +432,13 @@ def test_end_tokens(folder, tmp_path):
         check_model.end_tokens(path, tokenizer)
 
 
-def test_end_tokens_that_the_template_never_writes(folder, tmp_path):
-    path = str(shutil.copytree(folder, tmp_path / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    assert check_model.end_note(path, tokenizer) == ""
-    GenerationConfig(eos_token_id=[65, 66]).save_pretrained(path)
+def test_end_tokens_that_the_template_never_writes(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     first, second = tokenizer.convert_ids_to_tokens([65, 66])
-    assert f"ends with {first}, {second} (eos_token_id), but" in check_model.end_note(path, tokenizer)
-    GenerationConfig(eos_token_id=[65, tokenizer.eos_token_id]).save_pretrained(path)
-    assert check_model.end_note(path, tokenizer) == ""
+    assert f"ends with {first}, {second} (eos_token_id), but" in check_model.end_note(tokenizer, [65, 66])
+    assert not check_model.end_note(tokenizer, [65, tokenizer.eos_token_id])
     tokenizer.chat_template = "{{ raise_exception('no turns') }}"
-    assert check_model.end_note(path, tokenizer) == ""
+    assert not check_model.end_note(tokenizer, [65, 66])
 
 
 @pytest.mark.parametrize("content", ['{"eos_token_id"', ""])

@@ -10,6 +10,9 @@ import functools
 import json
 from copy import deepcopy
 from itertools import pairwise
+from os.path import commonprefix
+
+from runtime.check_model import reading
 
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
 # in this order.
@@ -46,9 +49,11 @@ class Template:
         self.turns = [turn for tag, turn in tried.items()
                       if thinks and tag in str(tokenizer.chat_template)] or [{"content": "because"}]
 
-    def opening(self, messages):
-        """Return the ids of the messages before the first turn."""
-        return self._encode(messages, True)
+    def opening(self, messages, asked=True):
+        """Return the ids of messages and, if the policy is asked for a turn, of what stands before it."""
+        # What a CUT parts is encoded apart. Where a tokenizer puts a space before each text, it stands there.
+        parts = self.tokenizer(self._render(messages, asked).split(CUT), add_special_tokens=False).input_ids
+        return [one for part in parts for one in part]
 
     def between(self, turn, reply):
         """Return the ids after the end token of a turn, up to where the next turn begins.
@@ -58,12 +63,12 @@ class Template:
         calls = [call["function"]["name"] for call in turn.get("tool_calls", [])]
         # The policy may have made up a name, and with it a control token.
         calls = tuple(name if name in self.names else "unknown" for name in calls)
-        messages, before = self._until_end(calls)
-        reply = [message | {"content": self.defused(text_in(message["content"]))} for message in reply]
+        messages, asked, said = self._until_end(calls)
+        before = asked + said
         # The results of the calls come first; what the user says may follow.
-        named = [message | {"name": name} for message, name in zip(reply, calls)]
-        reply = named + reply[len(named):]
-        after = self._encode(messages + reply, True)
+        reply = [message | {"content": self.defused(text_in(message["content"]))}
+                 | ({"name": calls[i]} if i < len(calls) else {}) for i, message in enumerate(reply)]
+        after = self.opening(messages + reply)
         if after[:len(before)] != before:
             raise ValueError("the chat template rewrites a turn once something follows it: "
                              + parted(self.tokenizer.decode(before), self.tokenizer.decode(after)))
@@ -74,14 +79,12 @@ class Template:
 
         before: the ids before the turn. sampled, text: ids and text of the turn.
         """
-        said, found = {"role": "assistant", "content": text}, []
+        said, own = {"role": "assistant", "content": text}, getattr(self.tokenizer, "response_template", None)
+        if not (own or self.tools):
+            return said, []
         try:
-            if getattr(self.tokenizer, "response_template", None):
-                parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=self.tools)
-            elif self.tools:
-                parsed = self.tokenizer.parse_response(text, COMMON, prefix=before)
-            else:
-                return said, []
+            parsed = self.tokenizer.parse_response(sampled if own else text, own or COMMON, prefix=before,
+                                                   tools=self.tools)
             found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
             said |= parsed | {"content": parsed.get("content") or ""}
         # A parser may raise anything for text that is not as it expects.
@@ -91,7 +94,7 @@ class Template:
 
     def defused(self, text):
         """Return the text with a CUT inside everything in it that is encoded as a control token."""
-        return broken_up(text.encode(errors="replace").decode(), self.tokenizer, self.control, CUT)
+        return broken_up(text, self.tokenizer, self.control, CUT)
 
     def check(self, messages):
         """Raise ValueError if the template cannot be used for several turns after these messages."""
@@ -111,8 +114,8 @@ class Template:
                                      "would not be those of its conversation: " + parted(before, after))
             written, replied = texts[3][len(texts[2]):], texts[4][len(texts[3]):]
             if "why" in str(turn) and "why" not in written:
-                raise ValueError(f"the chat template drops what a turn has thought: it writes {written!r:.200} "
-                                 f"for {turn['content']!r}")
+                raise ValueError("the chat template drops what a turn has thought: it writes "
+                                 f"{written!r:.200} for {turn['content']!r}")
             if reply["content"] not in replied:
                 raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
             inserted = self.between(turn, [reply])
@@ -122,20 +125,20 @@ class Template:
         if calls:
             # The policy may make up a tool, and make several calls at once.
             self.between(turn_of({}, ["unknown", *calls]), [reply] * 2)
-            asked, ids = self._until_end((*calls,))
-            begin = len(self.opening(asked[:1]))
-            text = self.tokenizer.decode(ids[begin:-1])
-            if [call["function"]["name"] for call, _ in self.read(ids[:begin], ids[begin:], text)[1]] != calls:
-                raise ValueError(f"no call is found in {text!r:.300}, which the chat template writes: it needs "
-                                 "the form <tool_call>JSON</tool_call>, or a response_template")
+            _, asked, said = self._until_end((*calls,))
+            text = self.tokenizer.decode(said[:-1])
+            if [call["function"]["name"] for call, _ in self.read(asked, said, text)[1]] != calls:
+                raise ValueError(f"no call is found in {text!r:.300}, which the chat template writes: it "
+                                 "needs the form <tool_call>JSON</tool_call>, or a response_template")
 
     @functools.lru_cache(maxsize=64)
     def _until_end(self, calls):
-        # A question and a turn with calls of these tools: the messages, and the ids to the end of the turn.
+        # A question and a turn with calls of these tools: the messages, the ids of the question, and the
+        # others to the end of the turn.
         messages = [{"role": "user", "content": "?"}, turn_of(self.turns[0], calls)]
         begin = len(self.opening(messages[:1]))
         try:
-            ids = self._encode(messages, False)
+            ids = self.opening(messages, asked=False)
         except ValueError:
             if len(calls) < 2:
                 raise
@@ -147,37 +150,21 @@ class Template:
             tokens = self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))
             raise ValueError(f"the chat template ends a turn with none of the tokens that end a completion, "
                              f"{tokens}, so it does not say what follows them")
-        return messages, ids[:ends[-1] + 1]
-
-    def _encode(self, messages, asked):
-        # What follows a CUT is encoded by itself, behind a digit because some tokenizers put a space before
-        # each text.
-        text, *parts = self._render(messages, asked).split(CUT)
-        ids, digit = self._ids(text), self._ids("1")
-        for part in parts:
-            both = self._ids("1" + part)
-            ids += both[len(digit):] if both[:len(digit)] == digit else self._ids(part)
-        return ids
-
-    def _ids(self, text):
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+        return messages, ids[:begin], ids[begin:ends[-1] + 1]
 
     def _render(self, messages, asked):
         # The text of the messages and, if the policy is asked, of the beginning of its turn.
-        try:
+        with reading(f"with the chat template {messages!r:.500}"):
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked,
                                                       tools=self.tools)
-        # Templates raise all kinds of errors.
-        except Exception as error:
-            raise ValueError(f"the chat template fails with {error!r:.200}; the messages are "
-                             f"{messages!r:.500}") from error
 
 
 def broken_up(text, tokenizer, control, mark):
     """Return the text with a mark inside everything in it that is encoded as one of the ids `control`.
 
-    What has a single character stays.
+    What has a single character stays, and half a surrogate pair becomes a question mark.
     """
+    text = text.encode(errors="replace").decode()
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     # A tokenizer that normalises makes a control token of other characters as well.
     cuts = [(start + end) // 2 for one, (start, end) in zip(found.input_ids, found.offset_mapping)
@@ -229,6 +216,6 @@ def turn_of(said, names):
 
 def parted(before, after):
     # Two texts around the place where they part.
-    same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
+    same = len(commonprefix([before, after]))
     start = max(0, same - 40)
     return f"{before[start:same + 80]!r} becomes {after[start:same + 80]!r}"

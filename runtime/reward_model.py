@@ -98,5 +98,4 @@ class RewardModel:
             return {self._harmless(key): self._harmless(value) for key, value in said.items()}
         if isinstance(said, list):
             return [*map(self._harmless, said)]
-        return said if not isinstance(said, str) else broken_up(
-            said.encode(errors="replace").decode(), self.tokenizer, self.control, " ")
+        return broken_up(said, self.tokenizer, self.control, " ") if isinstance(said, str) else said

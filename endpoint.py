@@ -14,7 +14,7 @@ Neither are rows of the model "opponent", which is the policy as another player.
 import asyncio
 import copy
 import json
-import zlib
+import socket
 from concurrent.futures import Future
 from functools import cache, lru_cache, partial
 from queue import SimpleQueue
@@ -23,9 +23,8 @@ from secrets import token_hex
 from aiohttp import web
 
 from episodes import Conversation, Episode
-from rollout import text_of
 from runtime.chat_template import Template, read_call, tool_call
-from runtime.user_code import Failed, TimeUp, event_loop, in_thread, outcome, shown
+from runtime.user_code import Failed, TimeUp, in_thread, outcome, shown
 
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 # The fields of a request that are read. Those of ONLY can have no other values, because the policy is sampled
@@ -49,9 +48,9 @@ def as_read(message):
 
 
 @lru_cache(maxsize=64)
-def template_for(tokenizer, eos_ids, tools):
+def template_for(player, tools):
     # Returns the Template for tools that are given as JSON.
-    template = Template(tokenizer, eos_ids, json.loads(tools))
+    template = Template(player.tokenizer, player.eos_ids, json.loads(tools))
     template.check([{"role": "user", "content": "?"}])
     return template
 
@@ -62,14 +61,11 @@ PLAYING = {}                            # {key: AgentEpisode}
 @cache
 def serve():
     """Begin to listen to the agents of all episodes, once, and return the URL."""
-    async def begin():
-        app = web.Application(client_max_size=2**22)                # bytes of a request
-        app.add_routes([web.post("/v1/chat/completions", hear)])
-        await (runner := web.AppRunner(app, access_log=None)).setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-
-    return asyncio.run_coroutine_threadsafe(begin(), event_loop("of the endpoint")).result()
+    app = web.Application(client_max_size=2**22)                # bytes of a request
+    app.add_routes([web.post("/v1/chat/completions", hear)])
+    listener = socket.create_server(("127.0.0.1", 0))
+    in_thread(partial(web.run_app, app, sock=listener, print=None, access_log=None, handle_signals=False))
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
 
 async def hear(request):
@@ -112,13 +108,11 @@ class AgentEpisode(Episode):
             while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
                 future, body = heard
                 try:
-                    row = self._row(said := json.loads(body))
+                    reply = yield from self._answer(json.loads(body))
                 # An agent may send anything.
                 except Exception as error:
-                    future.set_result(refusal(400, shown(error)))
-                else:
-                    answer = yield row.request()
-                    future.set_result(self._answered(row, answer, said.get("stream")))
+                    reply = refusal(400, shown(error))
+                future.set_result(reply)
         except (Failed, TimeUp) as late:
             raise Failed(f"took more than call_timeout={self.settings.call_timeout:g} seconds") from late
         finally:
@@ -133,15 +127,16 @@ class AgentEpisode(Episode):
             raise error or Failed("never asked the policy")
         self.instance, self.ended = self, "length" if self.full else "stop"     # rewards read its score
 
-    def _row(self, body):
-        # Returns the row that a request continues, or a new one. Raises an error if there can be no answer.
+    def _answer(self, body):
+        # Samples an answer in the row that a request continues, or in a new one, and returns what the agent
+        # gets. Raises an error if there can be no answer.
         if refused := [key for key, values in ONLY.items() if body.get(key) not in values]:
             raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
         if strange := sorted({key for key, value in body.items() if value is not None} - READ):
             print_once("agent: the run's settings replace these fields of its requests:", *strange)
         for tool in body.get("tools") or ():                    # OpenAI's clients may leave these out
             tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
-        template = template_for(self.player.tokenizer, (*self.player.eos_ids,), json.dumps(body.get("tools")))
+        template = template_for(self.player, json.dumps(body.get("tools") or None))
         opponent, read = body.get("model") == "opponent", [*map(as_read, body["messages"])]
         # The longest first: if the agent says all that was said each time, there is one comparison.
         if before := next((row for row in sorted(self.rows, key=lambda row: -len(row.read))
@@ -155,29 +150,22 @@ class AgentEpisode(Episode):
                 one, ensure_ascii=False))) for one in read]
             row = Conversation(self.first._replace(ids=template.opening(safe)), template)
             row.prompt, row.opponent, fits = read, opponent, len(row.ids) <= self.longest
-        row.read, row.before, self.full = read, before, self.full or not fits
+        self.full = self.full or not fits
         if not fits:
             raise ValueError(f"the maximum context length is {self.longest} + {row.first.max_tokens} tokens")
-        # No two answers are sampled with one seed. What was refused is not in rows and takes none.
-        if any(one.before is before for one in self.rows):
-            seed = zlib.crc32(f"{self.first.seed} row {len(self.rows)}".encode())
-            row.first = row.first._replace(seed=seed)
-        return row
-
-    def _answered(self, row, answer, stream):
-        # Appends an answer to its row, and returns what the agent gets.
+        # Of all answers in all rows, so that no two have the same seed. What was refused takes none.
+        answer = yield row.request(len(self.rows) + 1)
         n, m, cut = len(row.ids), len(answer.ids), answer.finish_reason == "length"
-        text = text_of(self.player.tokenizer, answer.ids, answer.finish_reason)
-        said, calls = row.template.read(row.ids, answer.ids, text)
+        text, said, calls = self._read(row, answer)
         wrong = sum(bool(problem) for _, problem in calls)
-        if cut or wrong:                                        # a call that cannot be made stays a text
+        if wrong:                                               # a call that cannot be made stays a text
             said, calls = {"role": "assistant", "content": text}, []
         told = said | {"tool_calls": [{"index": i} | tool_call(
             self.counts["calls"] + i, call["function"]["name"], json.dumps(call["function"]["arguments"]))
             for i, (call, _) in enumerate(calls)]}
         said |= {"tool_calls": [call for call, _ in calls]} if calls else {}
         row.answer(answer, said)
-        row.read = [*row.read, as_read(said)]
+        row.read, row.before = [*read, as_read(said)], before
         self.rows.append(row)
         if not row.opponent and len(row.logprobs) > len(self.talk.logprobs):
             self.talk, self.full, self.row = row, cut, self.row | {"prompt": row.prompt}
@@ -187,7 +175,7 @@ class AgentEpisode(Episode):
                         "untrained_tokens": sampled - len(self.talk.logprobs),
                         "calls": self.counts["calls"] + len(calls) + wrong,
                         "failures": self.counts["failures"] + wrong}
-        reason = "length" if cut else "tool_calls" if calls else "stop"
+        reason, stream = "length" if cut else "tool_calls" if calls else "stop", body.get("stream")
         reply = {"id": f"chatcmpl-{len(self.rows)}", "created": 0, "model": "policy",
                  "object": "chat.completion" + ".chunk" * bool(stream), "choices": [
                      {"index": 0, "delta" if stream else "message": told, "finish_reason": reason}],

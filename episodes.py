@@ -58,10 +58,12 @@ class Conversation:
         self.first, self.ids, self.left, self.template = first, list(first.ids), first.max_tokens, template
         self.spans, self.logprobs, self.versions, self.messages = [], [], {}, []
 
-    def request(self):
-        """Return the Request for the next turn, which has a seed of its own and may take all that is left."""
-        turn, seed = len(self.spans) + 1, self.first.seed
-        seed = seed if turn == 1 else zlib.crc32(f"{seed} {turn}".encode())
+    def request(self, turn):
+        """Return the Request for the next turn, which may take all that is left.
+
+        turn: its number, from 1, which gives it a seed of its own.
+        """
+        seed = self.first.seed if turn == 1 else zlib.crc32(f"{self.first.seed} {turn}".encode())
         return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.left)
 
     def answer(self, answer, message):
@@ -146,7 +148,12 @@ class Episode:
                 yield from self._begin()
                 while not self.ended:
                     yield from self._turn()
-                yield from self._last_reward()
+                if "get_reward" in player.methods:
+                    reward = yield from self._call(self.instance.get_reward)
+                    if reward is not None:
+                        self.rewards[self.last] += as_float(reward)
+                    elif "step" not in player.methods:
+                        self.rewards[self.last] = math.nan      # not scored, as in TRL
             except (Failed, TimeUp, ValueError) as error:
                 turn, late = len(self.talk.spans), isinstance(error, TimeUp)
                 when = f"in turn {turn}" if turn else "before its first turn"
@@ -157,7 +164,7 @@ class Episode:
                 # An environment that may still be at work, or whose reset failed, plays no other episode.
                 if self.instance is not None and (late or not turn):
                     player.close(self.instance)
-            if not self.talk.spans:                             # it could not begin: an answer without a score
+            if not self.talk.spans:                             # it could not begin: one answer, not scored
                 yield from self._turn()
             if self.ended == "error":
                 self.rewards = {self.last: math.nan}
@@ -205,11 +212,9 @@ class Episode:
     def _turn(self):
         # A turn of the policy and what the environment replies, unless the episode has ended before it.
         player, talk = self.player, self.talk
-        answer = yield talk.request()
-        text, cut = text_of(player.tokenizer, answer.ids, answer.finish_reason), answer.finish_reason == "length"
-        said, calls = {"role": "assistant", "content": text}, []
-        if player.make and not cut:                             # a call in a turn that was cut off is not made
-            said, calls = player.template.read(talk.ids, answer.ids, text)
+        answer = yield talk.request(len(talk.spans) + 1)
+        text, said, calls = self._read(talk, answer)
+        cut = answer.finish_reason == "length"
         talk.answer(answer, said)
         self.rewards[self.last] = 0.0
         if self.ended:
@@ -229,6 +234,14 @@ class Episode:
             ended = "length"
         self.ended = ended
 
+    def _read(self, talk, answer):
+        # Returns the text of an answer, the answer as a message, and its calls, of which one that was cut off
+        # has none.
+        text = text_of(self.player.tokenizer, answer.ids, answer.finish_reason)
+        if not talk.template or answer.finish_reason == "length":
+            return text, {"role": "assistant", "content": text}, []
+        return text, *talk.template.read(talk.ids, answer.ids, text)
+
     def _result(self, call, problem):
         # Makes a call of a tool if there is no problem with it, and returns its message.
         name, arguments = call["function"].values()
@@ -245,15 +258,6 @@ class Episode:
         self.counts["failures"] += bool(problem)
         return {"role": "tool", "name": name, "tool_call_id": call["id"],
                 "content": {"error": problem} if problem else content}
-
-    def _last_reward(self):
-        # Adds what the environment gives for the whole episode.
-        if "get_reward" in self.player.methods:
-            reward = yield from self._call(self.instance.get_reward)
-            if reward is not None:
-                self.rewards[self.last] += as_float(reward)
-            elif "step" not in self.player.methods:
-                self.rewards[self.last] = math.nan              # not scored, as in TRL
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -316,14 +320,13 @@ class Player:
         self.called = dict(zip(map(name_of, tools), functions + names))
         if len(self.called) < len(tools):
             raise ValueError(f"{self.key}: two tools have the same name: {', '.join(map(name_of, tools))}")
-        try:
-            self.tools = [get_json_schema(tool) for tool in tools]
-        except Exception as error:                              # it names the tool
+        self.tools, error, _ = outcome(lambda: [get_json_schema(tool) for tool in tools])
+        if error:                                               # it names the tool
             raise ValueError(f"{self.key}: a tool needs type hints and a docstring that explains its "
-                             f"arguments: {error}") from error
+                             f"arguments: {error}")
 
     def close(self, *instances):
-        """Close these instances, or else all, by close() or else by release(), which have ten seconds then."""
+        """Close these instances by close() or else by release(), or within ten seconds all of them."""
         calls = []
         for one in instances or [*self.opened.values()]:
             del self.opened[id(one)]

@@ -478,8 +478,8 @@ def test_a_conversation_needs_no_environment(games):
     (prompt,) = prompts_for([row])
     (r,) = plays.play(engine, [prompt], 1, [9], 21, 1.0)
     talk = episodes.Conversation(Request(0, prompt.ids, 9, 21), plays.template)
-    for text, expected in zip(("on<|end|>", "y<|end|>"), engine.asked):
-        request = talk.request()
+    for turn, (text, expected) in enumerate(zip(("on<|end|>", "y<|end|>"), engine.asked), 1):
+        request = talk.request(turn)
         assert request == expected
         ids = TOKENIZER(text).input_ids
         said, calls = plays.template.read(request.ids, ids, text.removesuffix("<|end|>"))

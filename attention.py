@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
@@ -184,29 +184,14 @@ def part(batch, leader, group):
                    cut=Cut(group, leader, len(batch.index), mine), **emptied)
 
 
-class Joined(torch.autograd.Function):
-    """Joins values that each rank computed for its part of a row: [C] on the leader, [0] on other ranks.
+def join(values, cut):
+    """Join values that each rank computed for its part of a row: [C] on the leader, [0] on other ranks.
 
     The gradient goes back to the rank that computed a value. A collective of the group.
     """
-
-    @staticmethod
-    def forward(ctx, values, cut):
-        ctx.cut, ctx.shape = cut, (cut.count, *values.shape[1:])
-        joined = values.new_zeros(ctx.shape)
-        joined[cut.mine] = values
-        dist.all_reduce(joined, group=cut.group)
-        return joined if cut.group.rank() == cut.leader else joined[:0].clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        cut = ctx.cut
-        joined = gradient.contiguous() if cut.group.rank() == cut.leader else gradient.new_empty(ctx.shape)
-        dist.broadcast(joined, group=cut.group, group_src=cut.leader)
-        return joined[cut.mine], None
-
-
-join = Joined.apply             # (values, cut) -> the values for the whole row
+    joined = values.new_zeros(cut.count, *values.shape[1:])
+    joined[cut.mine] = values
+    return all_reduce(joined, "sum", cut.group)[:cut.count if cut.group.rank() == cut.leader else 0]
 
 
 def exchange(x, group):

@@ -446,11 +446,6 @@ def test_an_error_is_the_last_that_a_run_says(folder, tmp_path):
     assert "ValueError: reward score raised ZeroDivisionError" in output.splitlines()[-1]
 
 
-def test_who_reads_only_the_first_line_of_the_help():
-    output = launch("-c", f"{sys.executable} train_grpo.py --help | head -1", launcher=("bash",))
-    assert output.startswith("GRPO (") and output.count("\n") == 1
-
-
 REWARDS = """
 import itertools
 calls = itertools.count()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from configurator import printable
-from runs import ROOT, lines
+from runs import ROOT, begin, lines, with_defaults
 
 REWARD = """
 import sys
@@ -16,30 +16,37 @@ def score(prompts, completions, **_):
 """
 
 
-@pytest.mark.parametrize("redirection, coding", [
-    (">&- 2>&-", "utf-8"), ("<&- >&- 2>&-", "utf-8"), (">/dev/full 2>/dev/full", "utf-8"),
-    ("2>&1 | true", "utf-8"), (">OUT 2>&1", "ascii")])
-def test_a_run_goes_on_without_a_console(folder, tmp_path, redirection, coding):
+@pytest.fixture()
+def command(folder, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD)
-    arguments = {"model": folder, "out_dir": tmp_path / "run", "reward": f"{tmp_path}/rewards.py:score",
-                 "engine": "hf", "max_steps": 2, "prompts_per_step": 4, "num_generations": 4,
-                 "max_completion_length": 12, "train_prompts": 16, "eval_prompts": 4, "eval_samples": 1}
-    command = " ".join([sys.executable, "train_grpo.py", *(f"--{k}={v}" for k, v in arguments.items()),
-                        redirection.replace("OUT", f"{tmp_path}/out")])
-    code = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, timeout=120,
+    return ["train_grpo.py", *with_defaults([f"--out_dir={tmp_path}/run"], {
+        "model": folder, "reward": f"{tmp_path}/rewards.py:score", "engine": "hf", "max_steps": 2,
+        "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 16,
+        "eval_prompts": 4, "eval_samples": 1})]
+
+
+@pytest.mark.parametrize("redirection, coding", [
+    ("<&- >&- 2>&-", "utf-8"), ("2>&1 | true", "utf-8"), (">OUT 2>&1", "ascii")])
+def test_a_run_goes_on_without_a_console(command, tmp_path, redirection, coding):
+    line = " ".join([sys.executable, *command, redirection.replace("OUT", f"{tmp_path}/out")])
+    code = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=ROOT, timeout=120,
                           env=os.environ | {"PYTHONIOENCODING": coding}).returncode
     assert code == 0 and [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
     if coding == "ascii":
         assert "caf\\xe9 \\ud800" in (tmp_path / "out").read_text()
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_no_library_warns_of_what_is_fine(tmp_path, engine):
-    """Nothing is on stderr, also with vLLM, which sets up its own logging."""
-    if engine == "vllm":
-        pytest.importorskip("vllm")
+def test_a_run_goes_on_where_its_console_is_full(command, tmp_path):
+    (process,) = begin("/dev/full", *command)
+    process.join(120)
+    assert process.exitcode == 0 and [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_no_library_warns_of_what_is_fine(tmp_path):
+    """Nothing is on stderr with vLLM, which sets up its own logging. See also test_train_grpo.py."""
+    pytest.importorskip("vllm")
     said = subprocess.run(
-        [sys.executable, "train_grpo.py", f"--engine={engine}", "--max_steps=1", "--prompts_per_step=4",
+        [sys.executable, "train_grpo.py", "--engine=vllm", "--max_steps=1", "--prompts_per_step=4",
          "--train_prompts=16", "--eval_prompts=4", f"--out_dir={tmp_path}/run"], cwd=ROOT, capture_output=True,
         text=True, timeout=300)
     assert said.returncode == 0 and said.stdout.startswith(f"{tmp_path}/run: tiny, ")

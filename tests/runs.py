@@ -24,8 +24,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 # Modules of the repository are not among them: a script imports these itself, as under a launcher.
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload([
-    "torch.distributed.fsdp", "torch.nn.attention.varlen", "torch.utils.tensorboard",
-    "transformers.models.qwen3.modeling_qwen3", "vllm.entrypoints.llm"])
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.nn.attention.varlen",
+    "torch.utils.tensorboard", "transformers.models.qwen3.modeling_qwen3", "vllm.entrypoints.llm"])
 
 
 def load_rows(*arguments, **more):

@@ -579,10 +579,11 @@ def test_what_a_run_refuses(tmp_path, write, reward_file):
             ":solve, before its first turn: raised TypeError", tmp_path)
 
 
-def test_no_other_run_opens_the_endpoint():
+def test_no_other_run_opens_the_endpoint(tmp_path):
     """Nor does a Player without an agent."""
-    code = "import sys; sys.path[:0] = ['.', 'tests']; from test_episodes import player; player(''); "
-    runs.launch("-c", code + "assert 'endpoint' not in sys.modules")
+    (tmp_path / "plays.py").write_text(
+        "import sys\nfrom test_episodes import player\nplayer('')\nassert 'endpoint' not in sys.modules\n")
+    runs.forked(tmp_path / "log", tmp_path / "plays.py")
 
 
 BRANCHES = """

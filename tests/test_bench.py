@@ -54,8 +54,8 @@ def test_episodes_at_their_own_pace(tmp_path):
 
 
 def test_what_fails_is_named_at_the_end(tmp_path):
-    output = launch("-m", "bench.gpu", "--parts=base", f"--out_dir={tmp_path}/out", "--base=--layers=x",
-                    code=1)
+    output = forked(tmp_path / "log", "-m", "bench.gpu", "--parts=base", f"--out_dir={tmp_path}/out",
+                    "--base=--layers=x", code=1)
     assert "--layers must be a whole number" in output and output.endswith("failed: base\n")
 
 

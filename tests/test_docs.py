@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -99,7 +98,7 @@ def test_a_diff_applies_and_runs(copy, number):
         assert "advantage=pass_at_k counts scores above 0, which kl_estimator=k1_reward shifts" in output
     if any((copy / "tests").iterdir()):
         # What waits for a diff is tested with it.
-        output = run(copy, sys.executable, "-m", "pytest", "-rs", "tests")
+        output = runs.forked(copy / "tested", "-m", "pytest", "-rs", "tests", root=copy)
         assert "+def countdown" not in diff or " skipped" not in output
         for word in ("kl_cov", "remax", "maxrl"):
             assert f'"{word}": {word}' not in diff or f"adds {word}" not in output

@@ -19,7 +19,7 @@ from episodes import Player
 from rewards import Scorer
 from runtime import check_model, user_code
 from runtime.user_code import UserProcess
-from runs import ROOT, begin, finish, launch, lines, with_defaults
+from runs import ROOT, begin, finish, forked, lines, with_defaults
 from test_episodes import PARSED, SETTINGS, Says, call, parts_of, prompts_for
 from test_survive import count_lines, wait_for
 from test_train_episodes import SMALL
@@ -701,6 +701,6 @@ def test_an_environment_that_goes_to_another_folder_moves_nothing(talker, tmp_pa
     settings = SMALL | {"model": "model", "task": "file", "train_file": "rows.jsonl", "train_prompts": 0,
                         "eval_prompts": 4, "environment": "game.py:Wanders", "reward": "crash.py:crash, crash.py:also",
                         "reward_errors": "unscored", "max_prompt_length": 64, "out_dir": "here"}
-    launch(f"{ROOT}/train_grpo.py", *with_defaults([], settings), cwd=tmp_path)
+    forked(tmp_path / "log", f"{ROOT}/train_grpo.py", *with_defaults([], settings), root=tmp_path)
     assert {"metrics.jsonl", "checkpoint-2", "config.json"} <= {*os.listdir(tmp_path / "here")}
     assert len(lines(tmp_path / "here")) == 3 and (tmp_path / "crashed").exists()

@@ -1,12 +1,10 @@
 """Tasks of the package reasoning-gym: their rows, what is refused, what an answer scores, and a run."""
 import json
-import subprocess
-import sys
 import types
 
 import pytest
 
-from runs import ROOT, train
+from runs import forked, train
 from tasks import reasoning_gym as gym
 
 pytest.importorskip("pyfiglet")     # one of the packages that reasoning_gym needs: requirements-cpu.txt
@@ -117,7 +115,8 @@ def test_a_run_trains_on_two_generators(folder, tmp_path):
 
 
 def test_without_the_package_one_line_says_so(tmp_path):
-    code = ("import sys; sys.modules['reasoning_gym'] = None; "
-            f"sys.argv = ['train_grpo.py', '--task=reasoning_gym:{SUM}']; import runpy; runpy.run_path('train_grpo.py', run_name='__main__')")
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and "needs the package reasoning-gym" in result.stderr.splitlines()[-1]
+    (tmp_path / "without.py").write_text(
+        "import runpy, sys\nsys.modules['reasoning_gym'] = None\n"
+        "runpy.run_path('train_grpo.py', run_name='__main__')\n")
+    output = forked(tmp_path / "log", tmp_path / "without.py", f"--task=reasoning_gym:{SUM}", code=2)
+    assert "needs the package reasoning-gym" in output.splitlines()[-1]

@@ -5,6 +5,8 @@ import shutil
 
 # Before torch: models this small lose by a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before transformers: the tests need no hub, and without a network one question to it takes 20 seconds.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch

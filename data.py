@@ -194,7 +194,7 @@ def answer_of(row, columns):
 
 def read_rows(path):
     # All rows of a file as pairs (where, row); a row of JSONL is its line.
-    whole = Path(path).expanduser()
+    whole = Path(os.path.expanduser(path))
     if whole.suffix not in (".jsonl", ".json", ".parquet") or not whole.is_file():
         raise ValueError(f"{path}: no such file of .jsonl, .json or .parquet")
     with naming(path):
@@ -332,10 +332,10 @@ def as_read(tokenizer, prompt):
 def load_split(tokenizer, settings, split, tools=None, **changed):
     """Return the Prompts of a split, "train" or "eval", a list of those that are encoded, and a note on both.
 
-    Prompts of more than max_prompt_length tokens are left out. Of the training prompts the first 512 of the
-    first epoch are encoded, and of the held-out ones, which are the same for every seed, all. tools: as in
-    encode_rows. changed: settings that have another value here, such as the eval_file of a second
-    evaluation. Raises ValueError where named_rows or encode_rows does, or if none fits.
+    Encoded are the first 512 training prompts of the first epoch, and all held-out prompts, which are the
+    same for every seed. Those of more than max_prompt_length tokens are left out. tools: as in encode_rows.
+    changed: settings that have another value here, such as the eval_file of a second evaluation. Raises
+    ValueError where named_rows or encode_rows does, or if none fits.
     """
     s = SimpleNamespace(**vars(settings) | changed)
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)

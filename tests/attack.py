@@ -234,7 +234,7 @@ BAD_FOR_MANY = [  # a value, the words of the refusal, and which settings must n
 ITSELF = r"\b{}\b"               # the words are the first setting
 TOGETHER = [  # scripts, and a table of settings, of which those for one run stand together
     ([GRPO, DAPO, PPO], {
-        ITSELF: "prompts_per_step=33; eval_file=x.jsonl; train_file=x.jsonl; "
+        ITSELF: "eval_file=x.jsonl; train_file=x.jsonl; "
                 "token_budget=70; vllm_tensor_parallel_size=2; "
                 "sequence_parallel_size=2; shard_ranks=2",
         "train_file": "task=file", "reward_model": "reward=none", "resume=auto": "resume=auto out_dir=",
@@ -244,9 +244,9 @@ TOGETHER = [  # scripts, and a table of settings, of which those for one run sta
         ITSELF: "updates_per_step=3; num_generations=1 prompts_per_step=4",
         "engine_correction": "old_logprobs=engine engine_correction=token_mask"}),
     ([DAPO], {
-        ITSELF: "max_num_gen_batches=17", "max_num": "advantage=reinforce++",
+        "max_num": "advantage=reinforce++",
         "overlong_buffer": "advantage=grpo_process overlong_buffer=5 max_num_gen_batches=0",
-        runs(): "seed=0; max_num_gen_batches=0"}),
+        runs(): "seed=0; max_num_gen_batches=0; max_num_gen_batches=17"}),
     ([PPO], {ITSELF: "critic_warmup_steps=2; updates_per_step=3; reference_model=tiny",
              runs(): ["seed=0"]}),
     ([ASYNC], {
@@ -298,7 +298,7 @@ def settings_cases(add):
                      "\udcff", "a\nb", "[" * 100_000):
         add(f"argument {argument!r}", "cannot take", argument)
     add("value after a space", "cannot take --seed", "--seed", "5")
-    add("two ranks, 3 prompts", "prompts_per_step=3 does not divide", "--prompts_per_step=3", ranks=2)
+    add("two ranks, 3 prompts", "prompts_per_step=3 is no multiple", "--prompts_per_step=3", ranks=2)
     add("two ranks, one held-out prompt", runs(), "--eval_prompts=1", ranks=2)
     add("two ranks", runs(), ranks=2)
     add("two ranks, rows cut", runs(), "--sequence_parallel_size=2", ranks=2)

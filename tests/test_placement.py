@@ -335,7 +335,7 @@ def test_episodes_in_flight_in_threads(train, talker, games):
 
 # ---------------------------------------------------------------- a role that is gone
 
-SOON = {"timeout": 11, "call_timeout": 1}
+SOON = {"timeout": 5, "call_timeout": 0}
 
 
 def standing_run(folder, reward_file, tmp_path, number, ranks=2, steps=2):
@@ -365,12 +365,12 @@ def all_end(processes, number, log):
 
 def test_an_engine_that_stands_still(folder, reward_file, tmp_path):
     output = all_end(standing_run(folder, reward_file, tmp_path, 1), 1, tmp_path / "log")
-    assert re.search(r"has stood still for timeout=11 seconds, in step \d+, wait_for_rollouts", output)
+    assert re.search(r"has stood still for timeout=5 seconds, in step \d+, wait_for_rollouts", output)
 
 
 def test_a_trainer_that_stands_still(folder, reward_file, tmp_path):
     output = all_end(standing_run(folder, reward_file, tmp_path, 0), 0, tmp_path / "log")
-    assert re.search(r"has stood still for timeout=11 seconds, in engine 0, before the weights of step \d+",
+    assert re.search(r"has stood still for timeout=5 seconds, in engine 0, before the weights of step \d+",
                      output)
 
 
@@ -411,10 +411,12 @@ def test_torchrun_says_why_a_reward_failed(folder, tmp_path):
 
 SLOW = """
 import runpy, sys, time
-from runtime import checkpoint
+from runtime import checkpoint, distributed
 save = checkpoint.save_checkpoint
 def slow(*arguments):
-    time.sleep(8)
+    for _ in range(7):
+        time.sleep(1)
+        distributed.watchdog.moved()
     return save(*arguments)
 checkpoint.save_checkpoint = slow
 sys.argv[0] = "train_async.py"

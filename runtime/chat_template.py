@@ -9,7 +9,6 @@ is right only for templates that never rewrite earlier turns; check() refuses th
 import functools
 import json
 from copy import deepcopy
-from itertools import pairwise
 from os.path import commonprefix
 
 from runtime.check_model import reading
@@ -17,7 +16,7 @@ from runtime.check_model import reading
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
 # in this order.
 CUT = "\ue000\uf8ff\ue001\uf8fe"
-# Turns to try a template with, by the tag with which it ends a thought. With tools, Gemma 4's template writes
+# What to try a template with, by the tag with which it ends a thought. With tools, Gemma 4's template writes
 # what a turn says after the result of its call, and its thinking before the call.
 THOUGHTFUL = {"</think>": {"content": "<think>\nwhy\n</think>\n\nbecause"},
               "<channel|>": {"content": "<|channel>thought\nwhy\n<channel|>because"}}
@@ -44,16 +43,18 @@ class Template:
         # Tokenizers also add runs of spaces and line ends, which control nothing.
         self.control = {one for text, one in tokenizer.get_added_vocab().items() if len(text.strip()) > 1}
         # Where the template itself ends the thinking before a turn, the policy does not think.
-        thinks = not self._render([{"role": "user", "content": "?"}], True).rstrip().endswith("</think>")
-        tried = THOUGHTFUL | (WITH_TOOLS if tools else {})
-        self.turns = [turn for tag, turn in tried.items()
-                      if thinks and tag in str(tokenizer.chat_template)] or [{"content": "because"}]
+        asked = tokenizer.decode(self.opening([{"role": "user", "content": "?"}])).rstrip()
+        tried = {} if asked.endswith("</think>") else THOUGHTFUL | (WITH_TOOLS if tools else {})
+        self.turn = next((turn for tag, turn in tried.items() if tag in str(tokenizer.chat_template)),
+                         {"content": "because"})
 
     def opening(self, messages, asked=True):
         """Return the ids of messages and, if the policy is asked for a turn, of what stands before it."""
+        with reading(f"with the chat template {messages!r:.500}"):
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked,
+                                                      tools=self.tools)
         # What a CUT parts is encoded apart. Where a tokenizer puts a space before each text, it stands there.
-        parts = self.tokenizer(self._render(messages, asked).split(CUT), add_special_tokens=False).input_ids
-        return [one for part in parts for one in part]
+        return sum(self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids, [])
 
     def between(self, turn, reply):
         """Return the ids after the end token of a turn, up to where the next turn begins.
@@ -69,9 +70,7 @@ class Template:
         reply = [message | {"content": self.defused(text_in(message["content"]))}
                  | ({"name": calls[i]} if i < len(calls) else {}) for i, message in enumerate(reply)]
         after = self.opening(messages + reply)
-        if after[:len(before)] != before:
-            raise ValueError("the chat template rewrites a turn once something follows it: "
-                             + parted(self.tokenizer.decode(before), self.tokenizer.decode(after)))
+        self._expect(before, after[:len(before)])
         return after[len(before):]
 
     def read(self, before, sampled, text):
@@ -103,31 +102,22 @@ class Template:
             if self.opening(messages) == Template(self.tokenizer, self.eos_ids, None).opening(messages):
                 raise ValueError("the chat template has no place for tools")
             reply |= {"role": "tool", "name": calls[0], "tool_call_id": tool_call(0, "", {})["id"]}
-        for said in self.turns:
-            turn = turn_of(said, calls)
-            # The second of two turns shows whether the first, which is then an earlier one, stays as it was.
-            whole = [*messages, turn, reply, turn, reply]
-            texts = [self._render(whole[:len(messages) + more], asked=more % 2 == 0) for more in range(5)]
-            for before, after in pairwise(texts):
-                if not after.startswith(before):
-                    raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode "
-                                     "would not be those of its conversation: " + parted(before, after))
-            written, replied = texts[3][len(texts[2]):], texts[4][len(texts[3]):]
-            if "why" in str(turn) and "why" not in written:
-                raise ValueError("the chat template drops what a turn has thought: it writes "
-                                 f"{written!r:.200} for {turn['content']!r}")
-            if reply["content"] not in replied:
-                raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
-            inserted = self.between(turn, [reply])
-            if self.opening(whole)[-len(inserted):] != inserted:
-                raise ValueError("the chat template writes the same reply in different ways: " + parted(
-                    self.tokenizer.decode(inserted), replied))
+        turn, (_, question, said) = turn_of(self.turn, calls), self._until_end((*calls,))
+        again = said + (inserted := self.between(turn, [reply]))
+        # The first of two turns, which is an earlier one then, and the second stay as each would be alone.
+        first, whole = self.opening(messages) + again, self.opening([*messages, turn, reply, turn, reply])
+        self._expect(first, whole[:len(first)])
+        self._expect(again, whole[-len(again):])
+        text = self.tokenizer.decode(said[:-1])
+        if "why" in str(turn) and "why" not in text:
+            raise ValueError(f"the chat template drops what a turn has thought: it writes {text!r:.200} for "
+                             f"{turn['content']!r}")
+        if reply["content"] not in self.tokenizer.decode(inserted):
+            raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
         if calls:
             # The policy may make up a tool, and make several calls at once.
             self.between(turn_of({}, ["unknown", *calls]), [reply] * 2)
-            _, asked, said = self._until_end((*calls,))
-            text = self.tokenizer.decode(said[:-1])
-            if [call["function"]["name"] for call, _ in self.read(asked, said, text)[1]] != calls:
+            if [call["function"]["name"] for call, _ in self.read(question, said, text)[1]] != calls:
                 raise ValueError(f"no call is found in {text!r:.300}, which the chat template writes: it "
                                  "needs the form <tool_call>JSON</tool_call>, or a response_template")
 
@@ -135,7 +125,7 @@ class Template:
     def _until_end(self, calls):
         # A question and a turn with calls of these tools: the messages, the ids of the question, and the
         # others to the end of the turn.
-        messages = [{"role": "user", "content": "?"}, turn_of(self.turns[0], calls)]
+        messages = [{"role": "user", "content": "?"}, turn_of(self.turn, calls)]
         begin = len(self.opening(messages[:1]))
         try:
             ids = self.opening(messages, asked=False)
@@ -152,11 +142,14 @@ class Template:
                              f"{tokens}, so it does not say what follows them")
         return messages, ids[:begin], ids[begin:ends[-1] + 1]
 
-    def _render(self, messages, asked):
-        # The text of the messages and, if the policy is asked, of the beginning of its turn.
-        with reading(f"with the chat template {messages!r:.500}"):
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked,
-                                                      tools=self.tools)
+    def _expect(self, before, after):
+        # Raises ValueError unless these ids are the same.
+        if before != after:
+            before, after = self.tokenizer.batch_decode([before, after])
+            start = max(0, len(commonprefix([before, after])) - 40)
+            raise ValueError("the chat template rewrites earlier turns, so the tokens of an episode would "
+                             f"not be those of its conversation: {before[start:start + 120]!r} becomes "
+                             f"{after[start:start + 120]!r}")
 
 
 def broken_up(text, tokenizer, control, mark):
@@ -212,10 +205,3 @@ def turn_of(said, names):
     # A turn of the policy that says this and calls these tools.
     calls = [tool_call(number, name, {}) for number, name in enumerate(names)]
     return {"role": "assistant", "content": ""} | said | ({"tool_calls": calls} if calls else {})
-
-
-def parted(before, after):
-    # Two texts around the place where they part.
-    same = len(commonprefix([before, after]))
-    start = max(0, same - 40)
-    return f"{before[start:same + 80]!r} becomes {after[start:same + 80]!r}"

@@ -151,17 +151,17 @@ REWRITES = ["rewrites earlier turns"]
 
 @pytest.mark.parametrize("template, tools, told", [
     (FORGETS, None, [*REWRITES, r"<think>\nwhy\n</think>\n\nbecause<|end|>' becomes",
-                     r"<|assistant|>\n\nbecause<|end|><|user|>forty-two"]),
-    (CLEARS_RESULTS, TOOLS, [*REWRITES, "<|user|>forty-two<|end|><|assistant|>' becomes",
+                     r"<|assistant|>\n\nbecause<|end|><|user|>"]),
+    (CLEARS_RESULTS, TOOLS, [*REWRITES, "<|user|>forty-two<|end|><|assistant|>", "becomes",
                              "<|user|>[cleared]"]),
     (CLEARS_CALLS, TOOLS, [*REWRITES, f"because{CALL % 'add'}<|end|>", "becomes", "because<|end|>"]),
-    (SPEAKS_UP, None, [*REWRITES, "<|assistant|>Well: ' becomes", "<|assistant|>because"]),
-    (COUNTS, None, [*REWRITES, "'1 <|user|>What", "becomes '2 <|user|>What"]),
-    (NEVER_THINKS, None, ["drops what a turn has thought", r"'\n\nbecause<|end|>'", "<think>"]),
-    (NEVER_THINKS, TOOLS, ["drops what a turn has thought", rf"'\n\nbecause{CALL % 'add'}<|end|>'"]),
-    (NEVER_THINKS_ALOUD, None, ["drops what a turn has thought", "'because<|end|>'", "<|channel>"]),
+    (SPEAKS_UP, None, [*REWRITES, "<|assistant|>Well: ", "becomes", "<|assistant|>because"]),
+    (COUNTS, None, [*REWRITES, "'2 <|user|>", "becomes '3 <|user|>"]),
+    (NEVER_THINKS, None, ["drops what a turn has thought", r"'\n\nbecause'", "<think>"]),
+    (NEVER_THINKS, TOOLS, ["drops what a turn has thought", rf"'\n\nbecause{CALL % 'add'}'"]),
+    (NEVER_THINKS_ALOUD, None, ["drops what a turn has thought", "'because'", "<|channel>"]),
     (looped("m.content", end=""), None, ["ends a turn with none of the tokens", "['<|end|>']"]),
-    (NUMBERS, None, ["writes the same reply in different ways", "3 forty-two"]),
+    (NUMBERS, None, [*REWRITES, "3 forty-two", "becomes", "5 forty-two"]),
     (NO_TOOLS, TOOLS, ["has no place for tools"]),
     (NO_RESULTS, TOOLS, ["has no place for a message of the role tool"]),
     (RAISES, TOOLS, ["cannot be read: TemplateError: No tool", "'content': 'forty-two'"]),
@@ -212,7 +212,7 @@ def test_what_follows_a_turn_may_depend_on_the_number_of_its_calls():
 
 def test_no_turn_is_inserted_after_one_that_it_rewrites():
     """Not even where nobody has called check()."""
-    with pytest.raises(ValueError, match="rewrites a turn once something follows it: .* becomes "):
+    with pytest.raises(ValueError, match="rewrites earlier turns, .* becomes "):
         made(FORGETS).between(turn_of({"content": "because"}, []), [user("32")])
 
 

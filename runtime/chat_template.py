@@ -81,9 +81,9 @@ class Template:
         said, own = {"role": "assistant", "content": text}, getattr(self.tokenizer, "response_template", None)
         if not (own or self.tools):
             return said, []
+        turn, form, prompt = (sampled, own, before) if own else (text, COMMON, before[-99:])
         try:
-            parsed = self.tokenizer.parse_response(sampled if own else text, own or COMMON, prefix=before,
-                                                   tools=self.tools)
+            parsed = self.tokenizer.parse_response(turn, form, prefix=prompt, tools=self.tools)
             found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
             said |= parsed | {"content": parsed.get("content") or ""}
         # A parser may raise anything for text that is not as it expects.

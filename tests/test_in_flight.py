@@ -8,13 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import data
-from runs import load_rows
+from runs import load_rows, shut_down
 import rollout
 from episodes import Player, Table
 from rollout import Request, Rollout
 from test_episodes import SETTINGS, TOKENIZER
 from test_placement import gap
-from test_rollout import close
 
 # A whole block of vLLM's prefix cache and a bit.
 PROMPT = [97 + i % 26 for i in range(40)]
@@ -47,7 +46,7 @@ def made(name, folder, model_of, length=128):
 def kept_vllm(folder, model_of, mesh):
     engine = made("vllm", folder, model_of)
     yield engine
-    close(engine)
+    shut_down(engine)
 
 
 @pytest.fixture()

@@ -15,10 +15,10 @@ import rollout
 import runs
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
-from runs import ROOT, forked, load_rows, on_ranks, without_times
+from runs import ROOT, forked, load_rows, on_ranks, shut_down, without_times
 from runtime.check_model import SHIPPED, check_model
 from test_packing import episode, random_parts
-from test_rollout import ENGINES, close
+from test_rollout import ENGINES
 from tiny import pretrain
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
@@ -162,7 +162,7 @@ def test_the_engine_computes_what_the_trainer_does(name, dtype, bound, mesh):
         theirs = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
         gaps.append((logps(policy, rollouts) - theirs).abs().mean().item())
         apart = (logps(policy.adapters.base, rollouts) - theirs).abs().mean().item()
-    close(engine)
+    shut_down(engine)
     assert gaps[0] < bound and gaps[1] < max(2 * gaps[0], 1e-5) and apart > 0.01, (gaps, apart)
 
 

@@ -506,7 +506,7 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     completions = [r"\boxed{(x+1)^2}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{(x+1)^2}"]
     start = time.monotonic()
     scores = found(in_process("math_verify"), rows, completions, 2.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert scores == [({"math_verify": float(not late)}, [], {}, "the reward took too long (call_timeout)" * late) for late in (0, 1, 0)]
 
 

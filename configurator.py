@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 import unicodedata
@@ -121,6 +122,7 @@ def configure(namespace, argv=None, choices={}):
     settings = {key: namespace[key] for key in KEY.findall(block)
                 if type(namespace.get(key)) in MUST_BE and not key.startswith("__")}
     if "--help" in argv or "-h" in argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # a pager may close the pipe
         about = (namespace["__doc__"] or "").strip().split("\n\n")[0]
         print(about, "The settings and their defaults, which --key=value changes:", block, sep="\n\n")
         sys.exit()
@@ -213,6 +215,8 @@ RULES = (
     # the loss
     (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",
      ": with old_logprobs=engine the ratio corrects already"),
+    (lambda correction_low, correction_high: correction_low < correction_high,
+     " is not below correction_high={correction_high}"),
     (lambda reference_model, kl_coef: not reference_model or kl_coef > 0, " needs a kl_coef above 0"),
     (lambda skip_zero_advantage, entropy_coef, kl_coef, kl_estimator:
      not skip_zero_advantage or entropy_coef == 0 and (kl_coef == 0 or kl_estimator.startswith("k1")),

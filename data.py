@@ -340,6 +340,15 @@ def load_split(tokenizer, settings, split, tools=None, **changed):
     s = SimpleNamespace(**vars(settings) | changed)
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
     total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
+    kinds = {}
+    for number, (name, row) in enumerate(prompts.named):
+        roles = [] if isinstance(row["prompt"], str) else [message["role"] for message in row["prompt"]]
+        # An observation or a call of a tool would have no place in them.
+        if (s.environment or s.tools) and roles[-1:] in ([], ["assistant"]):
+            raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
+                             "last one not the assistant's")
+        kinds.setdefault(str(roles), number)
+    prompts.encoded(kinds.values())         # what the template refuses shows now, and not after hours
     encoded = prompts.encoded(epoch_order(total, 0, s.seed)[:512] if split == "train" else range(total))
     fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:

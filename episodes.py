@@ -28,7 +28,7 @@ import zlib
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from threading import Semaphore
 from types import SimpleNamespace
 
@@ -303,8 +303,10 @@ class Player:
             raise ValueError(f"{self.key}: {self.name}() {error}")
         self.opened[id(instance)] = instance
         self.idle.append(instance)
-        self.methods = {name: method for name, method in inspect.getmembers(instance, inspect.ismethod)
-                        if not name.startswith("_")}
+        # Properties are not read, because this may fail before the first reset.
+        methods = {name: getattr(instance, name, None) for name, static in inspect.getmembers_static(instance)
+                   if not (name.startswith("_") or isinstance(static, (property, cached_property)))}
+        self.methods = {name: method for name, method in methods.items() if inspect.ismethod(method)}
         if s.environment and "reset" not in self.methods:
             raise ValueError(f"{self.key} has no method reset; it has {', '.join(self.methods) or 'none'}")
         self.closers = [name for name in ("close", "release") if name in self.methods

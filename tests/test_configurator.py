@@ -437,6 +437,13 @@ def test_a_name_that_is_no_parameter_of_its_rule_fails(monkeypatch):
         check_values(SimpleNamespace(seed=1))
 
 
+def test_bounds_of_a_correction_that_leave_nothing_are_refused(capsys):
+    settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"), ["--correction_low=3"])
+    with pytest.raises(SystemExit):
+        check_run(settings, trainers=1)
+    assert "correction_low=3.0 is not below correction_high=2.0" in capsys.readouterr().err
+
+
 def test_a_script_may_drop_a_setting():
     """Then the rules that read it are left out, and the others stay."""
     settings = configure(defaults_of(Path(__file__).parents[1] / "train_grpo.py"), ["--token_budget=3"])

@@ -583,22 +583,31 @@ def test_encode_rows_errors(tokenizer):
         data.encode_rows(without, named(USER))
 
 
-def test_a_row_that_the_template_refuses_is_named(tokenizer, tmp_path):
+def test_a_row_that_the_template_refuses_is_named_before_the_run(tokenizer, tmp_path):
+    """Wherever it stands: prompts are encoded when they are used, but one of each kind is at the start."""
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = pretrain.CHAT_TEMPLATE + (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}")
-    prompts = [[{"role": "user", "content": f"{i}+1?"}] for i in range(400)]
+    prompts = [[{"role": "user", "content": f"{i}+1?"}] for i in range(9000)]
     rows = [{"prompt": prompt} for prompt in prompts]
     path, other = write(tmp_path / "rows.jsonl", *rows), tmp_path / "other.jsonl"
     settings = SETTINGS | {"task": "file", "train_file": path, "eval_file": path, "train_prompts": 0}
     data.load_prompts(strict, SimpleNamespace(**settings))
     write(other, *rows, "", {"prompt": [{"role": "system", "content": "Be brief."}, *prompts[0]]})
     message = "the chat template, .* fails for .*Be brief.*System role not supported"
-    with pytest.raises(ValueError, match=f"^{other}:402: {message}"):
+    with pytest.raises(ValueError, match=f"^{other}:9002: {message}"):
         data.load_prompts(strict, SimpleNamespace(**settings | {"train_file": str(other)}))
-    text = text_of(load_rows("algebra", "train", 300)[data.epoch_order(300, 0, 0)[0]])
+    text = text_of(load_rows("algebra", "train", 1)[0])
     with pytest.raises(ValueError, match=f"^{re.escape(text)}: the chat template, .*System role not"):
         data.load_prompts(strict, SimpleNamespace(**SETTINGS | {"system_prompt": "Be brief."}))
+    # An environment and tools have nothing to add to a string or an answer. An agent begins by itself.
+    for last in ("1+1?", [*prompts[0], {"role": "assistant", "content": "So"}]):
+        write(other, *rows, {"prompt": last})
+        changed = settings | {"train_file": str(other)}
+        for more in ({"environment": "game.py:Game"}, {"tools": "tools.py:add"}):
+            with pytest.raises(ValueError, match=f"^{other}:9001: an environment and tools need prompts that "):
+                data.load_prompts(tokenizer, SimpleNamespace(**changed | more))
+        data.load_prompts(tokenizer, SimpleNamespace(**changed | {"agent": "agent.py:solve"}))
 
 
 SETTINGS = {"tools": "", "task": "algebra", "prompts_per_step": 1, "train_prompts": 300, "eval_prompts": 40, "seed": 0,
@@ -684,7 +693,8 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     rows = [{"prompt": f"{i}?" + " " * (30 * (i % 4 == 0))} for i in range(12_000)]
     path = write(tmp_path / "rows.jsonl", *rows)
     train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
-    assert counting.count == 512 + 40 and len(eval_set) < 40
+    # One of each kind of roles and 512, and all that are held out
+    assert counting.count == 1 + 512 + 1 + 40 and len(eval_set) < 40
     first = [data.epoch_order(len(train_set.named), 0, 0)[i] for i in range(512)]
     long = sum(len(train_set.named[i][1]["prompt"]) > 24 for i in first)
     assert (f"trains on {len(train_set.named):,} prompts of {path} ({long:,} of 512 have more than "

@@ -141,7 +141,7 @@ class Counter:
 
     @property
     def last(self):
-        return self.log[-1:]
+        raise RuntimeError("there is none before the reset")
 
     def reset(self, start=0, **kwargs):
         self.total = start
@@ -228,7 +228,7 @@ class Bound:
 
     @property
     def unset(self):
-        raise AttributeError("there is none before the reset")
+        raise RuntimeError("there is none before the reset")
 
     def look(self) -> str:
         """Looks."""

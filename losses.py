@@ -1,6 +1,7 @@
 """The formulas of the training scripts: advantages, policy losses, token weights, KL and PPO's critic.
 
-Each advantage and each policy loss is one function. ADVANTAGES and LOSSES find these functions by name.
+Each advantage, policy loss and correction is one function, which ADVANTAGES, LOSSES and CORRECTIONS find by
+its name.
 All functions are pure: they change no tensor in place and use no model and no process group.
 
 A per-token tensor has the shape [C]: it holds only sampled tokens, one sequence after another. Prompts and
@@ -9,6 +10,7 @@ hidden state one position before it. A per-sequence tensor has the shape [N]: it
 of P prompts, and the completions of a prompt are adjacent. Only `logp` and `value` carry gradients.
 """
 import math
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -241,8 +243,12 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
-# Importance weights for the gap between the trainer's logprobs and the engine's, with which it sampled. The
-# ratio is exp(old_logp - engine_logp). The weight of a token, by correction:
+# Importance weights [C], without gradient, that multiply the token losses, for the gap between the trainer's
+# logprobs and the engine's, with which it sampled. Each function of CORRECTIONS is called with
+# (old_logp, engine_logp, mean=..., lengths=..., low=..., high=...) and declares the keywords that it uses.
+#   old_logp, engine_logp [C]: of the same tokens. mean: as in the losses. lengths [C]: of each token's
+#   sequence.
+# The ratio is exp(old_logp - engine_logp). The weight of a token, by correction:
 #   none               1
 #   token_truncate     min(ratio, high)                        TIS, https://fengyao.notion.site/off-policy-rl
 #   token_mask         ratio, but 0 outside [low, high]           IcePop, https://ringtech.notion.site/icepop
@@ -250,18 +256,15 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
 #   sequence_mask      as token_mask, with that product                 MIS, https://richardli.xyz/rl-collapse
 #   geometric_mask     1, but 0 where the geometric mean of the sequence's ratios is outside [low, high], for
 #                      instance [0.99, 1.01]; unlike the product it does not drift with the length
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
+
+def uncorrected(old_logp, engine_logp, **_):
+    """Return a weight of 1 for each token."""
+    return torch.ones_like(old_logp)
 
 
-def correction_weights(old_logp, engine_logp, correction, *, mean, lengths, low, high):
-    """Return the importance weights [C], without gradient, that multiply the token losses.
-
-    old_logp, engine_logp [C]: of the same tokens. mean: as in the losses. lengths [C]: of each token's
-    sequence.
-    """
-    if correction == "none":
-        return torch.ones_like(old_logp)
-    level, bound = correction.split("_")
+def importance(level, bound, old_logp, engine_logp, *, mean, lengths, low, high):
+    """Return the weights whose ratio is that of a level (token, sequence, geometric), with a bound (truncate,
+    mask)."""
     log_ratio = old_logp - engine_logp
     if level != "token":
         log_ratio = mean(log_ratio) * (lengths if level == "sequence" else 1)
@@ -270,6 +273,10 @@ def correction_weights(old_logp, engine_logp, correction, *, mean, lengths, low,
         return ratio.clamp(max=high)
     inside = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
     return inside if level == "geometric" else ratio * inside
+
+
+CORRECTIONS = {"none": uncorrected} | {name: partial(importance, *name.split("_")) for name in (
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")}
 
 
 # ---------------------------------------------------------------- KL to a reference

@@ -226,8 +226,8 @@ for step in range(run.first_step, max_steps + 1):
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
-                correction = losses.correction_weights(
-                    old_logp, engine_logp, engine_correction, mean=batch.mean, lengths=batch.flat(lengths),
+                correction = losses.CORRECTIONS[engine_correction](
+                    old_logp, engine_logp, mean=batch.mean, lengths=batch.flat(lengths),
                     low=correction_low, high=correction_high)                           # [C]
                 token_loss = correction * token_loss
                 if reference and not kl_estimator.startswith("k1"):     # no correction of the KL, as in TRL

@@ -529,8 +529,8 @@ def test_a_ratio_at_a_bound_is_not_beyond_it():
         assert not clipped[0].any() and clipped[1].tolist() == [False, False, kind == "cispo"]
         assert logp.grad[:2].tolist() == pytest.approx([low, -high])
     for correction in ("token_mask", "sequence_mask", "geometric_mask"):
-        weight = losses.correction_weights(log_ratio, 0 * log_ratio, correction, mean=lambda x: x, lengths=1,
-                                           low=low, high=high)
+        weight = losses.CORRECTIONS[correction](log_ratio, 0 * log_ratio, mean=lambda x: x, lengths=1,
+                                                low=low, high=high)
         assert weight.bool().tolist() == [True, True, False] and weight.dtype == log_ratio.dtype
 
 
@@ -583,8 +583,8 @@ def test_log_ratios_are_bounded_at_20(log_ratio, bounded):
         assert loss_of("kl_cov") == pytest.approx(-expected * adv + abs(bounded), rel=1e-12)
     for correction, length in (("token_truncate", 1), ("token_mask", 1), ("sequence_truncate", 2),
                                ("sequence_mask", 2)):
-        weight = losses.correction_weights(log_ratio / length * one, 0 * one, correction, mean=lambda x: x,
-                                           lengths=length * one, low=0.0, high=1e12)
+        weight = losses.CORRECTIONS[correction](log_ratio / length * one, 0 * one, mean=lambda x: x,
+                                                lengths=length * one, low=0.0, high=1e12)
         assert weight.item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -627,7 +627,7 @@ def test_correction_weights(correction):
     length = torch.cat([torch.full((n,), float(n), dtype=torch.float64) for n in LENGTHS])
     sampled[:64] = old[:64] + 0.1 * torch.randn(64, dtype=torch.float64)
     sampled[84:] -= 0.5                                           # the last sequence: too likely by far
-    got = losses.correction_weights(old, sampled, correction, mean=mean, lengths=length, low=0.8, high=1.3)
+    got = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=length, low=0.8, high=1.3)
     expected = []
     for o, s in zip(old.split(LENGTHS), sampled.split(LENGTHS)):
         ratios = [math.exp(a - b) for a, b in zip(o.tolist(), s.tolist())]
@@ -643,15 +643,15 @@ def test_correction_weights(correction):
         else:
             expected += [1.0] * len(ratios)
     assert got.tolist() == pytest.approx(expected) and (len(set(expected)) > 1) == (correction != "none")
-    on_policy = losses.correction_weights(old, old, correction, mean=mean, lengths=length, low=0.8, high=1.3)
+    on_policy = losses.CORRECTIONS[correction](old, old, mean=mean, lengths=length, low=0.8, high=1.3)
     assert on_policy.tolist() == [1.0] * 200
 
 
 def test_extreme_gaps_stay_finite():
     old, sampled = torch.tensor([-300.0, 0] * 100), torch.tensor([0.0, -300] * 100)
     for correction in losses.CORRECTIONS:
-        weight = losses.correction_weights(old, sampled, correction, mean=mean, lengths=mean(old), low=0.5,
-                                           high=2.0)
+        weight = losses.CORRECTIONS[correction](old, sampled, mean=mean, lengths=mean(old), low=0.5,
+                                                high=2.0)
         assert weight.isfinite().all()
 
 
@@ -664,13 +664,13 @@ def test_extreme_gaps_stay_finite():
 def test_corrections_of_a_long_sequence(correction, gap, expected):
     sampled = torch.zeros(200, dtype=torch.float64)
     length = torch.tensor(LENGTHS, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
-    got = losses.correction_weights(sampled + gap, sampled, correction, mean=mean, lengths=length, low=0.99,
-                                    high=1.01)
+    got = losses.CORRECTIONS[correction](sampled + gap, sampled, mean=mean, lengths=length, low=0.99,
+                                         high=1.01)
     assert got[-116:].tolist() == pytest.approx([expected] * 116)
 
 
 def test_the_corrections_are_these():
-    assert losses.CORRECTIONS == (
+    assert tuple(losses.CORRECTIONS) == (
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 

@@ -109,8 +109,8 @@ def test_groups_have_the_gradient_of_separate_rows(folder, mesh, loss_type):
     def token_losses(logp, flat, mean):
         loss, _, _ = losses.LOSSES[loss_type](logp, flat(old_logps), flat(adv), mean=mean,
                                               engine_logp=flat(engine_logps))
-        return loss * losses.correction_weights(flat(old_logps), flat(engine_logps), "sequence_truncate",
-                                                mean=mean, lengths=flat(lengths), low=0.5, high=2.0)
+        return loss * losses.CORRECTIONS["sequence_truncate"](flat(old_logps), flat(engine_logps),
+                                                              mean=mean, lengths=flat(lengths), low=0.5, high=2.0)
 
     for aggregation in losses.AGGREGATIONS:
         weight = losses.sequence_weights(lengths, aggregation, [*range(N)], 1, 20)
@@ -165,8 +165,8 @@ def test_an_idle_micro_batch_adds_nothing(folder, mesh, loss_type):
         old_logp, engine_logp = batch.flat({}), logp.detach()
         token_loss, low, high = losses.LOSSES[loss_type](
             logp, old_logp, batch.flat(adv), mean=batch.mean, engine_logp=engine_logp)
-        weights = losses.correction_weights(old_logp, engine_logp, correction, mean=batch.mean,
-                                            lengths=batch.flat(lengths), low=0.5, high=2.0)
+        weights = losses.CORRECTIONS[correction](old_logp, engine_logp, mean=batch.mean,
+                                                 lengths=batch.flat(lengths), low=0.5, high=2.0)
         kl = losses.kl_penalty(logp, batch.flat({}), "k3", old_logp)
         loss = (batch.flat(adv) * (weights * token_loss + 0.1 * kl - 0.1 * entropy)).sum()
         loss.backward()

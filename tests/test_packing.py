@@ -348,12 +348,12 @@ def test_a_correction_of_packed_rows_is_that_of_each_row_by_itself(correction):
     lengths = torch.tensor([len(x) for x in old_logps])
     bounds, found = {"low": 0.8, "high": 1.3}, {}
     for batch in pack(rollouts, range(16), 80):
-        found |= batch.split(losses.correction_weights(
-            batch.flat(old_logps), batch.flat(engine_logps), correction, mean=batch.mean,
+        found |= batch.split(losses.CORRECTIONS[correction](
+            batch.flat(old_logps), batch.flat(engine_logps), mean=batch.mean,
             lengths=batch.flat(lengths), **bounds))
     for s in range(16):
-        torch.testing.assert_close(found[s], losses.correction_weights(
-            old_logps[s], engine_logps[s], correction, mean=lambda x: x.mean().expand_as(x),
+        torch.testing.assert_close(found[s], losses.CORRECTIONS[correction](
+            old_logps[s], engine_logps[s], mean=lambda x: x.mean().expand_as(x),
             lengths=lengths[s].expand(len(old_logps[s])), **bounds))
     assert correction == "none" or len({round(x.item(), 4) for x in torch.cat(list(found.values()))}) > 1
 

@@ -79,8 +79,6 @@ def gsm8k_rows(split):
 def split_rows(s, split):
     # The rows of your files that are on this side.
     path = s.eval_file if split == "eval" and s.eval_file else s.train_file
-    if not path:
-        raise ValueError("task file needs train_file, or for an evaluation alone eval_file")
     # With an environment rows need no prompt, because its reset may give one.
     named = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
     if s.eval_file:
@@ -106,11 +104,10 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
                     row = {"conversations": asked, "answer": truth}
             if not isinstance(row, dict):
                 raise ValueError("not an object")
-            row = row | {"prompt": prompt_of(row, prompt_column, chat, optional)}
-            source, answer = row.get("data_source", row.get("source")), answer_of(row, answers)
-        rows[where] = row | ({"source": source} if source is not None else {})
-        if answer is not None or answer_column:
-            rows[where]["answer"] = answer
+            own = {"prompt": prompt_of(row, prompt_column, chat, optional), "answer": answer_of(row, answers),
+                   "source": row.get("data_source", row.get("source"))}
+        # If a column of answers is named, no other one counts.
+        rows[where] = row | (own if answer_column else without_null(own))
     if not rows:
         raise ValueError(f"{path}: no rows")
     lacking = [where for where, row in rows.items() if row.get("answer") is None]
@@ -196,7 +193,7 @@ def read_rows(path):
     # All rows of a file as pairs (where, row); a row of JSONL is its line.
     whole = Path(os.path.expanduser(path))
     if whole.suffix not in (".jsonl", ".json", ".parquet") or not whole.is_file():
-        raise ValueError(f"{path}: no such file of .jsonl, .json or .parquet")
+        raise ValueError(f"{path or 'train_file='}: no such file of .jsonl, .json or .parquet")
     with naming(path):
         if whole.suffix == ".parquet":
             import pyarrow.parquet                              # only those who have such a file wait for it

@@ -18,14 +18,11 @@ Each episode continues as soon as it can: its next turn joins those that the eng
 environment an answer is an episode of one turn, which train_async.py plays here as well. The tokens of an
 episode are a Conversation, which knows no environment.
 """
-import contextlib
 import inspect
 import itertools
-import json
 import os
 import math
 import zlib
-from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from copy import deepcopy
 from functools import cached_property, partial
@@ -35,8 +32,8 @@ from types import SimpleNamespace
 import numpy as np
 from transformers.utils import get_json_schema
 
-from runtime.chat_template import Template
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, in_thread, in_time,
+from runtime.chat_template import Template, result_of
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, in_thread,
                                load_from, logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
@@ -90,15 +87,6 @@ class Conversation:
         return Rollout(np.array(self.ids, np.int32), np.array(self.spans, np.int32),
                        np.array(self.logprobs, np.float32), finish_reason, row, said,
                        versions=tuple(self.versions.items()), **fields)
-
-
-def result_of(value):
-    # Returns what a tool returned as the content of a message: a list or an object in values that JSON has,
-    # for rewards, and anything else as text.
-    if isinstance(value, (list, dict)):
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            return deepcopy(json.loads(json.dumps(value, default=str)))
-    return str(value)
 
 
 def read_step(returned):
@@ -394,7 +382,7 @@ class Table:
         self.numbers = itertools.count()        # of the episodes, in the order in which they were added
         self.groups = {}                        # {key: the numbers of its episodes}
         # Pairs (number, job); {number: Episode.play()}; {number: Rollout}
-        self.waiting, self.playing, self.ended = deque(), {}, {}
+        self.waiting, self.playing, self.ended = [], {}, {}
 
     def add(self, key, jobs):
         """Add an episode for each of the jobs: the row of the data set, and the Request for the first turn.
@@ -405,18 +393,17 @@ class Table:
         self.waiting += zip(self.groups[key], jobs)
 
     def play(self, jobs):
-        """Return the Rollouts of these jobs, when no others are at the table."""
+        """Return the Rollouts of these jobs, when no others are at the table; none if a signal has come."""
         self.add("all", jobs)
-        while not (complete := self.step()):
-            if self.engine.signalled:
-                return []
-        return complete["all"]
+        while not (complete := self.step()) and not self.engine.signalled:
+            pass
+        return complete.get("all", [])
 
     def step(self):
         """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
         # No more episodes are played at a time than there may be environments.
         while self.waiting and len(self.playing) < (self.settings.max_environments or math.inf):
-            number, job = self.waiting.popleft()
+            number, job = self.waiting.pop(0)
             self.playing[number] = self.player.episode(self.player, *job).play()
             self._go_on(number)
         # An episode that waits for no call waits for the engine.
@@ -445,6 +432,11 @@ class Table:
             del self.playing[number]
 
     def _call(self, wish):
-        # In a thread of its own, because the end of a run does not wait for such threads.
+        # In a thread of its own, because the end of a run does not wait for such threads, and from there in
+        # another one: Python cannot end a call that takes too long, so it goes on, and its result is dropped.
+        seconds = self.settings.call_timeout
         with self.free:
-            return in_time(wish, self.settings.call_timeout)
+            try:
+                return in_thread(partial(outcome, wish, seconds)).result(seconds or None)
+            except TimeoutError:
+                return None, TimeUp(), seconds

@@ -6,6 +6,7 @@ environment's message, the beginning of the next turn) is the difference of two 
 conversation, one with the message and one without it. Nothing is encoded twice, so no token can change. That
 is right only for templates that never rewrite earlier turns; check() refuses the others.
 """
+import contextlib
 import functools
 import json
 from copy import deepcopy
@@ -165,6 +166,15 @@ def broken_up(text, tokenizer, control, mark):
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None])]
     # Two that overlap take two rounds.
     return mark.join(broken_up(part, tokenizer, control, mark) for part in parts) if cuts else text
+
+
+def result_of(value):
+    """Return what a tool returned as the content of a message: a list or an object in values that JSON has,
+    for rewards, and anything else as text."""
+    if isinstance(value, (list, dict)):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            return deepcopy(json.loads(json.dumps(value, default=str)))
+    return str(value)
 
 
 def text_in(content):

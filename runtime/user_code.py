@@ -2,9 +2,9 @@
 Functions and classes of the user's are loaded here from "file.py:name", or "package.module:name", and called
 in limited time.
 
-in_time calls one in a thread of this process, and cannot end a call that does not come back. UserProcess
-calls them in a process of its own, and ends that process if a call takes too long. What they do to signals,
-the current folder or the interpreter stays there.
+outcome calls one in this process, where nothing can end a call that does not come back unless it is async.
+UserProcess calls them in a process of its own, and ends that process if a call takes too long. What they do
+to signals, the current folder or the interpreter stays there.
 """
 import asyncio
 import atexit
@@ -154,7 +154,7 @@ def outcome(function, seconds=0):
     """Call a function of the user's and return (its value, its error or None, the seconds that it took).
 
     The error is TimeUp or Failed. seconds: how long an async function may take; 0 sets no limit. Nothing can
-    stop a function that is not async, but in_time stops waiting for it.
+    stop a function that is not async.
     """
     start, value, problem = time.perf_counter(), None, None
     try:
@@ -195,17 +195,6 @@ def in_thread(function):
     future = Future()
     threading.Thread(target=lambda: future.set_result(function()), daemon=True).start()
     return future
-
-
-def in_time(function, seconds):
-    """Return what `outcome` does, with TimeUp if it takes longer than `seconds`; 0 sets no limit.
-
-    Python cannot end a thread, so a call that takes too long goes on, and what it returns is dropped.
-    """
-    try:
-        return in_thread(lambda: outcome(function, seconds)).result(seconds or None)
-    except TimeoutError:
-        return None, TimeUp(), seconds
 
 
 def make_lenient():

@@ -881,20 +881,22 @@ def test_the_engine_goes_on_while_an_environment_works(games):
 
 
 def test_a_thread_that_hangs_leaves_the_others_theirs():
-    threads, release = ThreadPoolExecutor(2), threading.Event()
-    calls = [threads.submit(user_code.in_time, function, 1.0) for function in (
+    table = episodes.Table(player("", call_workers=2, call_timeout=1.0), Says())
+    threads, release = ThreadPoolExecutor(4), threading.Event()
+    calls = [threads.submit(table._call, function) for function in (
         lambda: release.wait(60), lambda: 1, lambda: 2 / 0, lambda: 3)]
     results = [(value, type(error)) for value, error, _ in (call.result(9) for call in calls)]
     assert results == [(None, user_code.TimeUp), (1, type(None)), (None, user_code.Failed), (3, type(None))]
     # What the call that hung returns later is dropped.
     release.set()
-    assert threads.submit(user_code.in_time, lambda: 5, 1.0).result(9)[0] == 5 and calls[0].result()[0] is None
+    assert threads.submit(table._call, lambda: 5).result(9)[0] == 5 and calls[0].result()[0] is None
 
 
 def test_a_call_has_its_own_time_however_late_the_engine_looks():
     """As after a long step of an engine: one call has long ended, one took too long, and one still runs."""
+    table = episodes.Table(player("", call_workers=3, call_timeout=0.3), Says())
     threads, release = ThreadPoolExecutor(3), threading.Event()
-    calls = [threads.submit(user_code.in_time, function, 0.3) for function in (
+    calls = [threads.submit(table._call, function) for function in (
         lambda: 1, lambda: time.sleep(0.5), lambda: release.wait(60))]
     time.sleep(1)
     late = (None, user_code.TimeUp)

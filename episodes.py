@@ -46,14 +46,14 @@ class Conversation:
     """A row of tokens in the making: a prompt, turns as they were sampled, and what stands between them.
 
     first: the Request for the first turn; its max_tokens counts all that follows the prompt. ids: the row so
-    far. left: how many tokens may still follow. messages: what follows the prompt. template: a
+    far. longest: how many tokens it may have. messages: what follows the prompt. template: a
     chat_template.Template, which only `extend` needs. spans, logprobs and versions are as in rollout.Rollout,
     versions as a dict. Nothing of it changes in place, so that copies of a row may share it.
     """
 
     def __init__(self, first, template=None):
-        self.first, self.ids, self.left, self.template = first, list(first.ids), first.max_tokens, template
-        self.spans, self.logprobs, self.versions, self.messages = [], [], {}, []
+        self.first, self.template, self.longest = first, template, len(first.ids) + first.max_tokens
+        self.ids, self.spans, self.logprobs, self.versions, self.messages = list(first.ids), [], [], {}, []
 
     def request(self, turn):
         """Return the Request for the next turn, which may take all that is left.
@@ -61,14 +61,14 @@ class Conversation:
         turn: its number, from 1, which gives it a seed of its own.
         """
         seed = self.first.seed if turn == 1 else zlib.crc32(f"{self.first.seed} {turn}".encode())
-        return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.left)
+        return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.longest - len(self.ids))
 
     def answer(self, answer, message):
         """Append the turn that an engine sampled; message: the turn as a message."""
         self.spans = [*self.spans, (len(self.ids), len(self.ids) + len(answer.ids))]
         self.versions = self.versions | {len(self.logprobs) + t: version for t, version in answer.versions}
-        self.ids, self.left = self.ids + answer.ids, self.left - len(answer.ids)
-        self.logprobs, self.messages = self.logprobs + answer.logprobs, [*self.messages, message]
+        self.ids, self.logprobs = self.ids + answer.ids, self.logprobs + answer.logprobs
+        self.messages = [*self.messages, message]
 
     def extend(self, messages):
         """Append messages after a turn, as the chat template writes them, to where the next turn begins.
@@ -76,9 +76,8 @@ class Conversation:
         Return whether there was room for that and for one token more; if not, nothing is appended.
         """
         inserted = self.template.between(self.messages[-1], messages)
-        if fits := len(inserted) < self.left:
-            self.ids, self.left = self.ids + inserted, self.left - len(inserted)
-            self.messages = self.messages + messages
+        if fits := len(self.ids) + len(inserted) < self.longest:
+            self.ids, self.messages = self.ids + inserted, self.messages + messages
         return fits
 
     def rollout(self, finish_reason, row, **fields):
@@ -194,7 +193,7 @@ class Episode:
         if (most := self.settings.max_prompt_length) < len(ids):
             raise Failed(f"reset returned so much that the prompt has {len(ids)} tokens, more than "
                          f"max_prompt_length={most}")
-        self.talk.ids = ids
+        self.talk = Conversation(self.talk.first._replace(ids=ids), template)
         self.row = self.row | {"prompt": [*earlier, last | {"content": last["content"] + observation}]}
 
     def _turn(self):

@@ -138,9 +138,8 @@ class Template:
         # The token that begins a question may be one of the tokens that end a turn.
         ends = [place for place in range(begin, len(ids)) if ids[place] in self.eos_ids]
         if not ends:
-            tokens = self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))
-            raise ValueError(f"the chat template ends a turn with none of the tokens that end a completion, "
-                             f"{tokens}, so it does not say what follows them")
+            raise ValueError("the chat template ends a turn with none of the tokens that end a completion: "
+                             f"{self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))}")
         return messages, ids[:begin], ids[begin:ends[-1] + 1]
 
     def _expect(self, before, after):

@@ -487,8 +487,8 @@ def test_a_conversation_needs_no_environment(games):
         talk.answer(Answer(0, ids, [-0.5] * len(ids), "stop", ((0, 4), (1, 5))), said)
         assert talk.extend([{"role": "user", "content": "no"}])
     # Five tokens have no room where five are left, because a token of an answer has to fit as well.
-    talk.ids, talk.left, talk.messages = talk.ids[:-5], 5, talk.messages[:-1]
-    assert not talk.extend([{"role": "user", "content": "no"}]) and talk.left == 5
+    talk.ids, talk.messages, talk.longest = talk.ids[:-5], talk.messages[:-1], len(talk.ids)
+    assert not talk.extend([{"role": "user", "content": "no"}]) and len(talk.ids) == talk.longest - 5
     same = talk.rollout("stop", r.row, rewards=r.rewards)
     assert identical([same], [r]) and same.row is r.row and same.rewards == r.rewards
     assert same.completion == r.completion

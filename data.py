@@ -193,7 +193,7 @@ def read_rows(path):
     # All rows of a file as pairs (where, row); a row of JSONL is its line.
     whole = Path(os.path.expanduser(path))
     if whole.suffix not in (".jsonl", ".json", ".parquet") or not whole.is_file():
-        raise ValueError(f"{path or 'train_file='}: no such file of .jsonl, .json or .parquet")
+        raise ValueError(f"{path or 'train_file or eval_file'}: no such file of .jsonl, .json or .parquet")
     with naming(path):
         if whole.suffix == ".parquet":
             import pyarrow.parquet                              # only those who have such a file wait for it

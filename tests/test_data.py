@@ -64,7 +64,7 @@ def test_load_rows_errors(args, message):
 
 @pytest.mark.parametrize("split, eval_file", [("train", ""), ("train", "eval.jsonl"), ("eval", "")])
 def test_task_file_needs_a_file(split, eval_file):
-    with pytest.raises(ValueError, match="^train_file=: no such file of .jsonl, .json or .parquet"):
+    with pytest.raises(ValueError, match="^train_file or eval_file: no such file of .jsonl, .json or .parquet"):
         rows_of(split, eval_file=eval_file)
 
 

@@ -420,9 +420,12 @@ def test_a_full_disk_of_one_rank_ends_all(folder, reward_file, tmp_path):
 
 # ---------------------------------------------------------------- the cause comes last
 
-def test_torchrun_ends_with_the_cause():
-    output = launch("train_grpo.py", "--max_steps=0", launcher=(*TORCHRUN, "--nproc_per_node=1"), code=1)
-    assert "traceback : train_grpo.py: max_steps=0: must be above 0" in output.splitlines()[-2]
+def test_torchrun_ends_with_the_cause(tmp_path):
+    """Of a refusal, with which every script may end."""
+    (tmp_path / "refuses.py").write_text("import configurator\nconfigurator.check(False, 'max_steps=0')\n")
+    output = launch(tmp_path / "refuses.py", launcher=(*TORCHRUN, "--nproc_per_node=1"), code=1,
+                    env={"PYTHONPATH": ROOT})
+    assert "traceback : refuses.py: max_steps=0" in output.splitlines()[-2]
 
 
 def test_torchrun_gets_what_was_said_first_and_not_what_came_of_it(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ async def hear(request):
     if episode := PLAYING.get(key):
         # Only what has a key is read, because it takes memory.
         episode.mail.put((future := Future(), await request.read()))
-        # If the episode ends from here on, _leave finds the future; otherwise it may have missed it.
+        # If the episode ends from here on, _begin finds the future; otherwise it may have missed it.
         if key in PLAYING:
             return await asyncio.wrap_future(future)
     return refusal(401, "this key belongs to no episode that is being played")

@@ -472,7 +472,7 @@ def test_a_request_of_an_episode_that_has_ended_is_refused(write):
 
 
 def test_a_request_that_comes_while_its_episode_ends_is_refused(monkeypatch):
-    """The key was found, but _leave has already looked for what is open."""
+    """The key was found, but _begin has already looked for what is open."""
     async def read():
         return b"{}"
 

@@ -87,16 +87,15 @@ class AgentEpisode(Episode):
     """An episode that an agent plays. Its requests are answered one after the other, as they come.
 
     score: what the agent returned. rows: the Conversation of each answered request, up to its answer. Each
-    also has the attributes opponent, prompt (the messages before its first answer), read (all its messages,
-    each through as_read) and before (the Conversation that it continues, or None). first: the Request for the
-    data set's row. key: what the agent shows. mail: what came and is not answered, pairs of a Future and a
-    request, and in the end of None and the agent's outcome. longest: how many tokens may precede the first
-    answer. full: whether a limit has refused or cut off a turn.
+    also has the attributes opponent, read (the messages of its prompt and its own, each through as_read) and
+    before (the Conversation that it continues, or None). key: what the agent shows. mail: what came and is
+    not answered, pairs of a Future and a request, and in the end of None and the agent's outcome. longest:
+    how many tokens may precede the first answer. full: whether a limit has refused or cut off a turn.
     """
 
     def __init__(self, player, row, first):
         super().__init__(player, row, first)
-        self.first, self.key, self.mail, self.rows, self.full = first, token_hex(), SimpleQueue(), [], False
+        self.key, self.mail, self.rows, self.full = token_hex(), SimpleQueue(), [], False
         self.longest = max(self.settings.max_prompt_length, len(first.ids))
 
     def _begin(self):
@@ -148,8 +147,8 @@ class AgentEpisode(Episode):
             # The author of the agent wrote what the system says, but anybody may have written the rest.
             safe = [one if one["role"] == "system" else json.loads(template.defused(json.dumps(
                 one, ensure_ascii=False))) for one in read]
-            row = Conversation(self.first._replace(ids=template.opening(safe)), template)
-            row.prompt, row.opponent, fits = read, opponent, len(row.ids) <= self.longest
+            row = Conversation(self.talk.first._replace(ids=template.opening(safe)), template)
+            row.opponent, fits = opponent, len(row.ids) <= self.longest
         self.full = self.full or not fits
         if not fits:
             raise ValueError(f"the maximum context length is {self.longest} + {row.first.max_tokens} tokens")
@@ -168,7 +167,7 @@ class AgentEpisode(Episode):
         row.read, row.before = [*read, as_read(said)], before
         self.rows.append(row)
         if not row.opponent and len(row.logprobs) > len(self.talk.logprobs):
-            self.talk, self.full, self.row = row, cut, self.row | {"prompt": row.prompt}
+            self.talk, self.full, self.row = row, cut, self.row | {"prompt": row.read[:-len(row.messages)]}
         own = [one for one in self.rows if not one.opponent]
         sampled = sum(end - start for one in own for start, end in one.spans[-1:])
         self.counts |= {"requests": len(self.rows), "rows": len({*own} - {one.before for one in own}),

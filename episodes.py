@@ -256,10 +256,11 @@ class Player:
 
     make: the class or the agent's function, or None. name: that of the class or the agent. key: the setting
     that names it. methods: the public methods of an instance. tools: JSON schemas of the tools, or None.
-    called: {tool: a function, or the name of a method}. rewards_as: the name of the class if it gives
-    rewards, otherwise "". opened: {id: instance}; idle: the instances that play no episode now. judge: None,
-    or a function judge(rollout, environment) of a rewards.Scorer, which scores an episode while its
-    environment is still as the episode left it. Raises ValueError for what cannot be used.
+    called: {tool: a function, or the name of a method}. closers: the methods that can close an instance, of
+    which the first is called. rewards_as: the name of the class if it gives rewards, otherwise "". opened:
+    {id: instance}; idle: the instances that play no episode now. judge: None, or a function judge(rollout,
+    environment) of a rewards.Scorer, which scores an episode while its environment is still as the episode
+    left it. Raises ValueError for what cannot be used.
     """
 
     def __init__(self, settings, tokenizer, eos_ids):

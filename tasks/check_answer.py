@@ -33,7 +33,7 @@ EDGE = "(?!(?<=[a-z])[a-z])"
 # only `Final Answer`, [[18]], and GSM8K's ####, unless that is a heading with text below it. If there are
 # none of them, these count: `the answer in dollars is 18`, `the answer would be: B`.
 SIGNS = [re.compile(pattern, re.M | re.I) for pattern in [
-    rf"(?:{NOUN})[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|<(?:solution|(?:final_?)?answer)>|"
+    rf"(?:{NOUN})[\"'*_)`]*(?:】?\s*[:：=＝]|】|\s+(?:[-–—→]|->)\s)|(?=<(?:solution|(?:final_?)?answer)>)|"
     rf"(?:(?<![^\n#*])|(?<=# )|(?<=final ))(?:{NOUN})(?: \w{{1,12}})?[* \t\r]{{0,9}}$|"
     r"\[\[(?=[^\[\]\n]{1,99}\]\])|(?<!#)####(?!#)(?![ \t]*\**[a-z][^\n]{0,80}\n\s{0,9}\S)",
     rf"(?:{NOUN}){EDGE}[^\n.:：。!?=<>]{{0,60}}?(?:{EDGE}(?:{VERB}){EDGE}"
@@ -44,21 +44,18 @@ LEADING = re.compile(rf"(?i)^(?:.*{EDGE}(?:{SO})(?:\b.{{0,60}}\b(?:{VERB}|get|ha
 # What may follow an answer in its line: `18 because`, `18 is the answer`, `18</s>`
 TAIL = re.compile(rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:the )?(?:correct|right|final|"
                   rf"answer|required)|是?正确|选项[。.]?$|因为|です|である|[とに]なりま|입니다|이다|है|।){EDGE}|</|<\|).*")
-# The end of a sentence, but not of `B.` in `B. Paris`
-STOP = re.compile(r"[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
+# The end of what {"answer": "18", "why": "9*2"} says, and of a sentence, but not of `B.` in `B. Paris`
+STOP = re.compile(r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # Words that change a number: 18 is no answer in `at least 18`, `the square root of 18` and `18 thousand`.
-OPERATOR = (r"(?:or|and|not?|than|about|around|over|under|below|of|to|by|is|at|plus|minus|less|more|times|"
-            r"half|root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|halves|quarters|thirds|(?!mon)\w*[defghnrx]ths?)\b")
+OPERATOR = (r"(?:or|and|not|than|about|around|over|under|below|of|to|by|at|plus|minus|times|half|halves|thirds|"
+            r"root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|(?!mon)\w*[defghnrx]ths?)\b")
 # A number in a sentence: `She makes 18 dollars.`
-SENTENCE = re.compile(rf"^(?!.{{201}}|.*\b{OPERATOR})"
-                      r"(?:[^\W\d]+ [^\W\d]+ [^\d=\\]*?|[\u4e00-\u9fff]{2,}?)([$€£]?\d[^=\\]*)$", re.I)
-# A box with brackets in it, up to eight levels deep, and \boxed 5. Boxes with only a comma or `and` between
-# them, as in `\boxed{1} and \boxed{2}`, are one answer.
-INSIDE = r"(?:[^{}\\]|\\.)*+"
-for _ in range(8):
-    INSIDE = rf"(?:[^{{}}\\]|\\.|\{{{INSIDE}\}})*+"
-BOX = rf"\\(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|\\boxed\s+([^\s{{}}$]+)"
-BOXES = re.compile(rf"(?:{BOX})(?:[\s$]*+(?:,\s*+(?:and\b)?|and\b)[\s$]*+(?:{BOX}))*+", re.S)
+SENTENCE = re.compile(rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})([-*$€£]*\d[^=\\]*)$")
+# The last box, with brackets in it up to eight levels deep, or \boxed 5
+INSIDE = r"(?:[^{}\\]|\\.|\{" * 8 + "[^{}]*+" + r"\})*+" * 8
+BOX = re.compile(rf"(?s).*\\(?:(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|boxed\s+([^\s{{}}$]+))")
+# A bracket that the answer has not opened, as in {"answer": 18} and [[18]]
+UNOPENED = re.compile(rf"^(?:({INSIDE})\}}|([^][]*)\]\]).*")
 # What a text may end with: **18**, `18`, $$18$$, \[18\], and $18$ or \(18\) in a line of its own
 FRAMED = re.compile(r"(?s)(?:\*\*|`|\$\$|\\\[|\n\$|\n\\\()((?:(?!\*\*|`|\$\$|\\\[).)+)(?:[*`$]+|\\[])])$")
 EDGES = " \t\r\n*`\"'“”"
@@ -81,35 +78,26 @@ def extract_answer(text):
 
 
 def boxed_answer(text):
-    # Returns the content of the last box, or of several that are one answer.
-    *_, last = "", *(boxes[0] for boxes in BOXES.finditer(text))
-    contents = [box[1] or box[2] for box in re.finditer(BOX, last, re.S)]
-    return ", ".join(dict.fromkeys(boxed_answer(each) or each.strip(EDGES) for each in contents))
+    # Returns the content of the last box. `\boxed{1} and \boxed{2}` are one answer.
+    box = BOX.match(re.sub(r"\}[\s$]*+(?:,\s*+(?:and\b)?|and\b)[\s$]*+\\boxed\s*+\{", ", ", text))
+    return box and (box[1] or box[2]).strip(EDGES)
 
 
 def marked_answer(text):
     # Returns the answer behind the last sign. A longer text is no answer but the beginning of a solution.
     # The last 10,000 characters are enough, and keep this quick.
-    for signs in SIGNS:
-        end = len(text)
-        for sign in reversed(list(signs.finditer(text, end - 10_000))):
-            # The answer that a sign announces ends before the next sign.
-            answer, end = announced(sign[0], text[sign.end():end]), sign.start()
-            if 0 < len(answer) <= 100:
-                return answer
+    answers = (announced(below) for signs in SIGNS for below in reversed(signs.split(text[-10_000:])[1:]))
+    return next((answer for answer in answers if 0 < len(answer) <= 100), None)
 
 
-def announced(sign, below):
-    # Returns the answer that a sign announces, from the text below the sign.
-    whole, closed, _ = below.partition({"<": "</", "[": "]]"}.get(sign[0], "</"))
-    lines = [whole] if closed and sign[0] in "<[" else below.split("\n")
+def announced(below):
+    # Returns the answer at the beginning of the text between a sign and the next one. It is a line, and in
+    # <answer> it may be several.
+    lines = [*re.findall(r"(?s)^<\w+>(.*?)</", below), *re.sub(r"^<\w+>", "", below).split("\n")]
     line = next((line for line in lines if re.search(r"\w", line)), "").strip(EDGES)
-    # {"answer": 18}
-    if '"' in sign:
-        line = re.split(r"\"|[,}]\s*$", line)[0]
     # `Answer: The answer is 18`
     line = marked_answer(line[:300]) or line
-    line = TAIL.sub("", STOP.split(line, maxsplit=1)[0])
+    line = UNOPENED.sub(r"\1\2", TAIL.sub("", STOP.split(line, maxsplit=1)[0]))
     return SENTENCE.sub(r"\1", line).strip(EDGES).removesuffix("*.").strip(EDGES)
 
 
@@ -130,45 +118,43 @@ def last_answer(text):
 # spellings: signs and notations that mean the same become one
 
 FUNCTIONS = ("sqrt", "sin", "cos", "tan", "log", "ln")
-# Each sign, and its other spellings.
-SYMBOLS = {rf"\{name}": name for name in FUNCTIONS} | {
-    "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "/": r"\div ÷ ⁄", "-": "− – —", ":": r"∶ \colon",
-    "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\ge": r"\geq \geqslant ≥ ⩾ >=",
-    r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\frac": r"\dfrac \tfrac \cfrac",
-    r"\binom": r"\dbinom \tbinom", r"\pi": "π pi", r"\sqrt": "√ sqrt", r"\theta": "θ", r"\pm": "±",
-    r"\infty": r"∞ \inf \infinity inf infinity", r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈",
-    r"\emptyset": r"\varnothing ∅", "mi/h": "mph", "km/h": "kph", "%": r"\% percent",
-    ",": "、", " ": r"\, \; \: \quad \qquad ~", "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}
+# Each sign, and its other spellings
+SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in {
+    **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot × · ⋅", "^": "**", "/": r"\div ÷ ⁄",
+    "-": "− – —", ":": "∶", "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\ne": r"\neq ≠ !=",
+    r"\ge": r"\geq \geqslant ≥ ⩾ >=", "|": r"\mid \vert \lvert \rvert ∣", r"\frac": r"\dfrac \tfrac \cfrac",
+    r"\binom": r"\dbinom \tbinom", r"\pi": "π pi", r"\sqrt": "√ sqrt", r"\pm": "±", r"\infty": "∞ infinity inf",
+    r"\theta": "θ", r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈", r"\emptyset": r"\varnothing ∅",
+    "mi/h": "mph", "km/h": "kph", "%": r"\% percent", ",": "、 &", " ": r"\, \; \: \quad \qquad ~",
+    "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}.items() for each in names.split()}
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling"}
-SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in SYMBOLS.items() for each in names.split()}
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12.
     # Characters without width go.
     ("[¼-¾⅐-⅞]", r" \g<0>"), ("[²³¹⁰⁴-⁹⁺⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[①-⑳]", r"(\g<0>)"),
     ("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]", ""), (r"[\s\S]+", lambda found: normalize("NFKC", found[0])),
-    # The \\ (here ;) and the & (here ,) of a matrix; elsewhere \\ is \
-    (r"\\\\(?:\[\w+\])?(?=[\s\S]*\\end)", ";"), (r"\\\\", r"\\"), ("&", ","), (r"\\ ", " "),
-    (r"\\begin\s*\{(?:[pb]?matrix|array)\}(?:\{[lcr|]*\})?", r"\\matrix("),
-    (r";?\s*\\end\s*\{(?:[pb]?matrix|array)\}", ")"), (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+    # A matrix becomes (1,2;3,4). Elsewhere \\ is \
+    (r"\\\\(?:\[\w+\])?(?=[\s\S]*\\end)", ";"), (r"\\\\", r"\\"), (r"\\ ", " "),
+    (r"\\begin ?\{(?:[pb]?matrix|array)\}(\{[lcr|]*\})?", "("), (r";?\s*\\end ?\{(?:[pb]?matrix|array)\}", ")"),
     # 11{,}111 and 11,\! 111
     (r"(?<=\d)(?:\{,\}|,?(?:\\[!,;:]\s*)+,?)(?=\d{3}(?!\d))", ","),
     # 90^\circ and 90\circ, but not f\circ g
-    (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])", ""),
+    (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\circ(?![a-z])", ""), (r"\\(?:left|right|[bB]ig+[lr]?)\b", ""),
     # \$5 and -$5, but not $5$; €5 and 5€
     (r"^\s*([-+]?)\s*(\\\$|\$(?=[^$]*$)|[€£])\s*([-+]?[\d.,]*\d)\.?\s*$",
-     lambda found: f"{found[1]}{found[3]} {CURRENCIES[found[2][-1]]}"), (r"^\s*([-+\d.,]*\d)\s*€\.?\s*$", r"\1 euro"),
+     lambda found: f"{found[1]}{found[3]} {CURRENCIES[found[2][-1]]}"), (r"(?<=\d)\s*€\W*$", " euro"),
     (r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[a-zA-Z]+|[^\w\s]|[πθ]", lambda found: SPELLINGS.get(found[0], found[0])),
-    # A unit of one letter is upright, because a plain N may be a variable; and \text{cm}, \mathbf{x}
-    (r"((?:[\d}]|\\pi)\s*)\\(?:text|mathrm)\s*\{\s*([JNWVKCFTHA])\s*\}", r"\1 upright\2"),
+    # An upright N after a number is a unit, here nn, and a plain one may be a variable; \text{cm}, \mathbf{x}
+    (r"((?:[\d}]|\\pi)\s*)\\(?:text|mathrm)\s*\{\s*([JNWVKCFTHA])\s*\}", r"\1 \2\2"),
     (r"\\(?:text\w*|math[a-z]{2}|mbox|underline|emph|operatorname|boldsymbol)\*?\s*\{([^{}]*)\}", r" \1 "),
     # One or more choices or statements: B, (B), BC, B and C, (1)(3)
     (r"^\W*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:*`\"{}]|and)*)+|"
      r"(?:\(\d\)(?:[\s,;]|and)*){2,})$", lambda found: ", ".join(re.findall(r"[A-J\d]", found[1])).lower()),
     # Words have no capitals, but m and M, and kT and KT are not the same.
     (r"(?<![a-zA-Z\\])(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|No)(?![a-zA-Z])", lambda found: found[0].lower()),
-    # 5 x 10^3, (1, 2] U [3, 4), \{x: x>3\}, and 1:9
-    (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
-    (r"(\\\{\s*[a-z]\s*):", r"\1|"), (r"^\s*(\d+)\s*:\s*(\d+)\s*$", r"\1/\2"),
+    # 0.5% is 0.005 (but 50% is 50); \{x: x>3\}, 5 x 10^3, (1, 2] U [3, 4), and 1:9
+    (r"(?<!\d)0?\.\d+(?=\s*%)", r"\g<0>/100"), (r"(\\\{ ?[a-z] ?):", r"\1|"), (r"(?<=\d) ?x ?(?=10\^)", "*"),
+    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "), (r"^\s*(\d+) ?: ?(\d+)\s*$", r"\1/\2"),
     # 1 1/2 and 1\frac12
     (r"(?<![\d./^])(\d+)\s*(\\frac(?:\s*(?:\d|\{\d+\})){2}|(?<=\s)\d+/\d+(?![\d./]))", r"(\1+\2)"),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even
@@ -184,19 +170,17 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
 # The names of each unit. Two answers with different units from this table are never equal.
 UNITS = {name: names.split()[0] for names in (
     "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|"
-    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|ml|"
-    "ml milliliter millilitre|l liter litre|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|"
-    "yr year 年|/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|sterling|" + "|".join(
-        f"upright{unit}" for unit in "JNWVKCFTHA")).split("|") for word in names.split() for name in (word, word + "s")}
+    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|"
+    "ml milliliter|l liter litre|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|yr year 年|"
+    "/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|sterling|jj|nn|ww|vv|kk|cc|ff|tt|hh|aa"
+).split("|") for word in names.split() for name in (word, word + "s")}
 # Other words after a number are units as well, up to three of them, if they do not change its value. A word
 # of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米 the unit is
 # written without a space, but 7万 is 70,000, and 7以上 is 7 or more.
-NAME = (rf"(?!{OPERATOR}|[abcnxyz]{{2,3}}\b|мил|млн|тыс|"
-        r"\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미])"
+NAME = (rf"(?!{OPERATOR}|[abcnxyz]{{3}}\b|мил|млн|тыс|\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미])"
         r"(?:(?=[a-z]*[aeiouy])[a-z]{3,}|[^\W\d_a-zA-Z]{1,10}|[cmk]m|kg|ml|ft|yd|sq)")
 WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})(?![a-zA-Z])(?:\s*\^[({{]?[23][)}}]?)?"
-UNIT = re.compile(rf"^((?:[^a-zA-Z\\]|\\[a-zA-Z]+)*(?:(?<=[\d)}}])|(?<=\\pi)))(?:\s+|(?={NAME})){WORD}"
-                  rf"(?:[ /]+{WORD}){{0,2}}$")
+UNIT = re.compile(rf"^((?:[^a-zA-Z\\]|\\[a-z]++)*(?<=[\d)}}i]))(?:\s+|(?={NAME})){WORD}(?:[ /]+{WORD}){{0,2}}$")
 # A left side such as x =, f(x) =, 2*9 =, or x \in; but x=1, y=2 stays as it is. Or a choice with its text:
 # B) 12, but not (A) or (B)
 LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b)|"
@@ -204,8 +188,7 @@ LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\
 # 1,234.5 or 1 234.5
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?")
 # A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, a word, or a character except %
-TOKEN = re.compile(r"(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:[eE][-+]?\d{1,3}(?!\d|\s*_))?|\\[a-zA-Z]+|\\.|"
-                   r"[a-zA-Z]{4,}|[^\s%]")
+TOKEN = re.compile(r"(?i)(?<=\\frac)\s*\d|\.?\d+\.?\d*(?:e[-+]?\d{1,3}(?![\d_]))?|\\[a-z]+|\\.|[a-z]{4,}|[^\s%]")
 # Operators by how tightly they bind, after what ends an operand: `*` stands also between a and b in `ab`, and
 # `(` is the one of f(x), but not of (x+1)(x-1).
 LEVELS = [r") ] } \}", ";", ",", r"= < > \le \ge \ne \in", r"\cup \cap", r"+ - \pm \mp", "* /", "^", "_ ("]
@@ -259,24 +242,22 @@ def value(text):
         return tree if tokens == [""] else None
 
 
-def items(op, tree):
-    return list(tree[1:]) if isinstance(tree, tuple) and tree[0] == op else [tree]
-
-
 def applied(op, a, b):
     # The numbers of a sum or a product become one number, and the order of the rest does not count.
-    if op == "-":
-        return applied("+", a, applied("*", Fraction(-1), b))
-    if op == "/":
-        return applied("*", a, applied("^", b, Fraction(-1)))
+    if op in ("-", "/"):
+        # a-b is a + b*(-1), and a/b is a * b^(-1).
+        op, inverse = ("+", "*") if op == "-" else ("*", "^")
+        b = applied(inverse, b, Fraction(-1))
     if op == "^" and {type(a), type(b)} == {Fraction} and b.denominator == 1:
         if abs(b) * max(map(int.bit_length, a.as_integer_ratio())) <= 4096:
             return a ** b
-    # a, b, c is one list, and x + 0 and 1x are x.
-    found = items(op, a) + (items(op, b) if op in FOLDS else [b])
+    # a, b, c is one list, but (a^b)^c is not a^b^c.
+    found = [each for tree in (a, b)
+             for each in (tree[1:] if isinstance(tree, tuple) and tree[0] == op != "^" else [tree])]
     if op in FOLDS:
         number = Fraction(FOLDS[op](each for each in found if isinstance(each, Fraction)))
         rest = sorted((each for each in found if not isinstance(each, Fraction)), key=repr)
+        # x + 0 and 1x are x.
         found = rest if rest and number == FOLDS[op](()) else [number, *rest]
     return (op, *found) if len(found) > 1 else found[0]
 
@@ -312,25 +293,21 @@ def comparison(given, truth):
     """Return whether two answers are the same, or None if algebra could still show that they are.
 
     They are the same if they are equal as exact values or formulas, or as text if one of them is no formula.
-    Spaces, LaTeX's spellings and % do not count: 50% is 50, but 0.5% is not 0.5. Nor does the order of terms,
+    Spaces, LaTeX's spellings and % do not count: 50% is 50, but 0.5% is 0.005. Nor does the order of terms,
     of factors, and of a list or a set, except between semicolons. A unit, a currency or a letter before =
     counts only if both answers have one. It never raises, and no input makes it slow.
     """
     (one, rest, said), (other, known_rest, known) = read(given), read(truth)
     if any(mine and theirs and mine != theirs for mine, theirs in zip(said, known)):
         return False
-    numbers = isinstance(one, Fraction) and isinstance(other, Fraction)
-    percent = numbers and ("%" in rest) != ("%" in known_rest)
     # B) 12 is B, and 3 h is 3h, whether h is a unit or a variable.
-    same = (one == other != "" or one == known[-1] or other == said[-1]
-            or value(rest) == value(known_rest) is not None)
-    if same and not (percent and 0 < abs(one) < 1):
+    if (one == other != "" or one == known[-1] or other == said[-1]
+            or value(rest) == value(known_rest) is not None):
         return True
-    # Algebra cannot make two numbers equal, except 50% and 0.5, nor numbers in a base, different brackets, or
-    # a number and a list.
-    kinds = {isinstance(tree, Fraction) or tree[0] for tree in (one, other) if not isinstance(tree, str)}
-    kinds &= {True, "_", *BRACKETS.values()}
-    return False if len(kinds) > 1 or "_" in kinds or numbers and not percent else None
+    # Algebra cannot make two numbers equal, except 50% and 0.5, nor numbers in a base or different brackets.
+    numbers = {type(one), type(other)} == {Fraction} and ("%" in rest) == ("%" in known_rest)
+    kinds = {tree[0] for tree in (one, other) if isinstance(tree, tuple)} & {"_", *BRACKETS.values()}
+    return False if len(kinds) > 1 or "_" in kinds or numbers else None
 
 
 def check_answer(text, truth, algebra=False):
@@ -340,11 +317,11 @@ def check_answer(text, truth, algebra=False):
     line without a final answer is compared as a whole. algebra: whether to ask the package
     math-verify where exact values do not decide. Set a time limit for that.
     """
-    given, alone = extract_answer(text), len(text) <= 100 and not re.search("[=\n]", text.strip())
-    whole = text if given is None and alone else given
+    given = extract_answer(text)
+    alone = text if len(text) <= 100 and not re.search("[=\n]", text.strip()) else ""
     for one in truth if isinstance(truth, (list, tuple)) else [truth]:
         one = boxed_answer(one) or marked_answer(one) or one
-        same = None if whole is None else comparison(whole, one)
+        same = comparison(given or alone, one)
         if same or same is None and algebra and by_algebra(given, text, one):
             return True
     return False
@@ -355,7 +332,7 @@ def check_answer(text, truth, algebra=False):
 
 def by_algebra(given, text, truth):
     # If the text has no marked answer, the package looks for one in its last lines.
-    given = "\n".join(text.splitlines()[-10:])[-2000:] if given is None else formula(given)
+    given = formula(given) if given else "\n".join(text.splitlines()[-10:])[-2000:]
     # Only those who use the package wait for this import.
     import math_verify
     logging.getLogger("math_verify").setLevel(logging.ERROR)

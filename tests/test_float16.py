@@ -9,7 +9,7 @@ from runs import change_state, lines, on_ranks, without_times
 from test_lora import some_rollouts
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
-         "eval_prompts": 4, "eval_samples": 1, "save_interval": 1, "eval_interval": 0, "keep_checkpoints": 9,
+         "eval_prompts": 4, "eval_samples": 1, "save_interval": 3, "eval_interval": 0, "keep_checkpoints": 9,
          "warmup_steps": 0, "lr_decay": "constant", "learning_rate": 1e-4, "engine": "hf", "dtype": "float16"}
 # Times 65536, the gradient of the first is too large for float16.
 REWARDS = """

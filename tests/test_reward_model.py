@@ -234,7 +234,7 @@ def metrics_of(out_dir):
 def test_the_policy_follows_the_reward_model(judge, folder, digits_file, tmp_path):
     """The digits are only logged, so what the policy learns, it learns from the reward model."""
     forked(tmp_path / "log", "train_ppo.py", f"--model={folder}", f"--out_dir={tmp_path}/run",
-           f"--reward_model={judge}", digits_file, "--reward_weights=share:0", "--max_steps=40",
+           f"--reward_model={judge}", digits_file, "--reward_weights=share:0", "--max_steps=28",
            "--critic_warmup_steps=2", "--critic_learning_rate=3e-3", "--lr_decay=constant", *SMALL)
     metrics = metrics_of(tmp_path / "run")
     shares = [line["rewards/share/mean"] for line in metrics[:-1]]

@@ -9,12 +9,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-import torch
-import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configurator import SUITS_TINY
-from tiny import pretrain
+
+# What takes seconds to import is imported where it is used: the process that only hands out tests needs none.
 
 
 def pytest_addoption(parser):
@@ -24,6 +22,9 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A Qwen3 of 0.1 M parameters with random weights, large enough that its distributions are not flat."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tiny import pretrain
     path = str(tmp_path_factory.mktemp("model"))
     tokenizer = pretrain.make_tokenizer()
     torch.manual_seed(0)
@@ -39,6 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mesh():
+    import torch.distributed as dist
     # A module's tests may have closed an engine, which ends the group.
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -76,6 +78,7 @@ def talker(folder, tmp_path_factory):
         names[number] = f"<tool_call>{CALLS[number % len(CALLS)] % number}</tool_call>".replace(" ", "\u0120")
     tokenizer["model"]["vocab"] = {name: number for number, name in names.items()}
     file.write_text(json.dumps(tokenizer))
+    from tiny import pretrain
     end = pretrain.make_tokenizer().eos_token_id
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, *range(94, 140)]}))
     return str(path)

@@ -79,7 +79,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
         raise ValueError(f"{what}: the folder holds an adapter (adapter_config.json) and not a model; "
                          f"python lora.py {path} writes one")
     with reading(f"{what}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
-        limit = getattr(read_config(path).get_text_config(), "max_position_embeddings", None) or math.inf
+        limit = longest_row(read_config(path).get_text_config())
     if length > limit:
         raise ValueError(f"{what}: a prompt and its completion (max_completion_length) may have {length} "
                          f"tokens, but by its config (max_position_embeddings) the model takes {limit}")
@@ -90,6 +90,16 @@ def has_tokenizer(path):
     # A hub id is assumed to have one.
     return not os.path.isdir(path) or any(
         file.startswith(("tokenizer", "vocab", "spiece")) for file in os.listdir(path))
+
+
+def longest_row(config):
+    """Return how many tokens a model with this config reads in a row."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = [getattr(config, key, None) for key in (
+        "max_position_embeddings", "attention_chunk_size")]     # attention in chunks is not supported
+    if rope.get("rope_type") in ("dynamic", "longrope"):        # beyond these positions depend on the batch
+        limits += [one.get("original_max_position_embeddings") for one in (rope, vars(config))]
+    return min(filter(None, limits), default=math.inf)
 
 
 def check_trainable(path, key="model", tokenizer=True, length=0):

@@ -286,7 +286,12 @@ def changed(folder, path, **changes):
     ({"auto_map": {"AutoConfig": "a.B"}, "model_type": "mine"}, "cannot be read: ValueError: .*custom code"),
     ({"model_type": "mine"}, "config.json cannot be read: .*`mine`"),
     ({"model_type": "t5"}, "a t5 model is not a decoder that generates text"),
-    ({"model_type": "vit"}, "a vit model is not a decoder that generates text")])
+    ({"model_type": "vit"}, "a vit model is not a decoder that generates text"),
+    ({"model_type": "llama4_text", "attention_chunk_size": 10}, "the model takes 10$"),
+    ({"original_max_position_embeddings": 10, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "the model takes 10$"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0,
+                          "original_max_position_embeddings": 10}}, "the model takes 10$")])
 def test_what_a_config_tells_is_refused_before_anything_is_loaded(folder, tmp_path, changes, message):
     path = changed(folder, tmp_path / "model", **changes)
     with pytest.raises(ValueError, match=f"^critic_model=.*{message}"):

@@ -22,9 +22,9 @@ from secrets import token_hex
 
 from aiohttp import web
 
-from episodes import Conversation, Episode
+from episodes import Conversation, Episode, in_thread
 from runtime.chat_template import Template, read_call, tool_call
-from runtime.user_code import Failed, TimeUp, in_thread, outcome, shown
+from runtime.user_code import Failed, TimeUp, outcome, shown
 
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 # The fields of a request that are read. Those of ONLY can have no other values, because the policy is sampled

@@ -23,18 +23,18 @@ import itertools
 import os
 import math
 import zlib
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import deepcopy
 from functools import cached_property, partial
-from threading import Semaphore
+from threading import Semaphore, Thread
 from types import SimpleNamespace
 
 import numpy as np
 from transformers.utils import get_json_schema
 
 from runtime.chat_template import Template, result_of
-from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, in_thread,
-                               load_from, logging_into, name_of, outcome, shown, specs)
+from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, load_from,
+                               logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Request, Rollout, text_of
 
 
@@ -440,3 +440,10 @@ class Table:
                 return in_thread(partial(outcome, wish, seconds)).result(seconds or None)
             except TimeoutError:
                 return None, TimeUp(), seconds
+
+
+def in_thread(function):
+    """Return a Future of what the function returns. The end of the process does not wait for its thread."""
+    future = Future()
+    Thread(target=lambda: future.set_result(function()), daemon=True).start()
+    return future

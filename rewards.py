@@ -7,7 +7,6 @@
 import bisect
 import contextlib
 import copy
-import functools
 import inspect
 import math
 import re
@@ -151,7 +150,7 @@ def judge(reward, columns, timeout, end, workers):
         given, by_name = given | logs | {"trainer_state": given["trainer_state"][-1]}, {}
     given = accepted(function, given, f"reward {reward.name}", by_name)
     limit = timeout and min(timeout, end - time.monotonic())
-    returned, error, _ = outcome(functools.partial(function, **given), limit)
+    returned, error, _ = outcome(lambda: function(**given), limit)
     if error:
         return [error]
     returned = [returned] if reward.verl else returned
@@ -319,15 +318,12 @@ class Scorer:
         if twice := r.parts.keys() & named:
             raise ValueError(f"reward={self.settings.reward}: two parts of the score are called {min(twice)}")
         counted = {"score": named["score"]} if "score" in named else named
-        values = [r.score, *(self._weight(name) * value for name, value in counted.items())]
+        values = [r.score, *(self.weights[name] * value for name, value in counted.items())]
         values = [value for value in values if not math.isnan(value)]
         r.score = sum(values) if values else math.nan
         r.parts, r.extra = r.parts | named, r.extra | logged
-        if any(map(self._weight, counted)):
+        if any(self.weights[name] for name in counted):
             r.problem = r.problem or problem
-
-    def _weight(self, name):
-        return self.weights.get(name, 1.0)
 
     def check_with(self, prompts):
         """Score what Player.check_with plays, so that what is broken shows before training.
@@ -371,13 +367,13 @@ class Scorer:
             for named, steps, *more in said:
                 self._add(r, named, steps, *more)
                 for character, one in steps:
-                    own[self._token(r, character)] += self._weight(min(named)) * one
+                    own[self._token(r, character)] += self.weights[min(named)] * one
             if self.environment:
                 # NaN if get_reward returned None: the environment gave nothing.
                 self._add(r, {self.environment: sum(r.rewards.values())})
                 if not math.isnan(r.parts[self.environment]):
-                    own |= {token: self._weight(self.environment) * one for token, one in r.rewards.items()}
-            lost = math.isnan(r.parts.get("reward_model", 0.0)) and self._weight("reward_model")
+                    own |= {token: self.weights[self.environment] * one for token, one in r.rewards.items()}
+            lost = math.isnan(r.parts.get("reward_model", 0.0)) and self.weights["reward_model"]
             if lost or r.finish_reason == "error" or self.unscored and r.problem:
                 r.score = math.nan
             if r.row.get("answer") is not None:
@@ -395,9 +391,10 @@ class Scorer:
 
 
 def part_weights(text):
-    """Return {name: weight} for the text "name:weight,name:weight". Raises ValueError for any other text."""
+    """Return {name: weight} for the text "name:weight,name:weight"; the weight of others is 1. Raises ValueError
+    for any other text."""
     pairs = [pair.rpartition(":") for pair in text.split(",") if pair]
     with contextlib.suppress(ValueError):
         if all(name and math.isfinite(float(weight)) for name, _, weight in pairs):
-            return {name: float(weight) for name, _, weight in pairs}
+            return defaultdict(lambda: 1.0, {name: float(weight) for name, _, weight in pairs})
     raise ValueError(f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5")

@@ -22,7 +22,6 @@ import threading
 import time
 import traceback
 import types
-from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 
 # The folder in which the run was started. Code of the user's may change the current folder.
@@ -141,9 +140,7 @@ def logging_into(stores):
 
 class TimeUp(TimeoutError):
     """Says that a function of the user's ran out of time."""
-
-    def __str__(self):
-        return "took too long (call_timeout)"
+    __str__ = lambda _: "took too long (call_timeout)"
 
 
 class Failed(Exception):
@@ -188,13 +185,6 @@ def event_loop(name):
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return loop
-
-
-def in_thread(function):
-    """Return a Future of what the function returns. The end of the process does not wait for its thread."""
-    future = Future()
-    threading.Thread(target=lambda: future.set_result(function()), daemon=True).start()
-    return future
 
 
 def make_lenient():

@@ -66,7 +66,7 @@ def found(reward, rows, completions, *arguments, **more):
 def total(parts):
     """The score of a rollout with these parts, without weights."""
     scored = SimpleNamespace(parts={}, extra={}, score=NAN, problem="")
-    nothing = SimpleNamespace(weights={}, player=SimpleNamespace(make=None), _weight=lambda name: 1.0)
+    nothing = SimpleNamespace(weights=rewards.part_weights(""), player=SimpleNamespace(make=None))
     rewards.Scorer._add(nothing, scored, parts)
     return scored.score
 

@@ -46,7 +46,7 @@ check(world_size == 1, "evaluate_model.py runs in one process: python evaluate_m
 
 with input_errors():
     if output:
-        output_file = open(output, "a")                         # now, not after hours of sampling
+        open(output, "a").close()                               # it fails now, not after hours of sampling
     named = ([("prompt", {"prompt": [{"role": "user", "content": prompt}]})] if prompt else
              data.named_rows(settings, "eval"))
     base = check_model(model)
@@ -89,8 +89,7 @@ for number, group in enumerate(groups[:show]):
         score = group[texts.index(text)].score
         print(f"{printable(text)}\n--- {texts.count(text)} of {samples} samples, score {score:g}\n")
 if output:
-    with output_file as file:
-        file.truncate(0)                                        # earlier results have stayed until now
+    with open(output, "w") as file:                             # earlier results have stayed until now
         for group in groups:
             shown = [{"completion": r.completion if player.make else rewards.content(r.completion),
                       "score": None if math.isnan(r.score) else r.score, "finish_reason": r.finish_reason}

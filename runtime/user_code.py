@@ -83,10 +83,12 @@ def load_from(spec, key, kind, others=""):
         module = module_of(path) if given.endswith(".py") else importlib.import_module(given)
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {shown(error)}") from error
-    if not callable(found := getattr(module, name, None)):
-        names = ", ".join(other for other, value in vars(module).items() if callable(value))
-        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {names or 'none'}")
-    return found
+    # A builtin such as max may not say what its parameters are.
+    usable = [each for each, value in vars(module).items() if callable(value) and not inspect.isbuiltin(value)]
+    if name not in usable:
+        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has "
+                         f"{', '.join(usable) or 'none'}")
+    return getattr(module, name)
 
 
 def accepted(function, columns, name, by_name={}):

@@ -107,7 +107,7 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
             own = {"prompt": prompt_of(row, prompt_column, chat, optional), "answer": answer_of(row, answers),
                    "source": row.get("data_source", row.get("source"))}
         # If a column of answers is named, no other one counts.
-        rows[where] = row | (own if answer_column else without_null(own))
+        rows[where] = row | without_null(own) | ({"answer": own["answer"]} if answer_column else {})
     if not rows:
         raise ValueError(f"{path}: no rows")
     lacking = [where for where, row in rows.items() if row.get("answer") is None]
@@ -154,7 +154,9 @@ def prompt_of(row, prompt_column, chat, optional):
 def as_message(message):
     """Return a message of a file as chat templates expect it: with role and content, and without null, which
     Arrow writes into every field that another message has. The arguments of a call may be a JSON string."""
-    said = json.loads(json.dumps(message), object_hook=without_null) if isinstance(message, dict) else {}
+    # Rows of a parquet file may hold dates.
+    said = json.loads(json.dumps(message, default=str), object_hook=without_null) if isinstance(
+        message, dict) else {}
     if "from" in said:                                          # ShareGPT's form
         who = said.pop("from")
         said = {"role": ROLES.get(who, who), "content": said.pop("value", "")} | said
@@ -227,8 +229,8 @@ def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
-    schemas for the template. Raises ValueError for messages without a template, or with one that fails or
-    leaves out a message, and for a string with a system prompt.
+    schemas for the template. Raises ValueError for messages without a template or with one that fails, and
+    for a string with a system prompt.
     """
     texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in named]
     # All at once, which is faster. A template writes the special tokens itself.
@@ -249,8 +251,8 @@ def start_of(tokenizer):
     return whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
 
 
-def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
-    # The text of a prompt, before it is encoded.
+def as_text(tokenizer, name, prompt, chat, system_prompt, tools, whole=False):
+    # The text of a prompt, before it is encoded. whole: whether all messages have to be in it.
     if isinstance(prompt, str):
         if system_prompt:
             raise ValueError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")
@@ -265,7 +267,7 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
     except Exception as error:      # of all kinds, about the order of roles, for example
         raise ValueError(f"{name}: the chat template, which --chat=false does without, fails for "
                          f"{messages!r:.300}: {error!r}") from error
-    for message in messages:
+    for message in messages if whole else ():
         # Templates may shorten an earlier answer, and rewrite what a tool has returned.
         if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
             raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
@@ -338,14 +340,17 @@ def load_split(tokenizer, settings, split, tools=None, **changed):
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
     total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
     kinds = {}
-    for number, (name, row) in enumerate(prompts.named):
-        roles = [] if isinstance(row["prompt"], str) else [message["role"] for message in row["prompt"]]
+    for name, row in prompts.named:
+        messages = [] if isinstance(row["prompt"], str) else row["prompt"]
+        kind = tuple((message["role"], "tool_calls" in message) for message in messages)
         # An observation or a call of a tool would have no place in them.
-        if (s.environment or s.tools) and roles[-1:] in ([], ["assistant"]):
+        if (s.environment or s.tools) and (not kind or kind[-1][0] == "assistant"):
             raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
                              "last one not the assistant's")
-        kinds.setdefault(str(roles), number)
-    prompts.encoded(kinds.values())         # what the template refuses shows now, and not after hours
+        kinds.setdefault(kind, (name, row["prompt"]))
+    # What the template refuses, or leaves out, shows now, and not after hours.
+    for name, prompt in kinds.values():
+        as_text(tokenizer, name, prompt, s.chat, s.system_prompt, tools, whole=True)
     encoded = prompts.encoded(epoch_order(total, 0, s.seed)[:512] if split == "train" else range(total))
     fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:

@@ -98,7 +98,7 @@ def deal(rollouts, chosen, num_ranks):
     """Deal rollouts[s] for s in chosen to num_ranks lists with about the same number of tokens to compute.
 
     The rollouts of one prompt stay together and go to the rank with the fewest tokens so far, the largest
-    group first (Graham 1969, LPT). The same is tried with smaller and smaller pieces of groups, although each
+    group first (Graham 1969, LPT). The same is tried with half groups, quarters and so on, although each
     piece computes the prompt again. The result is the deal whose heaviest rank has the fewest tokens.
     Example: groups of 9, 5, 4, 3 tokens for 2 ranks -> 9 + 3 and 5 + 4.
     """
@@ -109,7 +109,7 @@ def deal(rollouts, chosen, num_ranks):
         groups[-1].append((s, size, shared))
     most = max(map(len, groups), default=1)                     # rollouts in a piece
     tries = [largest_first([group[i:i + n] for group in groups for i in range(0, len(group), n)], num_ranks)
-             for n in range(most, 0, -1)]
+             for n in (most >> k for k in range(most.bit_length()))]
     return min(tries, key=lambda one: one[0])[1]
 
 

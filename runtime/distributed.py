@@ -113,9 +113,7 @@ def leave():
     called without an active exception"), most likely because a thread of PyTorch was still waiting for
     Python's lock.
     """
-    # Closing vLLM may have ended the group already.
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     end(0)
 
 

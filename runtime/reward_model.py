@@ -56,11 +56,12 @@ class RewardModel:
 
         prompts: strings or lists of messages. completions: a string for a prompt that is a string, to which
         it is appended as it is, or a list of the messages that follow. A conversation has no score if it is
-        too long for the model or if its score is not finite. Raises ValueError if no completion has a score,
+        too long for the model, has a token that the model does not embed, or if its score is not finite. Raises ValueError if no completion has a score,
         or if its chat template fails.
         """
         ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions)]
-        fitting = [i for i in range(len(ids)) if len(ids[i]) <= self.max_length]
+        fitting = [i for i, row in enumerate(ids)
+                   if len(row) <= self.max_length and max(row, default=0) < self.tokenizer.embedded]
         longest_first, scores = sorted(fitting, key=lambda i: -len(ids[i])), [math.nan] * len(ids)
         self.model.to(self.device)
         while longest_first:

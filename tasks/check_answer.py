@@ -51,9 +51,10 @@ OPERATOR = (r"(?:or|and|not|than|about|around|over|under|below|of|to|by|at|plus|
             r"root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|(?!mon)\w*[defghnrx]ths?)\b")
 # A number in a sentence: `She makes 18 dollars.`
 SENTENCE = re.compile(rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})([-*$€£]*\d[^=\\]*)$")
-# The last box, with brackets in it up to eight levels deep, or \boxed 5
+# A box, with brackets in it up to eight levels deep, or \boxed 5; before it, what joins it to another one
 INSIDE = r"(?:[^{}\\]|\\.|\{" * 8 + "[^{}]*+" + r"\})*+" * 8
-BOX = re.compile(rf"(?s).*\\(?:(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|boxed\s+([^\s{{}}$]+))")
+BOX = re.compile(r"(?s)([\s$]{0,9}+(?:,\s{0,9}+(?:and\b)?|and\b)[\s$]{0,9}+)?"
+                 rf"\\(?:(?:boxed|fbox)\s*+\{{(?!\s*\}})({INSIDE})\}}|boxed\s+([^\s{{}}$]+))")
 # A bracket that the answer has not opened, as in {"answer": 18} and [[18]]
 UNOPENED = re.compile(rf"^(?:({INSIDE})\}}|([^][]*)\]\]).*")
 # What a text may end with: **18**, `18`, $$18$$, \[18\], and $18$ or \(18\) in a line of its own
@@ -78,9 +79,11 @@ def extract_answer(text):
 
 
 def boxed_answer(text):
-    # Returns the content of the last box. `\boxed{1} and \boxed{2}` are one answer.
-    box = BOX.match(re.sub(r"\}[\s$]*+(?:,\s*+(?:and\b)?|and\b)[\s$]*+\\boxed\s*+\{", ", ", text))
-    return box and (box[1] or box[2]).strip(EDGES)
+    # Returns the content of the last box, or of several: `\boxed{1} and \boxed{2}` are one answer.
+    parts, answers = BOX.split(text[-100_000:]), []
+    for before, joint, braced, bare in zip(*(parts[n::4] for n in range(4))):
+        answers = [*(answers if joint and not before else ()), (braced or bare).strip(EDGES)]
+    return boxed_answer(answers[-1]) or ", ".join(dict.fromkeys(answers)) if answers else None
 
 
 def marked_answer(text):
@@ -120,11 +123,11 @@ def last_answer(text):
 FUNCTIONS = ("sqrt", "sin", "cos", "tan", "log", "ln")
 # Each sign, and its other spellings
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in {
-    **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot × · ⋅", "^": "**", "/": r"\div ÷ ⁄",
-    "-": "− – —", ":": "∶", "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\ne": r"\neq ≠ !=",
-    r"\ge": r"\geq \geqslant ≥ ⩾ >=", "|": r"\mid \vert \lvert \rvert ∣", r"\frac": r"\dfrac \tfrac \cfrac",
-    r"\binom": r"\dbinom \tbinom", r"\pi": "π pi", r"\sqrt": "√ sqrt", r"\pm": "±", r"\infty": "∞ infinity inf",
-    r"\theta": "θ", r"\cup": r"∪ \bigcup", r"\cap": "∩", r"\in": "∈", r"\emptyset": r"\varnothing ∅",
+    **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "/": r"\div ÷ ⁄",
+    "-": "− – —", ":": r"∶ \colon", "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\pm": "±",
+    r"\ge": r"\geq \geqslant ≥ ⩾ >=", r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\pi": "π pi",
+    r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", r"\infty": "∞ infinity inf", r"\cap": "∩",
+    r"\theta": "θ", r"\sqrt": "√ sqrt", r"\cup": r"∪ \bigcup", r"\in": "∈", r"\emptyset": r"\varnothing ∅",
     "mi/h": "mph", "km/h": "kph", "%": r"\% percent", ",": "、 &", " ": r"\, \; \: \quad \qquad ~",
     "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}.items() for each in names.split()}
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling"}
@@ -168,12 +171,11 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
 # roots, tuples (operator, left, right) keep the formula.
 
 # The names of each unit. Two answers with different units from this table are never equal.
-UNITS = {name: names.split()[0] for names in (
-    "mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|m meter metre 米|km kilometer kilometre 千米|"
-    "in inch inche|ft foot feet|yd yard|mi mile|mg milligram|g gram 克|kg kilogram 千克|lb pound|oz ounce|"
-    "ml milliliter|l liter litre|s sec second 秒|min minute 分钟|h hr hour 小时|day 天|week 周|month 月|yr year 年|"
-    "/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|sterling|jj|nn|ww|vv|kk|cc|ff|tt|hh|aa"
-).split("|") for word in names.split() for name in (word, word + "s")}
+UNITS = {name: names.split()[0] for names in ("mm millimeter millimetre 毫米|cm centimeter centimetre 厘米|"
+    "m meter metre 米|km kilometer kilometre 千米|in inch inche|ft foot feet|yd yard|mi mile|mg milligram|"
+    "g gram 克|kg kilogram 千克|lb pound|oz ounce|ml milliliter|l liter litre|s sec second 秒|min minute 分钟|"
+    "h hr hour 小时|day 天|week 周|month 月|yr year 年|/ per|2 square sq|3 cubic|am|pm|dollar 美元|cent|euro|"
+    "sterling|jj|nn|ww|vv|kk|cc|ff|tt|hh|aa").split("|") for word in names.split() for name in (word, word + "s")}
 # Other words after a number are units as well, up to three of them, if they do not change its value. A word
 # of two letters or without a vowel may be a product of variables, such as kT. In 12元 and 5厘米 the unit is
 # written without a space, but 7万 is 70,000, and 7以上 is 7 or more.

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -52,6 +53,8 @@ def in_process(spec, task="algebra"):
 def reward_file(tmp_path, source):
     path = tmp_path / "my_reward.py"
     path.write_text(source)
+    # Python takes a file of the same size and second for the one that it has compiled.
+    shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
     return in_process(f"{path}:reward")
 
 

@@ -141,8 +141,8 @@ refused or a run stopped. Most of these reasons concern vLLM's CPU build.
 - A prompt and its completion together may have as many tokens as `max_position_embeddings` in `config.json` says. If a
   model reads more with YaRN, raise this number in the file.
 - These are always refused: quantised weights (AWQ, FP8), folders that need code of their own (`trust_remote_code`),
-  folders of adapters ([merge them](lora.md) first), and weights whose logprobs are NaN. A config with dropout is accepted, but the
-  dropout does not act, because the engine has none either.
+  folders of adapters ([merge them](lora.md) first), and weights whose logprobs are NaN. A config with dropout is
+  accepted, but the dropout does not act, because the engine has none either.
 """
 ENGINES = {
     "vllm": "train_ppo.py --engine=vllm --critic_warmup_steps=0 --num_epochs=1 --updates_per_step=1 "

@@ -84,11 +84,10 @@ def load_from(spec, key, kind, others=""):
     except BaseException as error:
         raise ValueError(f"{key}: {given} raised {shown(error)}") from error
     # A builtin such as max may not say what its parameters are.
-    usable = [each for each, value in vars(module).items() if callable(value) and not inspect.isbuiltin(value)]
-    if name not in usable:
-        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has "
-                         f"{', '.join(usable) or 'none'}")
-    return getattr(module, name)
+    if not callable(found := getattr(module, name, None)) or inspect.isbuiltin(found):
+        names = ", ".join(other for other, value in vars(module).items() if callable(value) and value != found)
+        raise ValueError(f"{key}: {given} has no {kind} {name}; at its top level it has {names or 'none'}")
+    return found
 
 
 def accepted(function, columns, name, by_name={}):

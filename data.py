@@ -251,8 +251,8 @@ def start_of(tokenizer):
     return whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
 
 
-def as_text(tokenizer, name, prompt, chat, system_prompt, tools, whole=False):
-    # The text of a prompt, before it is encoded. whole: whether all messages have to be in it.
+def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
+    # The text of a prompt, before it is encoded.
     if isinstance(prompt, str):
         if system_prompt:
             raise ValueError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")
@@ -262,16 +262,11 @@ def as_text(tokenizer, name, prompt, chat, system_prompt, tools, whole=False):
     if not chat:
         return whole_text(messages) + ("" if continued else "\n")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
     except Exception as error:      # of all kinds, about the order of roles, for example
         raise ValueError(f"{name}: the chat template, which --chat=false does without, fails for "
                          f"{messages!r:.300}: {error!r}") from error
-    for message in messages if whole else ():
-        # Templates may shorten an earlier answer, and rewrite what a tool has returned.
-        if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
-            raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
-    return text
 
 
 class Prompts:
@@ -348,9 +343,13 @@ def load_split(tokenizer, settings, split, tools=None, **changed):
             raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
                              "last one not the assistant's")
         kinds.setdefault(kind, (name, row["prompt"]))
-    # What the template refuses, or leaves out, shows now, and not after hours.
-    for name, prompt in kinds.values():
-        as_text(tokenizer, name, prompt, s.chat, s.system_prompt, tools, whole=True)
+    # What the template refuses, or leaves out, shows now, and not after hours. It may shorten an earlier answer,
+    # and rewrite what a tool has returned.
+    for kind, (name, prompt) in kinds.items():
+        text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, tools)
+        for message in ({"role": "system", "content": s.system_prompt}, *(prompt if kind else ())):
+            if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+                raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
     encoded = prompts.encoded(epoch_order(total, 0, s.seed)[:512] if split == "train" else range(total))
     fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:

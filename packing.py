@@ -25,6 +25,7 @@ Layers that carry a state from token to token, such as Mamba's, would carry it i
 row. In models with such layers each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -136,18 +137,24 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
     """
     if not packed:
         return [*rows_of_their_own(rollouts, chosen, token_budget)]
-    # In this order a sequence follows those with which it shares most.
+    # Each sequence goes to the row that already holds the longest prefix of it, among those with room for it.
     rows = []
     for s, size, shared in prefix_order(rollouts, chosen):
-        if not rows or size - shared > room or size > room_for_keys:
-            rows.append([])
-            room, room_for_keys, shared = token_budget, KEYS * token_budget, 0
-        rows[-1].append((s, size, shared))
-        room -= size - shared
-        room_for_keys -= size
+        for row in rows:
+            # From one sequence to the next this only falls, because they are in order.
+            row.prefix = min(row.prefix, shared)
+        fitting = [row for row in rows if size - row.prefix <= row.room and size <= row.room_for_keys]
+        if not fitting:
+            fitting = [SimpleNamespace(members=[], prefix=0, room=token_budget, room_for_keys=KEYS * token_budget)]
+            rows += fitting
+        best = max(fitting, key=lambda row: row.prefix)
+        best.members.append((s, size, best.prefix))
+        best.room -= size - best.prefix
+        best.room_for_keys -= size
+        best.prefix = size
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
-    pairs = lambda row: sum((size - shared) * size for _, size, shared in row)
-    return [micro_batch(rollouts, row, multiple) for row in sorted(rows, key=pairs, reverse=True)]
+    pairs = lambda row: sum((size - shared) * size for _, size, shared in row.members)
+    return [micro_batch(rollouts, row.members, multiple) for row in sorted(rows, key=pairs, reverse=True)]
 
 
 def micro_batch(rollouts, members, multiple):

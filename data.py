@@ -343,7 +343,7 @@ def load_split(tokenizer, settings, split, tools=None, **changed):
             raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
                              "last one not the assistant's")
         kinds.setdefault(kind, (name, row["prompt"]))
-    # What the template refuses, or leaves out, shows now, and not after hours. It may shorten an earlier answer,
+    # What the template refuses or leaves out is told now, and not after hours. It may shorten an earlier answer
     # and rewrite what a tool has returned.
     for kind, (name, prompt) in kinds.items():
         text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, tools)

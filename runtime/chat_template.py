@@ -54,7 +54,7 @@ class Template:
         with reading(f"with the chat template {messages!r:.500}"):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked,
                                                       tools=self.tools)
-        # What a CUT parts is encoded apart. Where a tokenizer puts a space before each text, it stands there.
+        # The texts before and after a CUT are encoded one by one, so some tokenizers put a space between them.
         return sum(self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids, [])
 
     def between(self, turn, reply):

@@ -776,3 +776,22 @@ def test_load_prompts_wants_one_that_fits_on_each_side(load_prompts, tmp_path, s
     message = f"max_prompt_length=24: none of 3 {split} prompts fits; the shortest has 27 tokens"
     with pytest.raises(ValueError, match=message):
         load_prompts(task="file", train_file=train_file, eval_file=eval_file)
+
+
+def test_dates_in_the_messages_of_a_parquet_file(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    message = {"role": "user", "content": "1+1?", "on": datetime.datetime(2026, 1, 2)}
+    row = {"prompt": [message], "answer": "2"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    ((_, row),) = data.file_rows(str(tmp_path / "rows.parquet"))
+    assert row["prompt"] == [message | {"on": "2026-01-02 00:00:00"}]
+
+
+def test_a_named_column_of_answers_leaves_the_source_as_it_is(tmp_path):
+    rows = [{"prompt": "a?", "gold": "1", "data_source": None, "source": "x"}]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    ((_, row),) = data.file_rows(path, "", "gold")
+    assert row["source"] == "x" and row["answer"] == "1"
+    ((_, row),) = data.file_rows(write(tmp_path / "other.jsonl", {"prompt": "a?", "gold": "1"}), "", "gold")
+    assert "source" not in row

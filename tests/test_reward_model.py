@@ -316,5 +316,13 @@ def test_a_conversation_that_is_too_long(judge):
         model.score(prompts[:1], [long])
 
 
+def test_a_token_that_the_model_does_not_embed(judge):
+    model = load(judge)
+    model.tokenizer.add_tokens(["<new>"])
+    prompts = [row["prompt"] for row in ROWS[:2]]
+    both = model.score(prompts, [answer("a <new> b"), answer("12")])
+    assert math.isnan(both[0]) and math.isfinite(both[1])
+
+
 def test_reward_none_needs_a_reward_model(folder, tmp_path):
     refused([f"--model={folder}", "--reward=none"], "reward=none needs a reward_model", tmp_path)

@@ -5,17 +5,20 @@ All that needs a GPU to be tested or measured, each part under its command.
     python -m bench.gpu --parts=default,speed                # some
 
     tests       tests/test_cuda.py
-    default     train_grpo.py and train_ppo.py on the tiny model; GRPO again with logits rounded to bfloat16
+    default     train_grpo.py and train_ppo.py on the tiny model
+    speed       updates of Qwen3-0.6B's shape: long sequences, shared prompts, memory, the attention kernel
+    faster      the same update in the ways of bench/faster.py
+    rollouts    sampling and weight sync of that shape, short and long
+    colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
+    smollm2     SmolLM2-135M-Instruct learns sums (bench/smollm2.py says which packages it needs)
     episodes    train_grpo.py on a game of many turns and on problems with a tool
     apart       train_async.py, with its trainer and its engine on this one GPU
-    colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
-    speed       updates of Qwen3-0.6B's shape: long sequences, shared prompts, memory, the attention kernel
-    rollouts    sampling and weight sync of that shape
+    trl         bench/against_trl.py's update of Qwen3-0.6B's shape
     base        a larger base model, made with tiny/pretrain.py
     larger      GRPO of that base, and the result sampled anew
-    trl         bench/against_trl.py's update of Qwen3-0.6B's shape
 
-What fails is named at the end, and does not keep the rest from running.
+The order is that of their worth. Each figure is printed as soon as it is known, so a run that is cut off has
+lost nothing else. What fails is named at the end, and does not keep the rest from running.
 """
 import json
 import os
@@ -28,14 +31,14 @@ import torch
 
 from configurator import check, configure
 # ------------------------------------------------------------------------------------------------------------
-parts = "tests,default,episodes,apart,colocation,speed,rollouts,base,larger,trl"
+parts = "tests,default,speed,faster,rollouts,colocation,smollm2,episodes,apart,trl,base,larger"
 out_dir = "out/gpu"             # of runs and logs; those of the same parts must not be there yet
 # of colocation, speed and rollouts
 shape = "--hidden_size=1024 --num_layers=28 --num_heads=16 --head_dim=128 --vocab_size=151936"  # Qwen3-0.6B's
 token_budget = 16384
 length = 1024                   # tokens of a sequence; in speed also 4 and 16 times as many
 sequences = 128                 # of that length; in speed also four times as many, for the memory
-cycles = 100                    # of colocation
+cycles = 22                     # of colocation
 # of base, larger and trl
 base = ("--difficulty=3 --train_prompts=50000 --harder_prompts=50000 --layers=8 --hidden_size=512 "
         "--intermediate_size=1536 --steps=4000 --batch_size=256")          # settings for tiny/pretrain.py
@@ -54,7 +57,7 @@ env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PAT
 
 def call(name, command):
     """Run a command with its output in out_dir/name.log; (what it printed, seconds), or None if it failed."""
-    print(f"\n$ {command}", flush=True)
+    print(f"\n{time.strftime('%X')} $ {command}", flush=True)
     path, started = os.path.join(out_dir, f"{name}.log"), time.perf_counter()
     with open(path, "w") as log:
         code = subprocess.run(command, shell=True, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
@@ -116,13 +119,6 @@ small = "--vllm_gpu_memory_utilization=0.05"        # vLLM visits every block of
 if "default" in chosen:
     train("grpo", f"torchrun train_grpo.py {small}")
     train("ppo", f"torchrun train_ppo.py {small}")
-if "episodes" in chosen:
-    train("guess", f"torchrun train_grpo.py config/tasks/guess.py {small}")
-    train("calculator", f"torchrun train_grpo.py config/tasks/calculator.py {small}")
-if "apart" in chosen:
-    train("apart", f"torchrun --nproc_per_node=2 train_async.py {small}")
-if "colocation" in chosen:
-    bench("colocation", f"--engine=vllm --sequences=32 --completion_length=128 --cycles={cycles}")
 work = lambda tokens, count: f"--sequences={count} --prompt_length=40 --completion_length={tokens - 40}"
 if "speed" in chosen:
     for times in (1, 4, 16):
@@ -133,8 +129,26 @@ if "speed" in chosen:
     bench("loop", f"--kernel=false {work(length, sequences)}")
     bench("four_times", f"--repeats=2 {work(length, 4 * sequences)}")
     bench("checkpointing", f"--gradient_checkpointing=true --repeats=2 {work(length, sequences)}")
+if "faster" in chosen:
+    for ways in ("head", "norms", "layers", "head,layers", "host"):
+        bench(f"faster_{ways.replace(',', '_')}", f"--faster={ways} --lengths=equal {work(length, sequences)}")
+    bench("faster_16384", f"--faster=head,layers --lengths=equal {work(16 * length, sequences // 16)}")
 if "rollouts" in chosen:
-    bench("rollouts", f"--engine=vllm {work(length, sequences)}")
+    bench("rollouts_300", "--engine=vllm --lengths=equal --sequences=256 --prompt_length=40 --completion_length=520")
+    bench("rollouts", f"--engine=vllm --lengths=equal {work(length, sequences)}")
+if "colocation" in chosen:
+    bench("colocation", f"--engine=vllm --sequences=32 --completion_length=128 --cycles={cycles}")
+if "smollm2" in chosen and call("smollm2", f"{sys.executable} -m bench.smollm2 {out_dir}/smollm2"):
+    train("sums", f"torchrun train_grpo.py config/tasks/smollm2.py --model={out_dir}/smollm2 "
+                  "--vllm_gpu_memory_utilization=0.2")
+if "episodes" in chosen:
+    train("guess", f"torchrun train_grpo.py config/tasks/guess.py {small}")
+    train("calculator", f"torchrun train_grpo.py config/tasks/calculator.py {small}")
+if "apart" in chosen:
+    train("apart", f"torchrun --nproc_per_node=2 train_async.py {small}")
+if "trl" in chosen:
+    if done := call("trl", f"{sys.executable} -m bench.against_trl --trl={trl} --only=Qwen3 --pairs=3"):
+        print(done[0])
 command = f"{sys.executable} -m tiny.pretrain {base} --out={out_dir}/base"
 if "base" in chosen and (done := call("base", command)):
     print(f"  {done[1]:.0f} s")
@@ -148,7 +162,4 @@ if "larger" in chosen and (folder := train("larger", command)):
                                 f"--model={folder}/checkpoint-{settings['max_steps']}"):
         print(*("  " + line for line in done[0].splitlines() if line.startswith("eval/")
                 and line.count("/") == 1), sep="\n")
-if "trl" in chosen:
-    if done := call("trl", f"{sys.executable} -m bench.against_trl --trl={trl} --only=Qwen3 --pairs=3"):
-        print(done[0])
 sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

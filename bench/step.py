@@ -15,6 +15,7 @@ On a GPU the times of sync and rollouts include the engine's waking and falling 
 """
 import gc
 import json as json_module
+import math
 import os
 import random
 import resource
@@ -22,6 +23,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
@@ -30,9 +32,11 @@ import attention
 import losses
 import packing
 import rollout
+from bench.faster import WAYS, apply
 from configurator import check, configure
 from model import load_policy, micro_batches
 from runtime import distributed
+from runtime.check_model import forecast
 # ------------------------------------------------------------------------------------------------------------
 # model
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
@@ -51,6 +55,7 @@ lengths = "uniform"             # of completions: uniform (from 1), equal, skewe
 token_budget = 8192             # tokens in a micro-batch
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch
 gradient_checkpointing = False  # recompute activations in the backward pass
+faster = ""                     # ways of bench/faster.py: head, norms, layers, host; empty: none, as the scripts
 kernel = True                   # CUDA: attention by PyTorch's kernel for sequences of several lengths; False:
                                 # by the loop that stands in for it elsewhere
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
@@ -65,6 +70,7 @@ configure(globals(), choices={"engine": ("vllm", "hf")})
 check(num_heads % 2 == 0, f"num_heads={num_heads}: must be even, for half as many of keys and values")
 check(sequence_parallel_size > 0 and int(os.environ.get("WORLD_SIZE", 1)) % sequence_parallel_size == 0,
       f"sequence_parallel_size={sequence_parallel_size} does not divide the ranks")
+check(set(filter(None, faster.split(","))) <= {*WAYS}, f"faster={faster}: choose from {', '.join(WAYS)}")
 check(engine or not cycles, f"cycles={cycles} would do nothing: without an engine there are none")
 rank, world_size, device, mesh, sequence_group = distributed.set_up(0, sequence_parallel_size)
 cuda = device.type == "cuda"
@@ -144,6 +150,7 @@ if not shared:
     order = packing.prefix_order                # as if no two sequences began with the same token
     packing.prefix_order = lambda *arguments: [(s, size, 0) for s, size, _ in order(*arguments)]
 policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, sequence_group)
+context = apply(faster.split(","), policy)
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))), 1, completion_length)
@@ -151,16 +158,19 @@ weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))),
 
 def update():
     for batch in micro_batches(policy, rollouts, range(len(rollouts)), token_budget):
-        logp, entropy = policy(batch, 1.0)
+        with context:
+            logp, entropy = policy(batch, 1.0)
         token_loss, _, _ = losses.LOSSES["clip"](logp, logp.detach(), batch.flat(adv))
         loss = (batch.flat(weight) * token_loss).sum()
         (loss * world_size).backward()
-    if torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().isfinite().item():
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
+    if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
+    return norm
 
 
-update()
+first_norm = update()
 first_update = since_launch()
 train_seconds = seconds(update)
 parts = list(micro_batches(policy, rollouts, range(len(rollouts)), token_budget))
@@ -173,19 +183,29 @@ matrices = sum(p.numel() for name, p in policy.hf.named_parameters() if p.dim() 
 # Multiplications and additions, forward and backward: 6 for each weight and token that is computed (for the
 # head's, where a completion's token is predicted), and 12 for each element of a head and pair of tokens of
 # which one sees the other.
-heads = config.num_attention_heads * getattr(config, "head_dim",
-                                             config.hidden_size // config.num_attention_heads)
+head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+heads = config.num_attention_heads * head_size
 flops = (6 * matrices * computed + 6 * head * lens.sum().item()
          + 12 * config.num_hidden_layers * heads * pairs)
 side = 8192 if cuda else 2048
 square = torch.randn(side, side, device=device, dtype=compute_dtype)
 peak = 2 * side ** 3 / seconds(lambda: square @ square)
+block = torch.empty(2 ** 30 if cuda else 2 ** 27, device=device, dtype=torch.uint8)
+bandwidth = 2 * len(block) / seconds(lambda: block.clone())     # read and written
+del block
 figures = {
     "parameters (M)": sum(p.numel() for p in policy.parameters()) / 1e6, "tokens of rollouts": in_rollouts,
     "tokens computed": computed, "update (s)": train_seconds,
     "training tokens/s": in_rollouts / train_seconds,
     "matrix-product peak (TFLOP/s)": peak / 1e12, "share of the peak (MFU)": flops / train_seconds / peak,
-    "peak memory (GB)": most_in_use() / 1e9, "launch to the first update (s)": first_update}
+    "peak memory (GB)": most_in_use() / 1e9, "launch to the first update (s)": first_update,
+    "gradient norm of the first update": first_norm}
+if cuda:
+    asked = SimpleNamespace(
+        model=model, dtype=dtype, token_budget=token_budget, sequence_parallel_size=sequence_parallel_size,
+        gradient_checkpointing=gradient_checkpointing, lora_rank=0, shard_ranks=0, offload_optimizer=False,
+        engine="vllm", vllm_tensor_parallel_size=1, vllm_gpu_memory_utilization=vllm_gpu_memory_utilization)
+    figures["forecast (GB)"] = forecast(asked, world_size, torch.cuda.mem_get_info()[1], cuda)[1] / 1e9
 # Dense bfloat16, by NVIDIA's data sheets: what papers divide by. The product above reaches less.
 sheet = next((peak for name, peak in (("A100", 312e12), ("H100", 989e12), ("H200", 989e12), ("B200", 2250e12))
               if cuda and name in torch.cuda.get_device_name()), None)
@@ -204,7 +224,16 @@ if engine:
         if engine == "vllm":
             sampler._sleep()                                    # as a run finds it
         syncs.append(timed(sync))
-    figures |= {"sync (s)": statistics.median(syncs[1:]), "rollout tokens/s": made / seconds(sample)}
+    # What decoding has to read if all rows are sampled at the same time: the weights once per token of a row,
+    # and the keys and values of all that precedes each token.
+    size = compute_dtype.itemsize
+    cached = 2 * size * config.num_hidden_layers * config.num_key_value_heads * head_size
+    before = sum(range(prompt_length, prompt_length + completion_length))
+    read = size * (matrices + head) * completion_length + cached * sequences * before
+    sampling = seconds(sample)
+    figures |= {"sync (s)": statistics.median(syncs[1:]), "rollout tokens/s": made / sampling,
+                "memory bandwidth of a copy (GB/s)": bandwidth / 1e9,
+                "share of it that decoding reads": read / sampling / bandwidth}
     if engine == "vllm":
         requests = [{"prompt_token_ids": ids} for ids in asked]
         from vllm import SamplingParams

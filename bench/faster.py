@@ -1,0 +1,91 @@
+"""
+Ways to make an update faster that the scripts do not take, for bench/step.py --faster=head,layers on a GPU.
+
+    head      the head's passes over a chunk of logits, compiled into as few as the compiler finds
+    norms     RMS norms by PyTorch's fused kernel
+    layers    each layer compiled; attention stays as it is
+    host      what autograd keeps for the backward pass waits in host memory
+"""
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import save_on_cpu
+
+import attention
+import model
+from losses import LOGITS, head_logits
+
+WAYS = ("head", "norms", "layers", "host")
+
+
+@torch.compile(dynamic=True)
+def statistics(logits, targets):
+    """Return logp [C], entropy [C] and the logarithm of the sum of exponentials [C] of logits [C, V]."""
+    lse = logits.logsumexp(-1)
+    log_p = logits - lse[:, None]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], entropy, lse
+
+
+@torch.compile(dynamic=True)
+def gradient(logits, targets, lse, d_logp):
+    """Return d(loss)/d(logits) [C, V] in bfloat16 of a loss with the gradient d_logp [C]."""
+    p = (logits - lse[:, None]).exp()
+    places = torch.arange(logits.shape[1], device=logits.device)
+    hit = places == targets[:, None]
+    return (d_logp[:, None] * (hit.float() - p)).bfloat16()
+
+
+class CompiledLogprobs(torch.autograd.Function):
+    """losses.LogprobsFromHidden for a head without bias, scale and softcap, and an entropy without gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, *scale_and_softcap):
+        size = max(1, LOGITS[weight.device.type] // len(weight))
+        ctx.chunks = [slice(first, first + size) for first in range(0, len(targets), size)]
+        logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        for part in ctx.chunks:
+            logits = head_logits(hidden[part], weight, None, temperature=temperature)           # [chunk, V]
+            logp[part], entropy[part], lse[part] = statistics(logits, targets[part])
+            del logits
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, d_logp, _):
+        hidden, weight, targets, lse = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for part in ctx.chunks:
+            logits = head_logits(hidden[part], weight, None, temperature=ctx.temperature)
+            d_logits = gradient(logits, targets[part], lse[part], d_logp[part] / ctx.temperature)
+            del logits
+            d_hidden[part] = d_logits @ weight
+            torch.addmm(d_weight, d_logits.T, hidden[part], out_dtype=torch.float32, out=d_weight)
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None
+
+
+def apply(names, policy):
+    """Let a Policy that is under FSDP2 compute in these ways. Returns the context that an update runs in."""
+    if "head" in names:
+        model.LogprobsFromHidden = CompiledLogprobs
+    if "norms" in names:
+        for part in policy.modules():
+            if type(part).__name__.endswith("RMSNorm"):
+                part.forward = fused_norm(part)
+    if "layers" in names:
+        attention.AttentionInterface.register("packed", torch.compiler.disable(attention.packed_attention))
+        torch._dynamo.config.cache_size_limit = 64
+        for layer in policy.decoder[0].layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+    return save_on_cpu(pin_memory=True) if "host" in names else contextlib.nullcontext()
+
+
+def fused_norm(part):
+    """Return a forward for an RMS norm of transformers, by PyTorch's own kernel."""
+    def forward(hidden):
+        return F.rms_norm(hidden, part.weight.shape, part.weight, part.variance_epsilon)
+    return forward

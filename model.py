@@ -22,14 +22,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from attention import Pick, cut_over, join
+from attention import Pick, cut_over, join, packed_attention
 from losses import LogprobsFromHidden
 from packing import deal, micro_batch, pack
 from runtime import distributed
@@ -280,8 +281,8 @@ def open_folders(s, longest, clock=None):
 CLOSE = 1e-4                # less difference from transformers, relative to the largest value, is rounding
 
 
-def load_policy(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None, adapter=None,
-                trained=True):
+def load_policy(path, mesh, dtype, gradient_checkpointing=False, torch_compile=False, sequence_group=None,
+                adapter=None, trained=True):
     """Return a Policy from a folder or hub id: float32 master weights, sharded by FSDP2, computing in dtype.
 
     sequence_group: the ranks that share each row with this one, or None. adapter: None, or the arguments of
@@ -297,7 +298,7 @@ def load_policy(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
     if adapter or not trained:
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
-    return shard(policy, mesh, dtype, gradient_checkpointing, adapter)
+    return shard(policy, mesh, dtype, gradient_checkpointing, torch_compile, adapter)
 
 
 def load_reference(path, policy, mesh, dtype):
@@ -307,7 +308,7 @@ def load_reference(path, policy, mesh, dtype):
     """
     if hasattr(policy, "adapters") and policy.hf.name_or_path == path:
         return policy.adapters.base
-    return load_policy(path, mesh, dtype, False, policy.sequence_group, trained=False)
+    return load_policy(path, mesh, dtype, sequence_group=policy.sequence_group, trained=False)
 
 
 class ValueHead(PreTrainedModel):
@@ -323,7 +324,7 @@ class ValueHead(PreTrainedModel):
             nn.init.zeros_(parameter)
 
 
-def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=None):
+def load_critic(path, mesh, dtype, gradient_checkpointing=False, torch_compile=False, sequence_group=None):
     """Return a Critic from a folder or hub id. A head that the folder lacks starts at 0.
 
     transformers' class for token classification reads its checkpoints as well, if the family has one.
@@ -337,7 +338,8 @@ def load_critic(path, mesh, dtype, gradient_checkpointing=False, sequence_group=
         hf.score = read_model(what, ValueHead, path, config, may_lack=["score.weight", "score.bias"]).score
         return Critic(hf)
 
-    return shard(on_all_ranks(what, read, sequence_group), mesh, dtype, gradient_checkpointing)
+    critic = on_all_ranks(what, read, sequence_group)
+    return shard(critic, mesh, dtype, gradient_checkpointing, torch_compile)
 
 
 def on_all_ranks(what, read, sequence_group):
@@ -363,12 +365,12 @@ def on_all_ranks(what, read, sequence_group):
     return network
 
 
-def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
+def shard(network, mesh, dtype, gradient_checkpointing, torch_compile, adapter=None):
     """Put a Policy or Critic from on_all_ranks under FSDP2: each layer as a unit, the rest as the root.
 
     Each rank gets its rows of rank 0's parameters, one tensor after the other. mesh: its last dimension
     shards. If there are two, all ranks along the first have the same rows. Parameters that read images are
-    frozen.
+    frozen. torch_compile: compile each layer, except for its attention.
     """
     hf, (decoder,) = network.hf, network.decoder
     head = hf.score if isinstance(network, Critic) else hf.get_output_embeddings()
@@ -378,8 +380,15 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     layers = next((part for part in decoder.children() if isinstance(part, nn.ModuleList)), [])
     images = [part for part in hf.base_model.children()
               if part is not decoder and not text & {*part.parameters()}]
-    if gradient_checkpointing:
-        for layer in layers:
+    if torch_compile:
+        # Attention reads Python objects that change with each micro-batch.
+        AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
+    elif mesh.device_type == "cuda":
+        fuse_norms(network)
+    for layer in layers:
+        if torch_compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if gradient_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if adapter:
         from lora import adapt
@@ -397,6 +406,25 @@ def shard(network, mesh, dtype, gradient_checkpointing, adapter=None):
     set_model_state_dict(network, whole, options=StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True))
     return network
+
+
+def fuse_norms(network):
+    """Let RMS norms whose formula is that of PyTorch's kernel use it.
+
+    transformers computes a norm in steps, and each keeps a float32 copy for the backward pass. On an H100 an
+    update of Qwen3-0.6B's shape took 22% less time with the kernel, and 35 GB in place of 44.
+    """
+    for part in network.modules():
+        if type(part).__name__.endswith("RMSNorm") and hasattr(part, "variance_epsilon"):
+            trial = copy.deepcopy(part).to_empty(device="cpu").float()
+            nn.init.uniform_(trial.weight)
+            x = torch.rand(1, 1, len(trial.weight))
+            if torch.allclose(trial(x), rms_norm(trial, x)):    # in Gemma's the weight's factor is 1 + weight
+                part.forward = functools.partial(rms_norm, part)
+
+
+def rms_norm(part, hidden):
+    return F.rms_norm(hidden, part.weight.shape, part.weight, part.variance_epsilon)
 
 
 def make_optimizer(network, learning_rate, offload_optimizer):

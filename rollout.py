@@ -338,15 +338,14 @@ class VLLMEngine(Engine):
         self.version = version
         if not self.has_head:
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
-        if self.cuda:
-            self._wake(["weights"])                            # the KV cache sleeps until the next step
-            self.llm.apply_model(lambda model: model.load_weights(named_tensors))
-        else:
-            # The CPU build repacks linear weights and drops the originals, so only a reload can replace them.
-            # On a GPU sleeping empties the prefix cache, here it has to be emptied explicitly.
+        self._wake(["weights"])                                # the KV cache sleeps until the next step
+        if not self.cuda:
             self.llm.apply_model(drop_kernels)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-            self.llm.reset_prefix_cache()
+        # A reload processes weights as they were when the model was loaded: the CPU build packs linear ones and
+        # drops the originals, and some GPUs have experts in another layout.
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        if not self.sleeps:
+            self.llm.reset_prefix_cache()                      # sleep has emptied it otherwise
 
     def _sleep(self):
         if self.sleeps and len(self.asleep) < 2:

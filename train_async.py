@@ -135,7 +135,8 @@ if not bridge.trains:
 player.close()                                                  # only the engines play
 with input_errors():
     run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
+                         sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder

@@ -107,7 +107,8 @@ with input_errors():                                            # a ValueError b
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
     # With lora_rank a resumed run loads the initial model, and load_policy adds the trained adapters to it.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
-    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, sequence_group, run.adapter)
+    policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
+                         sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)

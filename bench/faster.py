@@ -1,22 +1,18 @@
 """
-Ways to make an update faster that the scripts do not take, for bench/step.py --faster=head,layers on a GPU.
+Ways to make an update faster that the scripts do not take, for bench/step.py --faster=head on a GPU.
 
     head      the head's passes over a chunk of logits, compiled into as few as the compiler finds
-    norms     RMS norms by PyTorch's fused kernel
-    layers    each layer compiled; attention stays as it is
     host      what autograd keeps for the backward pass waits in host memory
 """
 import contextlib
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import save_on_cpu
 
-import attention
 import model
 from losses import LOGITS, head_logits
 
-WAYS = ("head", "norms", "layers", "host")
+WAYS = ("head", "host")
 
 
 @torch.compile(dynamic=True)
@@ -68,24 +64,8 @@ class CompiledLogprobs(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None
 
 
-def apply(names, policy):
-    """Let a Policy that is under FSDP2 compute in these ways. Returns the context that an update runs in."""
+def apply(names):
+    """Let policies compute in these ways. Returns the context for their forward pass."""
     if "head" in names:
         model.LogprobsFromHidden = CompiledLogprobs
-    if "norms" in names:
-        for part in policy.modules():
-            if type(part).__name__.endswith("RMSNorm"):
-                part.forward = fused_norm(part)
-    if "layers" in names:
-        attention.AttentionInterface.register("packed", torch.compiler.disable(attention.packed_attention))
-        torch._dynamo.config.cache_size_limit = 64
-        for layer in policy.decoder[0].layers:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
     return save_on_cpu(pin_memory=True) if "host" in names else contextlib.nullcontext()
-
-
-def fused_norm(part):
-    """Return a forward for an RMS norm of transformers, by PyTorch's own kernel."""
-    def forward(hidden):
-        return F.rms_norm(hidden, part.weight.shape, part.weight, part.variance_epsilon)
-    return forward

@@ -7,7 +7,7 @@ All that needs a GPU to be tested or measured, each part under its command.
     tests       tests/test_cuda.py
     default     train_grpo.py and train_ppo.py on the tiny model
     speed       updates of Qwen3-0.6B's shape: long sequences, shared prompts, memory, the attention kernel
-    faster      the same update in the ways of bench/faster.py
+    faster      the same update with compiled layers, and in the ways of bench/faster.py
     rollouts    sampling and weight sync of that shape, short and long
     colocation  memory and time of vLLM's sleep, over many cycles of rollout, update and sync
     smollm2     SmolLM2-135M-Instruct learns sums (bench/smollm2.py says which packages it needs)
@@ -120,22 +120,25 @@ if "default" in chosen:
     train("grpo", f"torchrun train_grpo.py {small}")
     train("ppo", f"torchrun train_ppo.py {small}")
 work = lambda tokens, count: f"--sequences={count} --prompt_length=40 --completion_length={tokens - 40}"
+equal = f"--lengths=equal {work(length, sequences)}"
 if "speed" in chosen:
     for times in (1, 4, 16):
         bench(f"length_{times * length}", f"--lengths=equal {work(times * length, sequences // times)}")
     half = f"--sequences={sequences} --prompt_length={length // 2} --completion_length={length // 2}"
     bench("shared", half)
     bench("unshared", f"--shared=false {half}")
-    bench("loop", f"--kernel=false {work(length, sequences)}")
-    bench("four_times", f"--repeats=2 {work(length, 4 * sequences)}")
-    bench("checkpointing", f"--gradient_checkpointing=true --repeats=2 {work(length, sequences)}")
+    bench("loop", f"--kernel=false {equal}")
+    bench("four_times", f"--repeats=2 --lengths=equal {work(length, 4 * sequences)}")
+    bench("checkpointing", f"--gradient_checkpointing=true --repeats=2 {equal}")
 if "faster" in chosen:
-    for ways in ("head", "norms", "layers", "head,layers", "host"):
-        bench(f"faster_{ways.replace(',', '_')}", f"--faster={ways} --lengths=equal {work(length, sequences)}")
-    bench("faster_16384", f"--faster=head,layers --lengths=equal {work(16 * length, sequences // 16)}")
+    bench("compiled", f"--torch_compile=true {equal}")
+    bench("head", f"--faster=head {equal}")
+    bench("compiled_head", f"--torch_compile=true --faster=head {equal}")
+    bench("host", f"--faster=host {equal}")
+    bench("compiled_16384", f"--torch_compile=true --lengths=equal {work(16 * length, sequences // 16)}")
 if "rollouts" in chosen:
-    bench("rollouts_300", "--engine=vllm --lengths=equal --sequences=256 --prompt_length=40 --completion_length=520")
-    bench("rollouts", f"--engine=vllm --lengths=equal {work(length, sequences)}")
+    bench("rollouts_300", f"--engine=vllm --repeats=2 --lengths=equal {work(560, 256)}")
+    bench("rollouts", f"--engine=vllm {equal}")
 if "colocation" in chosen:
     bench("colocation", f"--engine=vllm --sequences=32 --completion_length=128 --cycles={cycles}")
 if "smollm2" in chosen and call("smollm2", f"{sys.executable} -m bench.smollm2 {out_dir}/smollm2"):

@@ -124,7 +124,7 @@ python -m bench.models
 
 The script gives each of {count} families a small model with random weights and trains it for two steps with either
 engine, on a CPU, with transformers {transformers}. A number is the mean gap between the logprobs of engine and trainer
-after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. None of it has been run on a GPU. With transformers
+after a weight sync; a run stops at 1e-3, or at 0.05 in bfloat16. On a GPU only Qwen3 and Llama have been run. With transformers
 5.24 (a run in November 2026) the results were the same, except that `gptj` packs its rows, `gemma4` asks for no
 torchvision, and the gap of `hunyuan_v1_moe` with plain PyTorch is 1e-04. The lists below the tables say why a model was
 refused or a run stopped. Most of these reasons concern vLLM's CPU build.

@@ -55,7 +55,8 @@ lengths = "uniform"             # of completions: uniform (from 1), equal, skewe
 token_budget = 8192             # tokens in a micro-batch
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch
 gradient_checkpointing = False  # recompute activations in the backward pass
-faster = ""                     # ways of bench/faster.py: head, norms, layers, host; empty: none, as the scripts
+torch_compile = False           # compile the layers
+faster = ""                     # ways of bench/faster.py: head, host; empty: none, as the scripts
 kernel = True                   # CUDA: attention by PyTorch's kernel for sequences of several lengths; False:
                                 # by the loop that stands in for it elsewhere
 dtype = "auto"                  # float32, bfloat16; auto: bfloat16 on CUDA
@@ -149,8 +150,8 @@ if not kernel:
 if not shared:
     order = packing.prefix_order                # as if no two sequences began with the same token
     packing.prefix_order = lambda *arguments: [(s, size, 0) for s, size, _ in order(*arguments)]
-policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, sequence_group)
-context = apply(faster.split(","), policy)
+policy = load_policy(model, mesh, compute_dtype, gradient_checkpointing, torch_compile, sequence_group)
+context = apply(faster.split(","))
 optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=True)
 lens = torch.tensor([len(r.logprobs) for r in rollouts], device=device)
 weight = losses.sequence_weights(lens, "token_mean", list(range(len(rollouts))), 1, completion_length)

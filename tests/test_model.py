@@ -1,4 +1,5 @@
 """Logprobs, entropies and values of packed rows against plain forwards of one sequence at a time."""
+import functools
 import random
 from itertools import accumulate
 
@@ -9,6 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import losses
+import model
 from losses import LogprobsFromHidden, head_logits, product, value_loss
 from model import Policy, load_critic, load_policy, make_optimizer, token_logprobs, token_values
 from packing import micro_batch, pack
@@ -295,6 +297,40 @@ def test_gradient_checkpointing_keeps_less_and_changes_nothing(folder, mesh):
         gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in policy.parameters()]))
     assert kept[1] < 0.5 * kept[0]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("way", ["compiled", "fused_norms"])
+def test_faster_layers_compute_the_same(folder, mesh, monkeypatch, way):
+    """Compiled without writing kernels, which would take half a minute: graphs, guards and gradients are real."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    rollouts, found = random_rollouts(12, 256), []
+    for faster in (False, True):
+        if faster and way == "fused_norms":                     # as on a GPU
+            check = model.check_same
+            monkeypatch.setattr(model, "check_same", lambda what, network, P: (
+                check(what, network, P), model.fuse_norms(network))[0])
+        policy = load_policy(folder, mesh, torch.float32, torch_compile=faster and way == "compiled")
+        logps = {}
+        for batch in pack(rollouts, range(12), 150):            # rows of several lengths
+            logp, _ = policy(batch, 1.0)
+            logp.sum().backward()
+            logps |= batch.split(logp.detach())
+        found.append([torch.cat([logps[s] for s in range(12)])] + [p.grad.full_tensor() for p in policy.parameters()])
+    norms = [part for part in policy.modules() if isinstance(getattr(part, "forward", None), functools.partial)]
+    assert len(norms) == (9 if way == "fused_norms" else 0)     # four in each of two layers, and the last one
+    for plain, faster in zip(*found):
+        torch.testing.assert_close(faster, plain, rtol=1e-4, atol=1e-5)
+    assert way == "fused_norms" or torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+def test_norms_with_another_formula_stay_as_they_are():
+    """Gemma's factor is 1 + weight."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    network = torch.nn.Sequential(Gemma3RMSNorm(8), Olmo2RMSNorm(8))
+    network[0].variance_epsilon = network[0].eps
+    model.fuse_norms(network)
+    assert "forward" not in vars(network[0]) and "forward" in vars(network[1])
 
 
 def test_bfloat16_computes_from_float32_masters(folder, mesh):

@@ -223,11 +223,9 @@ class SleepyLLM:
         assert tags and not self.mapped & set(tags)
         self.mapped |= set(tags)
 
-    def apply_model(self, function):
-        assert self.mapped == {"weights"}
-        model = SimpleNamespace(load_weights=lambda weights: self.llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": weights}))
-        function(model)
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights" and self.mapped == {"weights"}
+        self.llm.collective_rpc(method, kwargs=kwargs)
 
     @property
     def llm_engine(self):

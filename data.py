@@ -13,7 +13,9 @@ import json
 import math
 import numbers
 import os
+import pickle
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -27,7 +29,11 @@ NO_PROMPT = [{"role": "user", "content": ""}]
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that hold the prompt; of the last two it is what stands before the assistant's last answer.
 PROMPTS = ("prompt", "messages", "conversations")
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}                # of ShareGPT's messages
+# What else roles are called, whatever the case of their names
+ROLES = {"human": "user", "observation": "tool", "function": "tool",
+         **dict.fromkeys("gpt chatgpt bing bard bot model function_call".split(), "assistant")}
+# Columns of what no model is shown here
+MEDIA = "image images video videos audio audios".split()
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
@@ -39,16 +45,16 @@ def named_rows(s, split):
     s: settings. The name is file:line, or the text of a generated problem; a message about a row begins with
     its name. The tasks of tasks/generate_problems.py generate train_prompts or eval_prompts distinct
     problems of the difficulty that stands behind the task's name, algebra:2; with 0 these are 4,096 for
-    "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give their first
-    rows, or with 0 all of them. Without an eval_file, task file sets one in eight prompts of train_file
-    aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows, or too few
-    distinct problems.
+    "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give as many of their
+    rows, as in `spread`, or with 0 all of them. Without an eval_file, task file sets one in eight prompts of
+    train_file aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows,
+    or too few distinct problems.
     """
     count, seed = (s.train_prompts, s.seed) if split == "train" else (s.eval_prompts, 0)
     if s.task == "gsm8k":
-        return gsm8k_rows(split)[:count or None]
+        return spread(gsm8k_rows(split), count)
     if s.task == "file":
-        return split_rows(s, split)[:count or None]
+        return spread(split_rows(s, split), count)
     if s.task.startswith("reasoning_gym:"):
         # Only those who use the package wait for its import.
         from tasks.reasoning_gym import gym_rows
@@ -70,32 +76,78 @@ def gsm8k_rows(split):
         with naming(f"gsm8k: {url} cannot be fetched to {path}"):
             torch.hub.download_url_to_file(url, path, sha256, progress=False)
     ask = ' Let\'s think step by step and output the final answer after "####".'
-    return [(where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
-                     "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
-                     "source": "gsm8k", "solution": row["answer"]})
-            for where, row in file_rows(path, "question", "answer")]
+    rows = Rows([], {})
+    for where, row in file_rows(path, "question", "answer"):
+        rows.add(where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
+                         "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
+                         "source": "gsm8k", "solution": row["answer"]})
+    return rows
+
+
+class Rows(Sequence):
+    """Pairs (name, row), which are kept as bytes and made anew whenever they are read.
+
+    As dicts a million rows of 1 KB take four times the memory, on every rank.
+
+    packed: the pairs as bytes. columns: {column: None}; every row that is read has all of them, so that a
+    reward gets the same columns at every step.
+    """
+
+    def __init__(self, packed, columns):
+        self.packed, self.columns = packed, columns
+
+    def add(self, name, row):
+        """Append a row."""
+        self.packed.append(pickle.dumps((name, row)))
+        self.columns |= dict.fromkeys(row)
+
+    def take(self, places):
+        """Return the Rows at these places."""
+        return Rows([self.packed[place] for place in places], self.columns)
+
+    def __len__(self):
+        return len(self.packed)
+
+    def __getitem__(self, place):
+        if isinstance(place, slice):
+            return self.take(range(len(self))[place])
+        name, row = pickle.loads(self.packed[place])
+        return name, self.columns | row
+
+
+def spread(rows, count):
+    """Return `count` of the Rows, or all for 0, in their order.
+
+    They are of each source in proportion and from anywhere in the file, because a file may be sorted.
+    """
+    if not 0 < count < len(rows):
+        return rows
+    sources = [str(row.get("source")) for _, row in rows]
+    mixed = random.Random(0).sample(range(len(rows)), len(rows))
+    mixed.sort(key=sources.__getitem__)                         # within a source the order stays random
+    return rows.take(sorted(mixed[place * len(rows) // count] for place in range(count)))
 
 
 def split_rows(s, split):
     # The rows of your files that are on this side.
     path = s.eval_file if split == "eval" and s.eval_file else s.train_file
     # With an environment rows need no prompt, because its reset may give one.
-    named = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
+    rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
     if s.eval_file:
-        return named
-    side = [(name, row) for name, row in named if held_out(
-        whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)) == (split == "eval")]
+        return rows
+    side = rows.take(rows.sides[split])
     if not side:
-        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides which rows are held out, "
-                         f"and none of {len(named)} is for {split}; --eval_file=... names held-out rows")
+        raise ValueError(f"{path}: without an eval_file a hash of the prompt decides which rows are held "
+                         f"out, and none of {len(rows)} is for {split}; --eval_file=... names held-out rows")
     return side
 
 
 @functools.lru_cache(maxsize=1)
 def file_rows(path, prompt_column="", answer_column="", chat=True, optional=False):
-    # All rows of a file, as pairs (file:line, row). It is read once for both splits. optional: whether a row
-    # needs no prompt.
-    rows, answers = {}, (answer_column,) if answer_column else ANSWERS
+    # All Rows of a file, by the names file:line. It is read once for both splits; rows.sides has the places of
+    # each. optional: whether a row needs no prompt.
+    rows, answers = Rows([], {}), (answer_column,) if answer_column else ANSWERS
+    rows.sides, lacking = {"train": [], "eval": []}, []
     for where, row in read_rows(path):
         with naming(where):
             row = json.loads(row) if isinstance(row, bytes) else row
@@ -104,19 +156,26 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
                     row = {"conversations": asked, "answer": truth}
             if not isinstance(row, dict):
                 raise ValueError("not an object")
+            for column in MEDIA:
+                if row.get(column):
+                    raise ValueError(f"{column} holds something, but a run reads text alone: leave out the "
+                                     "row, or the column if the text does without it")
             own = {"prompt": prompt_of(row, prompt_column, chat, optional), "answer": answer_of(row, answers),
-                   "source": row.get("data_source", row.get("source"))}
+                   "source": row.get("source") or row.get("data_source")}
         # If a column of answers is named, no other one counts.
-        rows[where] = row | without_null(own) | ({"answer": own["answer"]} if answer_column else {})
+        row |= without_null(own) | ({"answer": own["answer"]} if answer_column else {})
+        if row.get("answer") is None:
+            lacking.append(len(rows))
+        text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
+        rows.sides["eval" if held_out(text) else "train"].append(len(rows))
+        rows.add(where, row)
     if not rows:
         raise ValueError(f"{path}: no rows")
-    lacking = [where for where, row in rows.items() if row.get("answer") is None]
     if lacking and (answer_column or len(lacking) < len(rows)):
-        raise ValueError(f"{lacking[0]}: no answer in {' or '.join(answers)}; the columns are "
-                         f"{', '.join(rows[lacking[0]])}: --answer_column=...")
-    # Every row gets every column, so that a reward gets the same columns at every step.
-    columns = dict.fromkeys(key for row in rows.values() for key in row)
-    return [(where, columns | row) for where, row in rows.items()]
+        where, row = rows[lacking[0]]
+        raise ValueError(f"{where}: no answer in {' or '.join(answers)}; the columns are "
+                         f"{', '.join(row)}: --answer_column=...")
+    return rows
 
 
 @contextlib.contextmanager
@@ -143,6 +202,8 @@ def prompt_of(row, prompt_column, chat, optional):
         prompt = [*map(as_message, prompt)]
         if column != "prompt" and prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()                                        # the policy is to find it
+        if row.get("system") and prompt and prompt[0]["role"] not in ("system", "developer"):
+            prompt.insert(0, as_message({"role": "system", "content": row["system"]}))
     elif not isinstance(prompt, str):
         raise ValueError(f"prompt must be a string or a list of messages, not {prompt!r:.100}")
     # Half a surrogate pair cannot be encoded.
@@ -158,8 +219,12 @@ def as_message(message):
     said = json.loads(json.dumps(message, default=str), object_hook=without_null) if isinstance(
         message, dict) else {}
     if "from" in said:                                          # ShareGPT's form
-        who = said.pop("from")
-        said = {"role": ROLES.get(who, who), "content": said.pop("value", "")} | said
+        said = {"role": said.pop("from"), "content": said.pop("value", "")} | said
+    role = str(said.get("role")).lower()
+    if role == "function_call":
+        written = json.loads(said.pop("content"))
+        calls = written if isinstance(written, list) else [written]
+        said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     for call in said.get("tool_calls", []):
         said.setdefault("content", "")
         function = call.get("function", call)
@@ -167,6 +232,9 @@ def as_message(message):
             function["arguments"] = json.loads(function["arguments"])
     if not all(isinstance(said.get(key), str) for key in ("role", "content")):
         raise ValueError(f"a message needs a role and a content, both strings: {message!s:.100}")
+    said["role"] = ROLES.get(role, role)
+    if said["role"] not in "system developer user assistant tool".split():
+        raise ValueError(f"a message's role is {role!r}, none of system, developer, user, assistant and tool")
     return said
 
 
@@ -175,7 +243,8 @@ def without_null(fields):
 
 
 def answer_of(row, columns):
-    # The answer of a row, from the first of the columns that has one: a text or a list of texts, or None.
+    # The answer of a row as the first of the columns with one has it: a text, a number, a list of these, or
+    # None.
     judged = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     truths = row | {"reward_model.ground_truth": judged.get("ground_truth")}
     for key in columns:
@@ -184,7 +253,7 @@ def answer_of(row, columns):
         # A text that says something, or a number other than NaN and infinity
         if several and all(one.strip() if isinstance(one, str) else isinstance(one, numbers.Number)
                            and abs(one) < math.inf for one in several):
-            return [*map(str, truth)] if isinstance(truth, list) else str(truth)
+            return truth
         # What verl's form holds may be anything that a reward understands; then it is no answer.
         if truth is not None and key != "reward_model.ground_truth":
             raise ValueError(f"{key} must be text or a finite number, not {truth!r:.100}; "
@@ -192,25 +261,34 @@ def answer_of(row, columns):
 
 
 def read_rows(path):
-    # All rows of a file as pairs (where, row); a row of JSONL is its line.
+    # Yields the rows of a file as pairs (where, row); a row of JSONL is its line.
     whole = Path(os.path.expanduser(path))
     if whole.suffix not in (".jsonl", ".json", ".parquet") or not whole.is_file():
         raise ValueError(f"{path or 'train_file or eval_file'}: no such file of .jsonl, .json or .parquet")
-    with naming(path):
+    with naming(path), open(whole, "rb") as file:
         if whole.suffix == ".parquet":
-            import pyarrow.parquet                              # only those who have such a file wait for it
-            table = pyarrow.parquet.read_table(whole)
-            # In float32 0.1 is to be 0.1, and not 0.10000000149.
-            columns = [one.cast(pyarrow.string()).cast(pyarrow.float64()) if one.type == pyarrow.float32()
-                       else one for one in table.columns]
-            rows = pyarrow.table(columns, table.column_names).to_pylist()
+            rows = parquet_rows(file)
         else:
-            content = whole.read_bytes().removeprefix(b"\xef\xbb\xbf")     # a byte order mark
-            if not content.lstrip().startswith(b"["):
-                lines = enumerate(content.split(b"\n"), 1)
-                return [(f"{path}:{number}", line) for number, line in lines if line.strip()]
-            rows = json.loads(content)
-    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
+            if file.peek().startswith(b"\xef\xbb\xbf"):           # a byte order mark
+                file.read(3)
+            if not file.peek().lstrip().startswith(b"["):
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield f"{path}:{number}", line
+                return
+            rows = json.load(file)
+        for number, row in enumerate(rows, 1):
+            yield f"{path}: row {number}", row
+
+
+def parquet_rows(file):
+    # Yields the rows of a parquet file.
+    import pyarrow.parquet                                      # only those who have such a file wait for it
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000):
+        # In float32 0.1 is to be 0.1, and not 0.10000000149.
+        columns = [column.cast(pyarrow.string()).cast(pyarrow.float64()) if column.type == pyarrow.float32()
+                   else column for column in batch.columns]
+        yield from pyarrow.table(columns, batch.schema.names).to_pylist()
 
 
 # ------------------------------------------------------------------------------------------------------------

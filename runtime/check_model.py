@@ -22,13 +22,17 @@ from types import SimpleNamespace
 import torch
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig,
                           AutoTokenizer, GenerationConfig)
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
+
+from runtime.distributed import from_master
 
 # transformers' bars for every load and save would break up the run's own progress bar, and what it warns of,
 # missing weights, is an error here.
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
+# Files of what turns pictures into numbers, which others need who show the model some
+PROCESSOR = "processor_config.json preprocessor_config.json video_preprocessor_config.json".split()
 FILE_SIZE = "5GB"               # of a file of weights, unless a single tensor has more
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The models that come with the repository, by the names that --model takes.
@@ -150,11 +154,13 @@ def end_tokens(model, tokenizer):
     The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation
     config.
     """
-    named = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
-    path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
+    path, in_folder, generated = f"{model}/generation_config.json", os.path.isdir(model), None
     if not in_folder or os.path.exists(path):
         with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
-            named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+            generated = GenerationConfig.from_pretrained(model).eos_token_id
+    if not in_folder:
+        generated = from_master(generated)                      # the request of a single rank may fail
+    named = generated, getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id
     ids = next((ids for ids in named if ids is not None), [])
     ids, vocabulary = ids if isinstance(ids, list) else [ids], read_config(model).get_text_config().vocab_size
     if not ids or not all(number in range(vocabulary) for number in ids):
@@ -221,6 +227,10 @@ def read_model(what, kind, path, config, has_head=True, may_lack=()):
             hf.set_submodule(name, torch.nn.Identity())
             may_lack = [key for key in info["missing_keys"] if key.startswith(f"{name}.")]
     check_loaded(what, info, may_lack)
+    hf.processor = {}                                           # {file: its content}, for write_model
+    for name in PROCESSOR:
+        with contextlib.suppress(OSError):
+            hf.processor[name] = Path(cached_file(path, name)).read_bytes()
     # In eval mode no dropout acts. The engine has none either.
     return hf.eval()
 
@@ -243,6 +253,8 @@ def write_model(hf, tensors, folder):
     hf.save_pretrained(folder, state_dict=tensors | buffers, max_shard_size=FILE_SIZE)
     hf.generation_config = generation
     generation.to_json_file(f"{folder}/generation_config.json")
+    for name, content in hf.processor.items():
+        Path(folder, name).write_bytes(content)
 
 
 # ---------------------------------------------------------------- memory

@@ -93,6 +93,7 @@ def write_state(folder, state, arrays={}):
     if arrays:
         save_arrays(arrays, trainer / "arrays.safetensors")
     (trainer / "state.json").write_text(json.dumps(state))
+    share(folder, trainer / "state.json")
     checksums = {name: checksum(path) for name, path in contents(folder).items()}
     (trainer / "checksums.json").write_text(json.dumps(checksums, indent=1))
     for path in (*Path(folder).rglob("*"), folder):
@@ -102,6 +103,13 @@ def write_state(folder, state, arrays={}):
 def contents(folder):
     # Returns {name relative to the folder: path} of the files in it. A pipe would not end.
     return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def share(folder, ordinary):
+    """Give all files in a folder the mode of an ordinary one, because safetensors lets only their owner read
+    them, whatever the umask says."""
+    for path in contents(folder).values():
+        path.chmod(ordinary.stat().st_mode)
 
 
 def sync(path):

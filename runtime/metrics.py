@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,9 +24,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from configurator import fail
 from runtime import distributed, health
+from runtime.user_code import source_of, specs
 from tasks.check_answer import extract_answer, read
 
 ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 1_000_000               # bytes of a run's folder for what differs from the commit, and for new code
 # What the console shows of a step, in 80 columns: a word, the metric that the word stands for, and a format.
 CONSOLE = (("reward", "reward", ".3f"), ("length", "completions/mean_length", "4.0f"),
            ("ended by a limit", "episodes/limited", "d"), ("entropy", "entropy", ".3f"),
@@ -172,7 +175,8 @@ class RunLog:
                 {"script": os.path.basename(script)} | settings
                 | {"checksums": state["checksums"], "out_dir": out_dir}, indent=1))
             # So that a changed losses.py is found again; it is empty where nothing differs from the commit.
-            Path(out_dir, "changes.diff").write_text(changes())
+            Path(out_dir, "changes.diff").write_text(git("diff", "HEAD", "--", ".")[:LIMIT])
+            keep_code(settings, os.path.join(out_dir, "user_code"))
             self.board = SummaryWriter(out_dir, purge_step=first_step)
         self.start(first_step)
 
@@ -300,13 +304,27 @@ class RunLog:
             print(text)
 
 
-def changes():
-    """Return how the project's files differ from its commit, as a diff of at most 1 MB; "" without git."""
+def git(*command):
+    """Return what git prints for a command in the project's folder; "" without git."""
     with contextlib.suppress(FileNotFoundError):                # git is not installed
-        # A larger repository may hold the project.
-        return subprocess.run(["git", "-C", ROOT, "diff", "HEAD", "--", "."], capture_output=True, text=True,
-                              errors="replace").stdout[:1_000_000]
+        return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True,
+                              errors="replace").stdout
     return ""
+
+
+def keep_code(settings, folder):
+    """Copy the user's code to a folder, up to LIMIT bytes: the files that settings name, then new *.py files of
+    the project, which git does not know yet. A copy has the full path of its file below the folder."""
+    named = [source_of(spec) for key in ("reward", "environment", "tools", "agent")
+             for spec in specs(settings.get(key, ""))]
+    new = git("ls-files", "-z", "--others", "--exclude-standard", "--exclude=user_code", "*.py").split("\0")
+    size = 0
+    for path in dict.fromkeys([*named, *(os.path.join(ROOT, name) for name in new)]):
+        if os.path.isfile(path):
+            size += os.path.getsize(path)
+            if size <= LIMIT:
+                os.makedirs(os.path.dirname(folder + path), exist_ok=True)
+                shutil.copy(path, folder + path)
 
 
 def rewind(path, step):

@@ -29,8 +29,9 @@ NO_PROMPT = [{"role": "user", "content": ""}]
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
 # Columns that hold the prompt; of the last two it is what stands before the assistant's last answer.
 PROMPTS = ("prompt", "messages", "conversations")
-# What else roles are called, whatever the case of their names
-ROLES = {"human": "user", "observation": "tool", "function": "tool",
+KNOWN = "system developer user assistant tool".split()
+# What else these roles are called, in small letters
+ROLES = {"human": "user", "observation": "tool",
          **dict.fromkeys("gpt chatgpt bing bard bot model function_call".split(), "assistant")}
 # Columns of what no model is shown here
 MEDIA = "image images video videos audio audios".split()
@@ -76,30 +77,22 @@ def gsm8k_rows(split):
         with naming(f"gsm8k: {url} cannot be fetched to {path}"):
             torch.hub.download_url_to_file(url, path, sha256, progress=False)
     ask = ' Let\'s think step by step and output the final answer after "####".'
-    rows = Rows([], {})
-    for where, row in file_rows(path, "question", "answer"):
-        rows.add(where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
-                         "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
-                         "source": "gsm8k", "solution": row["answer"]})
-    return rows
+    return Rows([pickle.dumps((where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
+                                       "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
+                                       "source": "gsm8k", "solution": row["answer"]}))
+                 for where, row in file_rows(path, "question", "answer")])
 
 
 class Rows(Sequence):
-    """Pairs (name, row), which are kept as bytes and made anew whenever they are read.
-
-    As dicts a million rows of 1 KB take four times the memory, on every rank.
+    """Pairs (name, row) that are kept as bytes and made anew when they are read, because as dicts a million rows
+    of 1 KB take four times the memory, on every rank.
 
     packed: the pairs as bytes. columns: {column: None}; every row that is read has all of them, so that a
-    reward gets the same columns at every step.
+    reward gets the same columns at every step. sides: {split: the places of its rows in a file for both}.
     """
 
-    def __init__(self, packed, columns):
-        self.packed, self.columns = packed, columns
-
-    def add(self, name, row):
-        """Append a row."""
-        self.packed.append(pickle.dumps((name, row)))
-        self.columns |= dict.fromkeys(row)
+    def __init__(self, packed, columns={}, sides={}):
+        self.packed, self.columns, self.sides = packed, columns, sides
 
     def take(self, places):
         """Return the Rows at these places."""
@@ -109,9 +102,10 @@ class Rows(Sequence):
         return len(self.packed)
 
     def __getitem__(self, place):
+        packed = self.packed[place]
         if isinstance(place, slice):
-            return self.take(range(len(self))[place])
-        name, row = pickle.loads(self.packed[place])
+            return Rows(packed, self.columns)
+        name, row = pickle.loads(packed)
         return name, self.columns | row
 
 
@@ -123,9 +117,9 @@ def spread(rows, count):
     if not 0 < count < len(rows):
         return rows
     sources = [str(row.get("source")) for _, row in rows]
-    mixed = random.Random(0).sample(range(len(rows)), len(rows))
-    mixed.sort(key=sources.__getitem__)                         # within a source the order stays random
-    return rows.take(sorted(mixed[place * len(rows) // count] for place in range(count)))
+    # Source after source, but within a source in a random order.
+    order = sorted(epoch_order(len(rows), 0, 0), key=sources.__getitem__)
+    return rows.take(sorted(order[place * len(rows) // count] for place in range(count)))
 
 
 def split_rows(s, split):
@@ -146,8 +140,8 @@ def split_rows(s, split):
 def file_rows(path, prompt_column="", answer_column="", chat=True, optional=False):
     # All Rows of a file, by the names file:line. It is read once for both splits; rows.sides has the places of
     # each. optional: whether a row needs no prompt.
-    rows, answers = Rows([], {}), (answer_column,) if answer_column else ANSWERS
-    rows.sides, lacking = {"train": [], "eval": []}, []
+    answers = (answer_column,) if answer_column else ANSWERS
+    packed, columns, sides, lacking = [], {}, {"train": [], "eval": []}, []
     for where, row in read_rows(path):
         with naming(where):
             row = json.loads(row) if isinstance(row, bytes) else row
@@ -162,15 +156,16 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
                                      "row, or the column if the text does without it")
             own = {"prompt": prompt_of(row, prompt_column, chat, optional), "answer": answer_of(row, answers),
                    "source": row.get("source") or row.get("data_source")}
-        # If a column of answers is named, no other one counts.
-        row |= without_null(own) | ({"answer": own["answer"]} if answer_column else {})
-        if row.get("answer") is None:
-            lacking.append(len(rows))
+            row |= without_null(own)
+        if own["answer"] is None:
+            lacking.append(len(packed))
         text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
-        rows.sides["eval" if held_out(text) else "train"].append(len(rows))
-        rows.add(where, row)
-    if not rows:
+        sides["eval" if held_out(text) else "train"].append(len(packed))
+        packed.append(pickle.dumps((where, row)))
+        columns |= dict.fromkeys(row)
+    if not packed:
         raise ValueError(f"{path}: no rows")
+    rows = Rows(packed, columns, sides)
     if lacking and (answer_column or len(lacking) < len(rows)):
         where, row = rows[lacking[0]]
         raise ValueError(f"{where}: no answer in {' or '.join(answers)}; the columns are "
@@ -202,7 +197,7 @@ def prompt_of(row, prompt_column, chat, optional):
         prompt = [*map(as_message, prompt)]
         if column != "prompt" and prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()                                        # the policy is to find it
-        if row.get("system") and prompt and prompt[0]["role"] not in ("system", "developer"):
+        if row.get("system") and prompt and prompt[0]["role"] != "system":
             prompt.insert(0, as_message({"role": "system", "content": row["system"]}))
     elif not isinstance(prompt, str):
         raise ValueError(f"prompt must be a string or a list of messages, not {prompt!r:.100}")
@@ -230,11 +225,10 @@ def as_message(message):
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = json.loads(function["arguments"])
-    if not all(isinstance(said.get(key), str) for key in ("role", "content")):
-        raise ValueError(f"a message needs a role and a content, both strings: {message!s:.100}")
     said["role"] = ROLES.get(role, role)
-    if said["role"] not in "system developer user assistant tool".split():
-        raise ValueError(f"a message's role is {role!r}, none of system, developer, user, assistant and tool")
+    if said["role"] not in KNOWN or not isinstance(said.get("content"), str):
+        raise ValueError(f"a message needs a role, one of {', '.join(KNOWN)}, and a content, a string: "
+                         f"{message!s:.100}")
     return said
 
 
@@ -269,9 +263,8 @@ def read_rows(path):
         if whole.suffix == ".parquet":
             rows = parquet_rows(file)
         else:
-            if file.peek().startswith(b"\xef\xbb\xbf"):           # a byte order mark
-                file.read(3)
-            if not file.peek().lstrip().startswith(b"["):
+            # There may be a byte order mark, which json reads over.
+            if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield f"{path}:{number}", line

@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -313,18 +312,18 @@ def git(*command):
 
 
 def keep_code(settings, folder):
-    """Copy the user's code to a folder, up to LIMIT bytes: the files that settings name, then new *.py files of
-    the project, which git does not know yet. A copy has the full path of its file below the folder."""
-    named = [source_of(spec) for key in ("reward", "environment", "tools", "agent")
-             for spec in specs(settings.get(key, ""))]
-    new = git("ls-files", "-z", "--others", "--exclude-standard", "--exclude=user_code", "*.py").split("\0")
-    size = 0
-    for path in dict.fromkeys([*named, *(os.path.join(ROOT, name) for name in new)]):
-        if os.path.isfile(path):
-            size += os.path.getsize(path)
-            if size <= LIMIT:
-                os.makedirs(os.path.dirname(folder + path), exist_ok=True)
-                shutil.copy(path, folder + path)
+    """Copy the user's code to a folder, up to LIMIT bytes: files that the settings name, then *.py files of the
+    project that git does not know yet. Below the folder a copy has the full path of its file."""
+    named = specs(",".join(map(str, settings.values())))
+    new = git("ls-files", "--others", "--exclude-standard", "--exclude=user_code", "*.py").splitlines()
+    room = LIMIT
+    for path in filter(os.path.isfile, [*map(source_of, named), *map(ROOT.joinpath, new)]):
+        content = Path(path).read_bytes()
+        if len(content) <= room:
+            room -= len(content)
+            kept = Path(f"{folder}{path}")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(content)
 
 
 def rewind(path, step):

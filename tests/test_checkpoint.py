@@ -4,11 +4,13 @@ import os
 import shutil
 import time
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
+from lora import merge_folder
 from model import load_policy
 from runs import begin, finish
 from runtime import checkpoint
@@ -129,6 +131,25 @@ def replaced(path, make):
 def test_what_is_wrong_is_said_and_nothing_hangs(whole, harm, problem):
     harm(whole)
     assert problem in checkpoint.damage(str(whole))
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_files_have_the_mode_of_ordinary_ones(folder, mesh, tmp_path, umask, mode):
+    """safetensors gives its files 0600, which on a shared disk lets nobody else load a checkpoint."""
+    policy = load_policy(folder, mesh, torch.float32, adapter=(2, 0, None) if umask == 0o022 else None)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    saved, before = str(tmp_path / "checkpoint-1"), os.umask(umask)
+    try:
+        arrays = {"kept": np.zeros(2, np.float32)}
+        checkpoint.save_checkpoint(saved, {"": (policy, optimizer)}, load_tokenizer(folder), {"eval_scores": {}}, 1,
+                                   arrays)
+        folders = [saved, *([merge_folder(saved)] if umask == 0o022 else [])]
+    finally:
+        os.umask(before)
+    for place in folders:
+        files = checkpoint.contents(place)
+        assert any("model.safetensors" in name for name in files)
+        assert {oct(path.stat().st_mode & 0o777) for path in files.values()} == {oct(mode)}
 
 
 # ---------------------------------------------------------------- folders

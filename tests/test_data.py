@@ -1,6 +1,7 @@
 """Rows from everywhere, their prompts as tokens, and which of them a step uses; every error is provoked."""
 import copy
 import datetime
+import gc
 import hashlib
 import json
 import re
@@ -91,7 +92,7 @@ def test_gsm8k(tmp_path, monkeypatch):
     asked = GSM8K[0]["question"] + ' Let\'s think step by step and output the final answer after "####".'
     assert first == {"prompt": [{"role": "user", "content": asked}], "answer": "72", "source": "gsm8k",
                      "solution": GSM8K[0]["answer"]}
-    assert second["answer"] == "1234" and load("train", 1) == [first]
+    assert second["answer"] == "1234" and load("train", 1) in ([first], [second])
     completion = [{"role": "assistant", "content": "#### 72"}]
     reward = rewards.load_reward("", "gsm8k")
     columns = {key: [row[key] for row in (first, second)] for key in first}
@@ -119,9 +120,9 @@ def test_gsm8k_is_fetched_once_or_says_what_to_do(tmp_path, monkeypatch):
     fetch = torch.hub.download_url_to_file
     monkeypatch.setattr(torch.hub, "download_url_to_file",
                         lambda url, path, sha256, **more: fetch(url, path, hashlib.sha256(remote.read_bytes()).hexdigest(), **more))
-    rows = data.gsm8k_rows("eval")
+    rows = [*data.gsm8k_rows("eval")]
     monkeypatch.setattr(torch.hub, "urlopen", offline)
-    assert data.gsm8k_rows("eval") == rows and len(rows) == 2
+    assert [*data.gsm8k_rows("eval")] == rows and len(rows) == 2
     assert [path.name for path in (tmp_path / ".cache/gsm8k").iterdir()] == ["test.jsonl"]
 
 
@@ -132,9 +133,10 @@ VERL = {"data_source": "math", "prompt": MESSAGES, "reward_model": {"style": "ru
 
 @pytest.mark.parametrize("row, answer, source", [
     ({"prompt": "1+1?", "answer": "2"}, "2", None),
-    ({"prompt": MESSAGES, "answer": 2}, "2", None),
+    ({"prompt": MESSAGES, "answer": 2}, 2, None),
+    ({"prompt": MESSAGES, "answer": [0.5, 7.0]}, [0.5, 7.0], None),
     ({"prompt": "1+1?", "answer": ["2", "two"]}, ["2", "two"], None),
-    ({"prompt": "1+1?", "reward_model": {"ground_truth": [2.0, 4.0]}}, ["2.0", "4.0"], None),
+    ({"prompt": "1+1?", "reward_model": {"ground_truth": [2.0, 4.0]}}, [2.0, 4.0], None),
     ({"prompt": "1+1?", "solution": r"\boxed{2}"}, r"\boxed{2}", None),
     ({"prompt": "1+1?", "ground_truth": "2", "solution": "1+1=2"}, "2", None),
     ({"prompt": "1+1?", "answer": "2", "ground_truth": "3", "solution": "4"}, "2", None),
@@ -166,6 +168,7 @@ def test_file_rows(tmp_path, kind, row, answer, source):
 
 GOOD = {"prompt": "1+1?", "answer": "2"}
 NOW = datetime.datetime(2026, 1, 2)
+NEEDS = "a message needs a role, one of system, developer, user, assistant, tool"
 
 
 @pytest.mark.parametrize("row, message", [
@@ -180,10 +183,18 @@ NOW = datetime.datetime(2026, 1, 2)
     ({"prompt": " \n"}, "empty prompt"),
     ({"prompt": []}, "empty prompt"),
     ({"prompt": [{"role": "user", "content": " "}]}, "empty prompt"),
-    ({"prompt": [{"content": "1+1?"}]}, "a message needs a role and a content"),
-    ({"prompt": [{"role": "user"}]}, "a message needs a role and a content"),
-    ({"prompt": [{"role": "user", "content": 5}]}, "a message needs a role and a content"),
-    ({"prompt": ["1+1?"]}, "a message needs a role and a content, both strings: 1+1?"),
+    ({"prompt": [{"content": "1+1?"}]}, NEEDS),
+    ({"prompt": [{"role": "user"}]}, NEEDS),
+    ({"prompt": [{"role": "user", "content": 5}]}, NEEDS),
+    ({"prompt": ["1+1?"]}, f"{NEEDS}, and a content, a string: 1+1?"),
+    ({"prompt": [{"role": "critic", "content": "1+1?"}]}, f"{NEEDS}, and a content, a string: {{'role': 'critic'"),
+    ({"conversations": [{"from": "narrator", "value": "1+1?"}]}, f"{NEEDS}, and a content, a string: {{'from': 'nar"),
+    ({"conversations": [{"from": "human", "value": "1?"}, {"from": "function_call", "value": "add(1)"}]},
+     "Expecting value"),
+    ({"prompt": [{"role": "user", "content": "1+1?"}], "system": {"text": "Add."}}, NEEDS),
+    ({"prompt": "What is in <image>?", "images": ["a.png"]}, "images holds something, but a run reads text alone"),
+    ({"prompt": "What is in it?", "image": {"path": "a.png"}}, "image holds something"),
+    ({"prompt": "What is in it?", "videos": "a.mp4"}, "videos holds something"),
     ({"prompt": 5}, "prompt must be a string or a list of messages, not 5"),
     ({"prompt": {"role": "user"}}, "prompt must be a string or a list of messages, not {'role'"),
     ({"prompt": "1+1?"}, "no answer in answer or ground_truth or"),
@@ -212,7 +223,7 @@ def test_file_errors_name_the_line(tmp_path, row, message):
     ("rows.jsonl", b"", "no rows"), ("rows.jsonl", b"\n \n", "no rows"),
     ("rows.jsonl", b'{"prompt": "\xff"}', "1: 'utf-8' codec can't decode"),
     ("rows.json", b'[{"prompt": "a"}', "Expecting ',' delimiter"),
-    ("rows.parquet", b"not parquet", "Could not open Parquet"),
+    ("rows.parquet", b"not parquet", "Parquet magic bytes not found"),
 ])
 def test_file_errors(tmp_path, name, content, message):
     path = tmp_path / name
@@ -264,7 +275,7 @@ def test_columns_that_settings_name(tmp_path):
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     assert read(path, prompt_column="question", chat=False)[1][0] == GSM8K[1]["question"]
     path = write(tmp_path / "more.jsonl", {"prompt": "1+1?", "answer": "two", "value": 2.5})
-    assert read(path, answer_column="value") == [("1+1?", "2.5")]
+    assert read(path, answer_column="value") == [("1+1?", 2.5)]
     assert read(path, prompt_column="prompt") == [([{"role": "user", "content": "1+1?"}], "two")]
     for settings, message in (
             ({"prompt_column": "nothing"}, "no column nothing; the columns are prompt, answer"),
@@ -280,7 +291,7 @@ SAID = {"from": "human", "value": "1+1?"}
 @pytest.mark.parametrize("row, prompt, answer", [
     ({"messages": [ASKED, {"role": "assistant", "content": "2"}]}, [ASKED], None),
     ({"messages": [ASKED, {"role": "assistant", "content": "2"}, ASKED], "answer": 2},
-     [ASKED, {"role": "assistant", "content": "2"}, ASKED], "2"),
+     [ASKED, {"role": "assistant", "content": "2"}, ASKED], 2),
     ({"conversations": [SAID, {"from": "gpt", "value": "2"}, SAID, {"from": "gpt", "value": "3"}]},
      [ASKED, {"role": "assistant", "content": "2"}, ASKED], None),
     ({"conversations": [{"from": "system", "value": "Add."}, SAID]},
@@ -304,6 +315,63 @@ def test_conversations(tmp_path, row, prompt, answer):
         read(tmp_path / "rows.json")
 
 
+@pytest.mark.parametrize("name", ["gpt", "GPT", "chatgpt", "bing", "bard", "bot", "model", "Assistant", "assistant"])
+def test_an_answer_does_not_stay_in_the_prompt_whatever_its_role_is_called(tmp_path, name):
+    others = [("Human", "user"), ("System", "system"), ("Observation", "tool"), ("USER", "user")]
+    for role, sender in (("role", "content"), ("from", "value")):
+        talk = [{role: said, sender: f"{said}?"} for said, _ in others]
+        row = {"messages": [*talk, {role: name, sender: "It is 2."}, talk[0], {role: name, sender: "2"}]}
+        ((prompt, _),) = read(write(tmp_path / "rows.jsonl", row))
+        assert prompt == [*({"role": expected, "content": f"{said}?"} for said, expected in others),
+                          {"role": "assistant", "content": "It is 2."}, {"role": "user", "content": "Human?"}]
+
+
+def test_a_function_call_is_the_assistants(tmp_path):
+    """As in LLaMA-Factory's files: at the end it is to be found, elsewhere it is a message with a call."""
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": '{"a": 2}'}]
+    result = {"from": "observation", "value": "3"}
+    for value, count in ((calls[0], 1), (calls, 2)):
+        called = {"from": "function_call", "value": json.dumps(value)}
+        expected = {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": i + 1}}} for i in range(count)]}
+        path = write(tmp_path / "rows.jsonl", {"conversations": [SAID, called]},
+                     {"conversations": [SAID, called, result, {"from": "gpt", "value": "It is 3."}]})
+        assert read(path) == [([ASKED], None), ([ASKED, expected, {"role": "tool", "content": "3"}], None)]
+
+
+def test_a_column_system_is_the_first_message_where_there_is_none(tmp_path):
+    told = {"role": "system", "content": "Add."}
+    rows = [{"system": "Add.", "conversations": [SAID, {"from": "gpt", "value": "2"}]},
+            {"system": "Subtract.", "messages": [told, ASKED]}, {"system": None, "prompt": [ASKED]},
+            {"system": "", "prompt": [ASKED]}, {"system": "Add.", "prompt": "1+1?"}]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    assert [prompt for prompt, _ in read(path)] == [[told, ASKED], [told, ASKED], [ASKED], [ASKED], "1+1?"]
+    assert [row["system"] for _, row in data.file_rows(path)] == [row["system"] for row in rows]
+
+
+def test_columns_of_pictures_may_be_empty(tmp_path):
+    path = write(tmp_path / "rows.jsonl", GOOD | {"images": [], "image": None, "videos": []})
+    assert read(path) == [("1+1?", "2")]
+
+
+def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_path):
+    path = write(tmp_path / "rows.jsonl", GOOD | {"answer": 2}, GOOD | {"answer": [0.5, 2]}, GOOD)
+    answers = [row["answer"] for _, row in data.file_rows(path)]
+    assert answers == [2, [0.5, 2], "2"] and type(answers[0]) is int
+    columns = {"prompts": ["1+1?"] * 3, "completions": ["The answer is 2"] * 3, "answer": answers,
+               "trainer_state": [None] * 3}
+    numeric = rewards.Reward("numeric", lambda completions, answer, **_: [float(truth == 2) for truth in answer])
+    for reward, expected in ((rewards.load_reward("", "file"), [1, 1, 1]), (numeric, [1, 0, 0])):
+        assert [parts[reward.name] for parts, *_ in rewards.score(reward, columns)] == expected
+    assert rewards.accuracy(["?"], ["Answer: 0.1"], [0.1]) == [1.0]
+
+
+def test_a_source_is_not_replaced(tmp_path):
+    rows = [GOOD | {"source": "x", "data_source": "y"}, GOOD | {"source": None, "data_source": "y"}, GOOD]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    assert [row["source"] for _, row in data.file_rows(path)] == ["x", "y", None]
+
+
 def test_messages_with_calls(tmp_path):
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     as_text = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
@@ -324,7 +392,7 @@ def test_messages_with_calls(tmp_path):
 
 def test_an_answer_may_be_a_number_that_no_float_holds(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"prompt": "10^400?", "answer": 10 ** 400})
-    assert read(path) == [("10^400?", str(10 ** 400))]
+    assert read(path) == [("10^400?", 10 ** 400)]
 
 
 def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
@@ -340,7 +408,7 @@ def test_parquet_gives_the_prompts_and_numbers_that_were_written(tmp_path):
         (row["prompt"], None) for row in rows]
     numbers = pyarrow.table({"prompt": ["a", "b"], "answer": pyarrow.array([0.1, 3.0], pyarrow.float32())})
     pyarrow.parquet.write_table(numbers, tmp_path / "rows.parquet")
-    assert [answer for _, answer in read(tmp_path / "rows.parquet")] == ["0.1", "3.0"]
+    assert [answer for _, answer in read(tmp_path / "rows.parquet")] == [0.1, 3.0]
 
 
 def test_a_home_folder(tmp_path, monkeypatch):
@@ -406,6 +474,49 @@ def test_nothing_is_held_out_of_a_file_where_there_is_another_for_it(tmp_path):
     load = lambda split: rows_of(split, 0, train_file=train_file, eval_file=eval_file)
     assert load("train") == [{"prompt": f"{i}?"} for i in range(40)]
     assert load("eval") == [{"prompt": f"{i}?"} for i in range(30, 60)]
+
+
+@pytest.mark.parametrize("key", [
+    lambda i: i // 400, lambda i: i % 3, lambda i: min(2, i // 100)])           # blocks, in turns, of unequal size
+def test_a_limit_takes_rows_of_all_sources_from_the_whole_file(tmp_path, key):
+    rows = [{"prompt": f"{i}?", "source": "abc"[key(i)], "number": i} for i in range(1200)]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    taken = rows_of("eval", 120, eval_file=path)
+    assert taken == rows_of("train", 120, train_file=path, eval_file="any") == [
+        row for row in rows if row in taken] and len(taken) == 120
+    for source in "abc":
+        share = [row["source"] for row in rows].count(source) / 10
+        assert abs([row["source"] for row in taken].count(source) - share) <= 1
+    # Every fifth of the file has a fifth of them, about.
+    assert all(8 < sum(row["number"] // 240 == fifth for row in taken) < 40 for fifth in range(5))
+    assert rows_of("eval", 0, eval_file=path) == rows_of("eval", 5000, eval_file=path) == rows
+    held_out = rows_of("eval", 30, train_file=path)
+    assert {row["source"] for row in held_out} == {*"abc"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_rows_are_bytes_until_they_are_read(tmp_path, kind):
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i), "extra_info": {"index": i},
+             **({"rest": "x" * 400} if i else {})} for i in range(2000)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.Table.from_pylist(rows[1:]).schema), path)
+    else:
+        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+    data.file_rows.cache_clear()
+    gc.collect()
+    before = len(gc.get_objects())
+    found = data.file_rows(str(path))
+    gc.collect()
+    assert len(gc.get_objects()) - before < 500
+    # A row that lacks a column has it as None, and each reading makes a row anew.
+    assert [row for _, row in found] == [{"rest": None} | row for row in rows]
+    found[3][1]["prompt"].clear()
+    assert found[3][1]["prompt"] == rows[3]["prompt"]
+    part = found[10:1990:2]
+    assert len(part) == 990 and part[1] == found[12] and [*part[:2]] == [found[10], found[12]]
 
 
 @pytest.mark.parametrize("split, other", [("train", "eval"), ("eval", "train")])
@@ -754,8 +865,9 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     train, held_out = sides(path)
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, train_prompts=100, eval_prompts=0)
-    short = [text for text in train[:100] if len(text) <= 24]
-    assert [row["prompt"] for _, row in train_set.named] == train[:100]
+    taken = [row["prompt"] for _, row in train_set.named]
+    short = [text for text in taken if len(text) <= 24]
+    assert len(taken) == 100 and taken == [text for text in train if text in taken]
     assert sorted(prompt.row["prompt"] for prompt in epoch_of(train_set, 0)) == sorted(short)
     assert [prompt.row["prompt"] for prompt in eval_set] == [t for t in held_out if len(t) <= 24]
     assert f"trains on 100 prompts of {path} ({100 - len(short)} of 100 have more" in note
@@ -763,9 +875,9 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     assert f"on {count} held-out prompts of {path} ({count - len(eval_set)} of {count} have more" in note
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
-    assert (len(train_set.named), len(eval_set)) == (200, 20)
+    assert len(train_set.named) == 200 and 15 <= len(eval_set) <= 25
     assert f"on 200 prompts of {path} (100 of 200 have" in note
-    assert f"on 40 held-out prompts of {other} (20 of 40 have" in note
+    assert f"on 40 held-out prompts of {other} ({40 - len(eval_set)} of 40 have" in note
 
 
 @pytest.mark.parametrize("split, files", [("train", ("long", "short")), ("eval", ("short", "long"))])

@@ -175,6 +175,21 @@ def test_a_checkpoint_of_a_model_that_sees_images_is_whole(family, mesh, tmp_pat
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
 
 
+def test_a_checkpoint_keeps_the_files_of_a_processor(family, mesh, tmp_path):
+    """Also where the checkpoint that a run resumed from, and read them from, has been removed."""
+    path, tokenizer = shutil.copytree(family("gemma3"), tmp_path / "model"), load_tokenizer(family("gemma3"))
+    files = {"preprocessor_config.json": b'{"image_processor_type": "Gemma3ImageProcessor"}',
+             "processor_config.json": b'{"processor_class": "Gemma3Processor", "image_seq_length": 4}'}
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    for step in (1, 2):
+        policy, path = load_policy(str(path), mesh, torch.float32), tmp_path / f"checkpoint-{step}"
+        shutil.rmtree(policy.hf.name_or_path)
+        save_checkpoint(str(path), {"": (policy, None)}, tokenizer, STATE, 2)
+        assert {name: (path / name).read_bytes() for name in files} == files
+        assert not (path / "video_preprocessor_config.json").exists()
+
+
 def test_layers_and_what_reads_images_are_units_of_their_own(family, mesh):
     """After a forward only the embedding, which is the head as well, and the last norm are still whole."""
     policy = load_policy(family("gemma3"), mesh, torch.float32)

@@ -3,6 +3,7 @@ import datetime
 import json
 import math
 import os
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -298,20 +299,47 @@ def test_what_json_has_not(mesh, tmp_path):
 
 def test_a_run_keeps_what_was_changed(tmp_path, monkeypatch):
     """The difference to the commit; nothing where there is no git."""
-    monkeypatch.setattr(metrics, "ROOT", str(tmp_path))
-    assert metrics.changes() == ""
+    changes = lambda: metrics.git("diff", "HEAD", "--", ".")
+    monkeypatch.setattr(metrics, "ROOT", tmp_path)
+    assert changes() == ""
     git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path,
                                         check=True, capture_output=True)
     git("init")
     (tmp_path / "losses.py").write_text("a = 1\n")
     git("add", ".")
     git("commit", "-m", "first")
-    assert metrics.changes() == ""
+    assert changes() == ""
     (tmp_path / "losses.py").write_text("a = 2\n")
-    assert "-a = 1\n+a = 2\n" in metrics.changes()
+    assert "-a = 1\n+a = 2\n" in changes()
     # What a larger repository holds besides the project is not the project's.
     (tmp_path / "project").mkdir()
-    monkeypatch.setattr(metrics, "ROOT", str(tmp_path / "project"))
-    assert metrics.changes() == ""
+    monkeypatch.setattr(metrics, "ROOT", tmp_path / "project")
+    assert changes() == ""
     monkeypatch.setenv("PATH", "")
-    assert metrics.changes() == ""
+    assert changes() == ""
+
+
+def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):
+    """What settings name, wherever it is, and new files of the project; together at most 1 MB."""
+    project, elsewhere, run = tmp_path / "project", tmp_path / "elsewhere", tmp_path / "project/runs/a"
+    for folder in (project / "mine", elsewhere, run):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(metrics, "ROOT", project)
+    settings = {"reward": f"{elsewhere}/paid.py:right,{elsewhere}/paid.py:brief,math_verify", "seed": 0,
+                "environment": f"{elsewhere}/game.py:Game", "model": "tiny", "defaults": {"reward": ""}}
+    files = {elsewhere / "paid.py": "right = 1", elsewhere / "game.py": "class Game: pass", elsewhere / "rest.py": "",
+             project / "mine/train_new.py": "seed = 1", project / "rows.jsonl": "{}", project / "old.py": "a = 1"}
+    for path, text in files.items():
+        path.write_text(text)
+    for words in (["init"], ["add", "old.py"]):
+        subprocess.run(["git", *words], cwd=project, check=True, capture_output=True)
+    found = lambda: {str(path.relative_to(run / "user_code")) for path in run.rglob("*") if path.is_file()}
+    kept = [str(path)[1:] for path in (elsewhere / "paid.py", elsewhere / "game.py", project / "mine/train_new.py")]
+    for _ in range(2):                                          # copies are not copied when a run goes on
+        metrics.keep_code(settings, f"{run}/user_code")
+        assert found() == {*kept}
+    assert (run / "user_code" / kept[1]).read_text() == "class Game: pass"
+    shutil.rmtree(run / "user_code")
+    (project / "data.py").write_text("#" * 999_990)
+    metrics.keep_code(settings, f"{run}/user_code")
+    assert found() == {*kept}                                   # what has no room is left out, what has is not

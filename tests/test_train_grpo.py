@@ -53,7 +53,7 @@ def test_a_run_leaves_what_it_promises(plain_run, folder):
         assert line["eval/pass@2"] >= line["eval/mean@2"] > 0
     assert sorted(os.listdir(out_dir)) == sorted(
         [".lock", "changes.diff", "checkpoint-1", "checkpoint-2", "config.json", "metrics.jsonl", "report.html",
-         "samples.jsonl", "train_grpo.py"]
+         "samples.jsonl", "train_grpo.py", "user_code"]
         + [name for name in os.listdir(out_dir) if "tfevents" in name])
     samples = lines(out_dir, "samples.jsonl")
     assert {s["step"] for s in samples} == {0, 1} and set(samples[0]) == {

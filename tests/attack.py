@@ -400,7 +400,8 @@ PARQUETS = {  # bytes, or rows
     r"rows\.parquet: row 1\b": [[row] for row in (
         message(b"x"), prompt(b"x"), prompt(None), *[prompt("x", answer=value) for value in (
             b"1", [None], float("nan"))])],
-    runs(): [[row | {"image": b"\xff"} for row in GOOD]]}
+    r"rows\.parquet: row 1: image holds something": [[row | {"image": b"\xff"} for row in GOOD]],
+    runs(): [[row | {"raw": b"\xff", "image": None} for row in GOOD]]}
 QUESTION = {"question": "What is 1+1?", "answer": "Two.\n#### 2"}
 GSM8K = {
     r"train\.jsonl": [b"", FIFO, LOST], r"train\.jsonl: row 1": [jsonl([1])],

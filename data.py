@@ -15,7 +15,6 @@ import numbers
 import os
 import pickle
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -83,9 +82,9 @@ def gsm8k_rows(split):
                  for where, row in file_rows(path, "question", "answer")])
 
 
-class Rows(Sequence):
-    """Pairs (name, row) that are kept as bytes and made anew when they are read, because as dicts a million rows
-    of 1 KB take four times the memory, on every rank.
+class Rows:
+    """A sequence of pairs (name, row), which are kept as bytes and made anew when they are read: as dicts a
+    million rows of 1 KB take four times the memory, on every rank.
 
     packed: the pairs as bytes. columns: {column: None}; every row that is read has all of them, so that a
     reward gets the same columns at every step. sides: {split: the places of its rows in a file for both}.
@@ -127,9 +126,7 @@ def split_rows(s, split):
     path = s.eval_file if split == "eval" and s.eval_file else s.train_file
     # With an environment rows need no prompt, because its reset may give one.
     rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
-    if s.eval_file:
-        return rows
-    side = rows.take(rows.sides[split])
+    side = rows if s.eval_file else rows.take(rows.sides[split])
     if not side:
         raise ValueError(f"{path}: without an eval_file a hash of the prompt decides which rows are held "
                          f"out, and none of {len(rows)} is for {split}; --eval_file=... names held-out rows")
@@ -138,8 +135,8 @@ def split_rows(s, split):
 
 @functools.lru_cache(maxsize=1)
 def file_rows(path, prompt_column="", answer_column="", chat=True, optional=False):
-    # All Rows of a file, by the names file:line. It is read once for both splits; rows.sides has the places of
-    # each. optional: whether a row needs no prompt.
+    # All Rows of a file, by the names file:line. It is read once for both splits. optional: whether a row needs
+    # no prompt.
     answers = (answer_column,) if answer_column else ANSWERS
     packed, columns, sides, lacking = [], {}, {"train": [], "eval": []}, []
     for where, row in read_rows(path):

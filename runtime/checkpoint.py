@@ -22,7 +22,6 @@ import shutil
 import sys
 import time
 import zlib
-from functools import reduce
 from pathlib import Path
 from secrets import token_hex
 
@@ -130,8 +129,10 @@ def checksum(path):
 
 def checksum_of_rows(rows):
     """Return the CRC-32 of a data set's rows, by which a resumed run recognises its data."""
-    encode = json.JSONEncoder(default=str).encode
-    return reduce(lambda value, row: zlib.crc32(encode(row).encode(), value), rows, 0)
+    value = 0
+    for row in rows:
+        value = zlib.crc32(json.dumps(row, default=str).encode(), value)
+    return value
 
 
 # ---------------------------------------------------------------- and back

@@ -321,7 +321,7 @@ def keep_code(settings, folder):
         content = Path(path).read_bytes()
         if len(content) <= room:
             room -= len(content)
-            kept = Path(f"{folder}{path}")
+            kept = Path(f"{folder}/{path}")
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_bytes(content)
 

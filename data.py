@@ -151,10 +151,10 @@ def file_rows(path, prompt_column="", answer_column="", chat=True, optional=Fals
                 if row.get(column):
                     raise ValueError(f"{column} holds something, but a run reads text alone: leave out the "
                                      "row, or the column if the text does without it")
-            own = {"prompt": prompt_of(row, prompt_column, chat, optional), "answer": answer_of(row, answers),
-                   "source": row.get("source") or row.get("data_source")}
-            row |= without_null(own)
-        if own["answer"] is None:
+            prompt, answer = prompt_of(row, prompt_column, chat, optional), answer_of(row, answers)
+        source = row.get("source") or row.get("data_source")
+        row |= without_null({"prompt": prompt, "answer": answer, "source": source})
+        if answer is None:
             lacking.append(len(packed))
         text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
         sides["eval" if held_out(text) else "train"].append(len(packed))

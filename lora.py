@@ -28,8 +28,8 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from losses import product
-from runtime.checkpoint import share
 from runtime.check_model import check_trainable, model_class, read_model, reading, write_model
+from runtime.checkpoint import share
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -218,7 +218,7 @@ def merge_folder(folder):
     write_model(hf, {name: x.detach() for name, x in hf.named_parameters()}, out)
     with reading(f"{folder}: its tokenizer"):                  # which has the chat template of the run
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(out)
-    share(out, Path(out, "config.json"))
+    share(out)
     return out
 
 

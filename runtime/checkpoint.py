@@ -92,7 +92,7 @@ def write_state(folder, state, arrays={}):
     if arrays:
         save_arrays(arrays, trainer / "arrays.safetensors")
     (trainer / "state.json").write_text(json.dumps(state))
-    share(folder, trainer / "state.json")
+    share(folder)
     checksums = {name: checksum(path) for name, path in contents(folder).items()}
     (trainer / "checksums.json").write_text(json.dumps(checksums, indent=1))
     for path in (*Path(folder).rglob("*"), folder):
@@ -104,11 +104,12 @@ def contents(folder):
     return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def share(folder, ordinary):
-    """Give all files in a folder the mode of an ordinary one, because safetensors lets only their owner read
-    them, whatever the umask says."""
+def share(folder):
+    """Give all files in a model's folder the mode that the umask leaves, which an ordinary file has. Those of
+    safetensors may be read by their owner alone."""
+    ordinary = os.stat(f"{folder}/tokenizer_config.json")
     for path in contents(folder).values():
-        path.chmod(ordinary.stat().st_mode)
+        path.chmod(ordinary.st_mode)
 
 
 def sync(path):

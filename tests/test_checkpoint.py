@@ -104,7 +104,8 @@ def test_moments_of_another_model_are_refused(saved, model, change):
 def whole(tmp_path):
     folder = tmp_path / "run" / "checkpoint-1"
     os.makedirs(folder / "trainer")
-    (folder / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
     checkpoint.write_state(str(folder), {"step": 1})
     assert checkpoint.damage(str(folder)) is None
     return folder

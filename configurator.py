@@ -32,7 +32,7 @@ MUST_BE = {str: "a string", int: "a whole number", float: "a finite number", boo
 # What these settings may be in every script, as check_values checks; `choices` of configure are one script's.
 CHOICES = {"engine": ("auto", "vllm", "hf"), "dtype": ("auto", "float32", "bfloat16", "float16"),
            "lr_decay": ("constant", "linear", "cosine"), "old_logprobs": ("trainer", "engine"),
-           "reward_errors": ("stop", "unscored")}
+           "reward_errors": ("stop", "unscored", "zero")}
 
 
 def tell_launcher(message, later=0):

@@ -14,9 +14,9 @@ import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import NamedTuple
 
 from tasks.check_answer import check_answer, extract_answer
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
@@ -81,22 +81,24 @@ GYM = "tasks.reasoning_gym:gym_score"               # of the tasks that begin wi
 TRL = {"prompts", "completions", "completion_ids"}      # one of them is in each function of TRL's form
 
 
-class Reward(NamedTuple):
+@dataclass
+class Reward:
     """A reward function, and how it is called."""
     name: str                   # under which it is logged
     function: object            # its spec, or a function of the task's
-    verl: bool = False          # it has verl's form for one completion, otherwise TRL's
+    form: str = "TRL"           # or verl, for one completion, or verl batch
     at_once: bool = False       # it is async: each completion has a call, and many run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
+    alone: bool = False         # a call gets one completion: verl's form, or a call for several has failed
 
 
 def load_reward(spec, task):
     """Return the Reward that `spec` names, or the task's own for "".
 
     spec: "file.py:function", "file.py" for its compute_score, "package.module:function", or "math_verify". A
-    function has verl's form if it takes `solution_str` and none of prompts, completions and completion_ids.
-    Raises ValueError if there is no such function, if its file raises, or if the package of math_verify is
-    missing.
+    function has verl's form if it takes `solution_str`, or for a batch `solution_strs`, and none of prompts,
+    completions and completion_ids. Raises ValueError if there is no such function, if its file raises, or if
+    the package of math_verify is missing.
     """
     if not spec:
         return Reward("accuracy", OWN.get(task.partition(":")[0], exact_accuracy))
@@ -106,9 +108,12 @@ def load_reward(spec, task):
     spec += ":compute_score" if spec.endswith(".py") else ""
     function = load_from(spec, "reward", "function", " or math_verify")
     parameters = inspect.signature(function).parameters.keys()
-    verl = "solution_str" in parameters and not TRL & parameters
+    forms = {"solution_str": "verl", "solution_strs": "verl batch"}
+    verl_forms = [] if TRL & parameters else [forms[key] for key in forms if key in parameters]
+    form = verl_forms[0] if verl_forms else "TRL"
     at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
-    return Reward(name_of(function), spec, verl, at_once, "environments" in parameters)
+    return Reward(name_of(function), spec, form, at_once, "environments" in parameters,
+                  alone=form == "verl" and not at_once)
 
 
 def verl_arguments(row):
@@ -135,7 +140,7 @@ def judge(reward, columns, timeout, end, workers):
     """
     function, completions = reward.function, columns["completions"]
     if time.monotonic() >= end:
-        return [TimeUp()]
+        return [TimeUp()] * len(completions)
     if reward.at_once and len(completions) > 1:
         alone = lambda i: judge(reward, only(columns, i), timeout, end, workers)
         with ThreadPoolExecutor(workers or 64) as pool:
@@ -147,10 +152,9 @@ def judge(reward, columns, timeout, end, workers):
     # A reward that changes what it gets must not change the rows of the run.
     given = {key: values if key == "environments" else copy.deepcopy(values)
              for key, values in columns.items()}
-    parameters = inspect.signature(function).parameters.keys()
-    if reward.verl:
+    if reward.form == "verl":
         given, by_name = verl_arguments({key: values[0] for key, values in given.items()}), logs
-    elif "solution_strs" in parameters and not TRL & parameters:            # verl's form for a batch
+    elif reward.form == "verl batch":
         rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
         given, by_name = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}, logs
     else:
@@ -160,7 +164,7 @@ def judge(reward, columns, timeout, end, workers):
     returned, error, _ = outcome(lambda: function(**given), limit)
     if error:
         return [error]
-    returned = [returned] if reward.verl else returned
+    returned = [returned] if reward.form == "verl" else returned
     returned = returned.tolist() if hasattr(returned, "tolist") else returned       # an array or a tensor
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
@@ -169,7 +173,7 @@ def judge(reward, columns, timeout, end, workers):
             for value, completion, log in zip(returned, completions, logged)]
 
 
-def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, unscored=False):
+def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, errors="stop"):
     """Return (parts, steps, logged, problem) for each completion.
 
     parts is {name: value}, with NaN for a part that is None. A reward without named parts has one part, with
@@ -177,13 +181,13 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
     what the reward logged. problem: why the reward failed, or "".
 
     columns: {name: one value per completion}, of which the reward gets copies. process: the UserProcess in
-    which a call has `timeout` seconds; 0 sets no limit. If a call for all completions fails, each completion
-    is scored by a call of its own. One whose own call takes too long, or has not begun at the time `end` of
-    time.monotonic, gets 0.0 for each part; with unscored=True it gets NaN, and so does one for which the
-    reward raises. workers: as in judge.
+    which a call has `timeout` seconds; 0 sets no limit. If a call for several completions fails, these and
+    all later ones are scored by calls of their own. A completion gets NaN for each part if its own call takes
+    too long, or has not begun at the time `end` of time.monotonic, and with errors="unscored" also if the
+    reward raises; with errors="zero" it gets 0.0 instead. workers: as in judge.
 
-    Raises ValueError if a column is missing, if the reward raises and unscored is False (the message shows
-    the completion), or if it returns anything but one finite number, None, dict of these or list of pairs for
+    Raises ValueError if a column is missing, if the reward raises and errors is "stop" (the message shows the
+    completion), or if it returns anything but one finite number, None, dict of these or list of pairs for
     each completion.
     """
     completions = columns["completions"]
@@ -198,24 +202,29 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, u
         except (TimeUp, Failed) as error:
             return [error]
 
-    # One call for all, unless the reward scores one completion at a time.
-    results = [] if reward.verl and not reward.at_once else call(columns)
+    results = [] if reward.alone else call(columns)
     if len(results) < len(completions):
+        reward.alone = not reward.at_once
         for error in results:
-            print(f"reward {reward.name} {error} for {len(completions)} completions: each is scored by a "
-                  "call of its own", file=sys.stderr)
+            print(f"reward {reward.name} {error} for {len(completions)} completions: "
+                  f"{'from now on ' * reward.alone}each is scored by a call of its own", file=sys.stderr)
         results = [one for i in range(len(completions)) for one in call(only(columns, i))]
     if process and any(isinstance(one, TimeUp) for one in results):
         process.end()                                           # because calls of an async reward may go on
     for one, completion in zip(results, completions):
-        if isinstance(one, Failed) and not unscored:
+        if isinstance(one, Failed) and errors == "stop":
             raise ValueError(f"reward {reward.name} {one}; the completion is "
                              f"{content(completion)[:500]!r}") from one
     # A completion without a score gets all parts that others have.
     names = [name for one in results if isinstance(one, tuple) for name in one[0]] or [reward.name]
-    without = dict.fromkeys(names, math.nan if unscored else 0.0)
+    without = dict.fromkeys(names, 0.0 if errors == "zero" else math.nan)
     return [(*one, "") if isinstance(one, tuple) else (without, [], {}, f"the reward {one}")
             for one in results]
+
+
+def counted(parts):
+    # Returns those of a reward's parts that make up the score.
+    return {"score": parts["score"]} if "score" in parts else parts
 
 
 def parts_of(name, returned, text):
@@ -250,7 +259,7 @@ class Scorer:
     what the environment gave, what the rewards returned, and the reward model's score. Each part is first
     multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
     used. A reward that returned None counts as 0. A completion has no score if the reward model cannot score
-    it, or if a reward failed for it and reward_errors is "unscored", unless the weight is 0. What belongs to
+    it, or if a reward failed for it and reward_errors is not "zero", unless the weight is 0. What belongs to
     no turn or step is given to the last token in `rewards`. weights: {name: weight} of reward_weights.
     budget: the seconds after which the rewards of a batch begin no more calls.
 
@@ -264,7 +273,6 @@ class Scorer:
         s, self.settings, self.player, self.tokenizer = settings, settings, player, tokenizer
         self.environment, self.weights, self.model = player.rewards_as, part_weights(s.reward_weights), None
         self.budget = 9 * s.call_timeout or math.inf            # with the last call, ten times call_timeout
-        self.unscored = s.reward_errors == "unscored"
         # {file or module: the UserProcess that calls its functions}
         self.processes = {}
         # The task's own reward; that of reasoning_gym's tasks is a function like a user's.
@@ -311,11 +319,18 @@ class Scorer:
             # The version of the weights is the number of steps that they were trained for.
             "trainer_state": [SimpleNamespace(global_step=r.versions[-1][1], **state) for r in rollouts]}
 
+    def _in_form(self, form, columns):
+        # verl's form gets an episode as verl decodes it: all that follows the prompt, as one text.
+        if form == "TRL" or not self.player.make:
+            return columns
+        return columns | {"completions": self.tokenizer.batch_decode(
+            columns["completion_ids"], skip_special_tokens=True)}
+
     def _judge(self, rollout, environment):
         # Scores an episode before its environment is reset for the next one.
         columns = self._columns([rollout]) | {"environments": [environment]}
         for reward in self.judging:
-            self._add(rollout, *score(reward, columns, unscored=self.unscored)[0])
+            self._add(rollout, *score(reward, columns, errors=self.settings.reward_errors)[0])
 
     def _add(self, r, named, steps=(), logged={}, problem=""):
         # Adds to a rollout what a reward, the environment or the reward model gave.
@@ -324,12 +339,11 @@ class Scorer:
                              "several messages")
         if twice := r.parts.keys() & named:
             raise ValueError(f"reward={self.settings.reward}: two parts of the score are called {min(twice)}")
-        counted = {"score": named["score"]} if "score" in named else named
-        values = [r.score, *(self.weights[name] * value for name, value in counted.items())]
+        values = [r.score, *(self.weights[name] * value for name, value in counted(named).items())]
         values = [value for value in values if not math.isnan(value)]
         r.score = sum(values) if values else math.nan
         r.parts, r.extra = r.parts | named, r.extra | logged
-        if any(self.weights[name] for name in counted):
+        if any(self.weights[name] for name in counted(named)):
             r.problem = r.problem or problem
 
     def check_with(self, prompts):
@@ -338,18 +352,22 @@ class Scorer:
         prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
         the reward model cannot be used.
         """
-        for _ in range(3 if self.unscored else 1):              # a judge may fail now and then
+        for _ in range(1 if self.settings.reward_errors == "stop" else 3):  # a judge may fail now and then
             trial = self.player.check_with(prompts)
-            self._score(trial)
+            results = self._score(trial)
             if not all(r.problem for r in trial):
                 break
         else:
             raise ValueError(f"{trial[0].problem} for a made-up completion: reward={self.settings.reward}, "
                              f"call_timeout={self.settings.call_timeout:g}")
+        # Where there is a part "score", the weights of the reward's other parts would have no effect. One that
+        # returned None twice may still have a part of its name.
+        names = {self.environment} if self.environment else set()
+        for i, result in enumerate(results):
+            names |= {name for parts, *_ in result for name in counted(parts)} or {self.rewards[i][0].name}
         # An agent that fails in the trial is not judged, so its parts are not known yet.
-        names = {name for r in trial for name in r.parts} | {reward.name for reward, _ in self.rewards}
         if (strange := self.weights.keys() - names) and not self.judging:
-            raise ValueError(f"reward_weights: no part {', '.join(strange)}; the parts are "
+            raise ValueError(f"reward_weights: no part {', '.join(strange)} counts; those that do are "
                              f"{', '.join(sorted(names))}")
 
     def __call__(self, rollouts):
@@ -362,10 +380,10 @@ class Scorer:
             self._score(rollouts)
 
     def _score(self, rollouts):
-        # Scores by any rewards, with or without an environment and a reward model.
+        # Scores by any rewards, with or without an environment and a reward model. Returns what each gave.
         s, columns, end = self.settings, self._columns(rollouts), time.monotonic() + self.budget
-        found = [score(reward, columns, process, s.call_timeout, end, s.call_workers, self.unscored)
-                 for reward, process in self.rewards]
+        found = [score(reward, self._in_form(reward.form, columns), process, s.call_timeout, end,
+                       s.call_workers, s.reward_errors) for reward, process in self.rewards]
         if self.model:
             by_model = self.model.score(columns["prompts"], columns["completions"])
             found.append([({"reward_model": value}, ()) for value in by_model])
@@ -381,7 +399,7 @@ class Scorer:
                 if not math.isnan(r.parts[self.environment]):
                     own |= {token: self.weights[self.environment] * one for token, one in r.rewards.items()}
             lost = math.isnan(r.parts.get("reward_model", 0.0)) and self.weights["reward_model"]
-            if lost or r.finish_reason == "error" or self.unscored and r.problem:
+            if lost or r.finish_reason == "error" or r.problem and s.reward_errors != "zero":
                 r.score = math.nan
             if r.row.get("answer") is not None:
                 r.answered = extract_answer(content(r.completion)) is not None
@@ -389,6 +407,7 @@ class Scorer:
             if not own or not abs(rest) < 1e-9:                 # more than rounding leaves
                 own[len(r.logprobs) - 1] += rest
             r.rewards = dict(own)
+        return found
 
     def _token(self, rollout, character):
         # Returns the number of the sampled token that holds this character of the completion.

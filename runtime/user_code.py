@@ -158,7 +158,9 @@ def outcome(function, seconds=0):
     try:
         value = function()
         if inspect.iscoroutine(value):
-            future = asyncio.run_coroutine_threadsafe(value, event_loop("of user code"))
+            with LOOP_LOCK:                                     # without it threads may make several loops
+                loop = event_loop()
+            future = asyncio.run_coroutine_threadsafe(value, loop)
             value = future.result(seconds or None)
     except KeyboardInterrupt:
         raise
@@ -172,8 +174,11 @@ def outcome(function, seconds=0):
     return value, problem, time.perf_counter() - start
 
 
+LOOP_LOCK = threading.Lock()
+
+
 @functools.cache
-def event_loop(name):
+def event_loop():
     # The whole run has one loop for the user's async functions, because a connection belongs to the loop that
     # opened it.
     loop = asyncio.new_event_loop()
@@ -184,7 +189,7 @@ def event_loop(name):
             with contextlib.suppress(SystemExit):
                 loop.run_forever()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name="of user code", daemon=True).start()
     return loop
 
 

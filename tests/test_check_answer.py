@@ -1,4 +1,5 @@
 """Tables of what the answer checker must say, and of what must not make it slow."""
+import math
 import random
 import re
 import signal
@@ -508,7 +509,8 @@ def test_a_comparison_that_hangs_costs_only_its_completion():
     start = time.monotonic()
     scores = found(in_process("math_verify"), rows, completions, 2.0)
     assert time.monotonic() - start < 60
-    assert scores == [({"math_verify": float(not late)}, [], {}, "the reward took too long (call_timeout)" * late) for late in (0, 1, 0)]
+    assert [problem for *_, problem in scores] == ["", "the reward took too long (call_timeout)", ""]
+    assert [parts["math_verify"] for parts, *_ in scores] == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
 
 
 def test_math_verify_needs_its_package(monkeypatch):

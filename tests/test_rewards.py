@@ -297,11 +297,11 @@ def test_verl_reward(tmp_path, row, right):
     completions = [right, "wrong", "hang", "plain"]
     completions = completions if isinstance(row["prompt"], str) else messages(*completions)
     totals, parts, timed_out, _ = score(reward, [row] * 4, completions, 0.3)
-    assert totals == [1.0, 0.0, 0.0, 0.25]
+    assert totals == pytest.approx([1.0, 0.0, NAN, 0.25], nan_ok=True)
     assert timed_out == [False, False, True, False] and time.perf_counter() - start < 20
-    assert parts == {"score": pytest.approx([1, 0, 0, NAN], nan_ok=True),
-                     "acc": pytest.approx([1, 0, 0, NAN], nan_ok=True),
-                     "reward": pytest.approx([NAN, NAN, 0, 0.25], nan_ok=True)}
+    assert parts == {"score": pytest.approx([1, 0, NAN, NAN], nan_ok=True),
+                     "acc": pytest.approx([1, 0, NAN, NAN], nan_ok=True),
+                     "reward": pytest.approx([NAN, NAN, NAN, 0.25], nan_ok=True)}
     with pytest.raises(ValueError, match="reward raised KeyError: 'oops'; the completion is 'raise'"):
         score(reward, [row] * 2, messages(right, "raise"), 5)
 
@@ -332,7 +332,7 @@ def test_the_parameters_tell_the_form(tmp_path, name, form, scores):
     """A file alone stands for its compute_score, as in verl."""
     (tmp_path / "forms.py").write_text(FORMS)
     reward = in_process(f"{tmp_path}/forms.py" + (name and f":{name}"))
-    assert reward[0].verl == (form == "verl")
+    assert reward[0].form == form
     row = {"prompt": "p", "ground_truth": "a", "extra_info": {"index": 0}, "score": 9, "solution_str": "x"}
     parts, _, logged, problems = zip(*found(reward, [row, row], ["a", "b"], 5.0))
     assert [total(one) for one in parts] == scores and not any(problems)
@@ -386,13 +386,13 @@ def reward(completions, **columns):
 def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows, capsys):
     reward = reward_file(tmp_path, HANGING.format(swallows=swallows))
     start = time.perf_counter()
-    assert score(reward, ROWS, ["a", "hang", "b", "c"], 0.3)[:3] == (
-        [1.0, 0.0, 1.0, 1.0], {"reward": [1.0, 0.0, 1.0, 1.0]}, [False, True, False, False])
+    totals, _, timed_out, _ = score(reward, ROWS, ["a", "hang", "b", "c"], 0.3)
+    assert totals == pytest.approx([1.0, NAN, 1.0, 1.0], nan_ok=True) and timed_out == [False, True, False, False]
     # The limit ran out for all of them together, which is said, and then for the one that hangs.
-    assert capsys.readouterr().err == ("reward reward took too long (call_timeout) for 4 completions: each is scored by a call of "
-                                       "its own\n")
+    assert capsys.readouterr().err == ("reward reward took too long (call_timeout) for 4 completions: from now on each is scored by "
+                                       "a call of its own\n")
     assert 0.6 <= time.perf_counter() - start < 20
-    assert score(reward, ROWS[:1], ["hang"], 0.1)[:3:2] == ([0.0], [True])
+    assert score(reward, ROWS[:1], ["hang"], 0.1, errors="zero")[:3:2] == ([0.0], [True])
 
 
 def test_no_limit(tmp_path):
@@ -409,12 +409,12 @@ def test_a_reward_that_raises(tmp_path, capsys):
     with pytest.raises(ValueError, match="raised ValueError: oops; the completion is 'raise'"):
         score(reward, ROWS, ["a", "hang", "raise", "c"], 0.2)
     # It raises for all together and for none alone, so no completion is to blame.
-    reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
     capsys.readouterr()
-    for unscored in (False, True):
-        assert score(reward, ROWS, TEXTS, 5, unscored=unscored)[:3:2] == ([1.0] * 4, [False] * 4)
+    for errors in ("stop", "unscored", "zero"):
+        reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
+        assert score(reward, ROWS, TEXTS, 5, errors=errors)[:3:2] == ([1.0] * 4, [False] * 4)
         assert "reward reward raised AssertionError: " in (said := capsys.readouterr().err)
-        assert said.endswith(" for 4 completions: each is scored by a call of its own\n")
+        assert said.endswith(" for 4 completions: from now on each is scored by a call of its own\n")
     reward = reward_file(tmp_path, "def reward(completions): raise KeyError(1)")
     with pytest.raises(ValueError, match="reward raised KeyError: 1; the completion is 'b'"):
         score(reward, [{"prompt": MESSAGES}], [messages("a")[0] + messages("b")[0]], 5)
@@ -583,8 +583,15 @@ def test_scorer_keeps_parts_and_timeouts(scorer):
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["both", "hang", "one", "none"])]
     scorer(source, call_timeout=0.3)(rollouts)
     assert [r.problem for r in rollouts] == ["", TIMED_OUT, "", ""]
-    assert [r.score for r in rollouts] == [3.0, 0.0, 3.0, pytest.approx(NAN, nan_ok=True)]
+    assert [r.score for r in rollouts] == pytest.approx([3.0, NAN, 3.0, NAN], nan_ok=True)
+    assert [r.parts for r in rollouts] == [{"a": 1, "b": 2}, pytest.approx({"a": NAN, "b": NAN}, nan_ok=True),
+                                           {"a": 3}, {}]
+    figures = rollout_metrics(rollouts, 4, group_std, 1)
+    assert figures["rewards/timeouts"] == 1 and figures["rewards/unscored"] == 2 and figures["reward"] == 3
+    scorer(source, call_timeout=0.3, reward_errors="zero")(rollouts)
+    assert [r.score for r in rollouts] == pytest.approx([3.0, 0.0, 3.0, NAN], nan_ok=True)
     assert [r.parts for r in rollouts] == [{"a": 1, "b": 2}, {"a": 0, "b": 0}, {"a": 3}, {}]
+    assert rollout_metrics(rollouts, 4, group_std, 1)["rewards/timeouts"] == 1
 
 
 def test_scorer_adds_a_reward_model(scorer):
@@ -727,8 +734,8 @@ def reward(prompts, completions, **_):
 
 @pytest.mark.parametrize("does, scores", [
     # What it does to signals; and no thread runs while re works in C.
-    ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); completion == 'x' and wait()", [1, 0, 1]),
-    ("re.match('(a+)+$', 'a' * 60 + 'b' if completion == 'x' else '')", [1, 0, 1]),
+    ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); completion == 'x' and wait()", [1, NAN, 1]),
+    ("re.match('(a+)+$', 'a' * 60 + 'b' if completion == 'x' else '')", [1, NAN, 1]),
     # As verl's prime verifier: a process that is ended in time.
     ("p = multiprocessing.Process(target=wait); p.start(); p.join(0.05); p.terminate(); p.join()", [1, 1, 1]),
     ("multiprocessing.Pool(2).map(len, completions)", [1, 1, 1]),
@@ -743,7 +750,7 @@ def test_what_a_reward_does_stays_in_its_process(tmp_path, does, scores):
             score(reward, SUMS[:3], ["a", "x", "b"], 2.0)
     else:
         totals, _, timed_out, _ = score(reward, SUMS[:3], ["a", "x", "b"], 1.0)
-        assert totals == scores and timed_out == [score == 0 for score in scores]
+        assert totals == pytest.approx(scores, nan_ok=True) and timed_out == [*map(math.isnan, scores)]
     assert os.getcwd() == here and time.monotonic() - started < 20
     # It goes on with the next call, and what it started ends with it.
     assert score(reward, SUMS[:1], ["a"], 5.0)[0] == [1.0]
@@ -769,7 +776,23 @@ def test_a_step_has_a_budget(tmp_path):
     reward = reward_file(tmp_path, WILD.replace("DOES", "wait()"))
     started = time.monotonic()
     scores, _, timed_out, _ = score(reward, SUMS * 50, ["a"] * 200, 0.2, end=started + 1)
-    assert scores == [0.0] * 200 and timed_out == [True] * 200 and time.monotonic() - started < 10
+    assert all(map(math.isnan, scores)) and timed_out == [True] * 200 and time.monotonic() - started < 10
+
+
+def test_what_a_reward_never_saw_has_no_score_and_a_failed_batch_is_not_tried_again(scorer, tmp_path, capsys):
+    """The reward always returns 1 and needs 0.03 s for each of 64 completions, and the limit is 0.1 s."""
+    source = (f"import time\ndef reward(completions):\n    open('{tmp_path}/calls', 'a').write(f'{{len(completions)}} ')\n"
+              "    time.sleep(0.03 * len(completions))\n    return [1.0] * len(completions)")
+    scores, rollouts = scorer(source, call_timeout=0.1), [rollout(row, "a") for row in ROWS * 16]
+    for step in range(2):
+        scores(rollouts)
+        rewarded = [r.score for r in rollouts if not math.isnan(r.score)]
+        assert rewarded == [1.0] * len(rewarded) and 5 <= len(rewarded) < 60
+        figures = rollout_metrics(rollouts, 4, group_std, 1)
+        assert figures["reward"] == 1 and figures["reward_std"] == 0
+        assert figures["rewards/timeouts"] == figures["rewards/unscored"] == 64 - len(rewarded)
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls[0] == "64" and {*calls[1:]} == {"1"} and capsys.readouterr().err.count("from now on") == 1
 
 
 def test_columns_may_have_the_names_of_our_own_parameters(tmp_path):
@@ -911,29 +934,32 @@ def test_a_call_that_was_cut_off_ends_with_its_process(tmp_path):
     reward = judged(tmp_path, source, "verl")
     before, cut_off, after = (score(reward, ROWS, [first, "a", "a", "a"], 0.5)[0]
                               for first in ("a", "slow", "a"))
-    assert cut_off == [0.0, *before[1:]] and len({*before, *after}) == 2
+    assert cut_off == pytest.approx([NAN, *before[1:]], nan_ok=True) and len({*before, *after}) == 2
 
 
 @pytest.mark.parametrize("source, name", [(LATER, "trl"), (LATER, "verl"), (PLAIN, "verl")])
 def test_a_call_that_fails_is_unscored(tmp_path, source, name):
     reward, texts = judged(tmp_path, source, name), ["good", "broken", "slow", "bad"]
     started = time.monotonic()
-    results = found(reward, ROWS, texts, 1.0, unscored=True)
+    results = found(reward, ROWS, texts, 1.0, errors="unscored")
     assert time.monotonic() - started < 2.5
     assert [problem for *_, problem in results] == [
         "", "the reward raised ConnectionError: no answer", TIMED_OUT, ""]
     assert [own["right"] for own, *_ in results] == pytest.approx([1.0, NAN, NAN, 0.0], nan_ok=True)
-    # By default it stops the run, and one that is late scores 0 in every part.
+    # By default it stops the run, and one that is late has no score. Both score 0 in every part if that is asked for.
     with pytest.raises(ValueError, match="raised ConnectionError: no answer; the completion is 'broken'"):
         found(reward, ROWS, texts, 1.0)
     results = found(reward, ROWS[:2], ["slow", "good"], 1.0)
-    assert results[0] == ({"most": 0.0, "right": 0.0}, [], {}, TIMED_OUT)
+    assert results[0] == (pytest.approx({"most": NAN, "right": NAN}, nan_ok=True), [], {}, TIMED_OUT)
+    zeros = found(reward, ROWS, texts, 0.5, errors="zero")
+    assert [own["right"] for own, *_ in zeros] == [1.0, 0.0, 0.0, 0.0]
+    assert zeros[1][3] == "the reward raised ConnectionError: no answer" and zeros[2][3] == TIMED_OUT
     assert results[1][0]["right"] == 1.0
 
 
 def test_a_batch_that_fails_is_unscored_where_it_fails(tmp_path):
     reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
-    results = found(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, unscored=True)
+    results = found(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, errors="unscored")
     assert [own["reward"] for own, *_ in results] == pytest.approx([1.0, NAN, NAN, 1.0], nan_ok=True)
     assert [bool(problem) for *_, problem in results] == [False, True, True, False]
 
@@ -942,7 +968,7 @@ def test_a_call_at_once_that_ends_the_process_is_found_by_calls_of_its_own(tmp_p
     source = ("import asyncio, os\nasync def trl(completions):\n"
               "    return os._exit(3) if completions == ['x'] else [1.0]")
     reward, problem = judged(tmp_path, source, "trl"), "ended its process with status 3"
-    results = found(reward, ROWS, ["a", "x", "b", "c"], 5.0, unscored=True)
+    results = found(reward, ROWS, ["a", "x", "b", "c"], 5.0, errors="unscored")
     assert [own["trl"] for own, *_ in results] == pytest.approx([1.0, NAN, 1.0, 1.0], nan_ok=True)
     assert [problem for *_, problem in results] == ["", f"the reward {problem}", "", ""]
     with pytest.raises(ValueError, match=f"reward trl {problem}; the completion is 'x'"):
@@ -987,7 +1013,7 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
     (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
     scorer(**settings).check_with(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text(LATER)
-    with pytest.raises(ValueError, match="reward_weights: no part rigth; the parts are most, right, trl"):
+    with pytest.raises(ValueError, match="reward_weights: no part rigth counts; those that do are most, right$"):
         scorer(**settings | {"reward_weights": "rigth:2"}).check_with(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text("async def trl(completions): raise OSError('down')")
     with pytest.raises(ValueError, match="the reward raised OSError: down for a made-up completion: reward="):
@@ -999,3 +1025,15 @@ def test_weights_that_are_none(text):
     with pytest.raises(ValueError, match="reward_weights=.*: write name:weight,name:weight"):
         rewards.part_weights(text)
     assert rewards.part_weights("a:1,b:-0.5,c:d:2") == {"a": 1.0, "b": -0.5, "c:d": 2.0}
+
+
+def test_a_weight_without_effect_is_refused(scorer, tmp_path):
+    """In a dict with a score only the score counts, and a reward with named parts has none of its own name."""
+    parts = "def reward(completions): return [{'score': 1.0, 'format': 0.5}] * len(completions)"
+    for name in ("format", "reward"):
+        with pytest.raises(ValueError, match=f"reward_weights: no part {name} counts; those that do are score$"):
+            scorer(parts, reward_weights=f"{name}:10").check_with(prompts_of(ROWS))
+    (tmp_path / "more.py").write_text("def more(completions): return [None] * len(completions)")
+    both = scorer(parts, reward=f"{tmp_path}/my_reward.py:reward,{tmp_path}/more.py:more",
+                  reward_model="some/model", reward_weights="score:2,more:3,reward_model:4")
+    both.check_with(prompts_of(ROWS))

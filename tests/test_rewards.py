@@ -1037,3 +1037,25 @@ def test_a_weight_without_effect_is_refused(scorer, tmp_path):
     both = scorer(parts, reward=f"{tmp_path}/my_reward.py:reward,{tmp_path}/more.py:more",
                   reward_model="some/model", reward_weights="score:2,more:3,reward_model:4")
     both.check_with(prompts_of(ROWS))
+
+
+LOOPS = """
+import asyncio, sys, threading
+from runtime.user_code import outcome
+sys.setswitchinterval(1e-6)
+loops, barrier = set(), threading.Barrier(64)
+async def running():
+    return asyncio.get_running_loop()
+def ask():
+    barrier.wait()
+    loops.add(outcome(running)[0])
+threads = [threading.Thread(target=ask) for _ in range(64)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert len(loops) == 1, loops
+"""
+
+
+def test_async_functions_that_begin_together_share_a_loop():
+    """What a module holds, such as a semaphore or a connection, belongs to one loop."""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", LOOPS], check=True, cwd=Path(rewards.__file__).parent)

@@ -12,10 +12,11 @@ Any other request begins a row of its own. The longest row of an episode is trai
 Neither are rows of the model "opponent", which is the policy as another player.
 """
 import asyncio
+import contextlib
 import copy
 import json
 import socket
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import cache, lru_cache, partial
 from queue import SimpleQueue
 from secrets import token_hex
@@ -37,14 +38,24 @@ def refusal(status, text):
     return web.json_response({"error": {"message": text, "type": "invalid_request_error"}}, status=status)
 
 
-def as_read(message):
-    # A message as the chat template reads it, without thoughts. The ids of calls are those of any other
+def as_read(messages):
+    # Messages as the chat template reads them, without thoughts. The ids of calls are those of any other
     # episode, whatever the agent was told or says.
-    content, calls = message.get("content") or "", message.get("tool_calls") or ()
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    calls = [read_call({}, number, call["function"])[0] for number, call in enumerate(calls)]
-    read = {"role": ROLES[message["role"]], "content": text} | ({"tool_calls": calls} if calls else {})
-    return read | ({"tool_call_id": tool_call(0, "", {})["id"]} if read["role"] == "tool" else {})
+    messages_read, ids = [], []                 # ids: those that the calls of the last turn have in the request
+    for message in messages:
+        content, calls = message.get("content") or "", message.get("tool_calls") or ()
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        read = {"role": ROLES[message["role"]], "content": text}
+        if calls:
+            ids = [call.get("id") for call in calls]
+            read["tool_calls"] = [read_call({}, i, call["function"])[0] for i, call in enumerate(calls)]
+        if read["role"] == "tool":
+            # The results of a turn may come in any order.
+            call_id = message.get("tool_call_id")
+            number = ids.index(call_id) if call_id in ids else 0
+            read["tool_call_id"] = tool_call(number, "", {})["id"]
+        messages_read.append(read)
+    return messages_read
 
 
 @lru_cache(maxsize=64)
@@ -64,7 +75,8 @@ def serve():
     app = web.Application(client_max_size=2**22)                # bytes of a request
     app.add_routes([web.post("/v1/chat/completions", hear)])
     listener = socket.create_server(("127.0.0.1", 0))
-    in_thread(partial(web.run_app, app, sock=listener, print=None, access_log=None, handle_signals=False))
+    in_thread(partial(web.run_app, app, sock=listener, print=None, access_log=None, handle_signals=False,
+                      handler_cancellation=True))               # cancels `hear` if its client leaves
     return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
 
@@ -80,6 +92,11 @@ async def hear(request):
     return refusal(401, "this key belongs to no episode that is being played")
 
 
+def deliver(future, reply):
+    with contextlib.suppress(InvalidStateError):                # its client has left
+        future.set_result(reply)
+
+
 print_once = cache(print)               # the same words only once
 
 
@@ -90,13 +107,20 @@ class AgentEpisode(Episode):
     also has the attributes opponent, read (the messages of its prompt and its own, each through as_read) and
     before (the Conversation that it continues, or None). key: what the agent shows. mail: what came and is
     not answered, pairs of a Future and a request, and in the end of None and the agent's outcome. longest:
-    how many tokens may precede the first answer. full: whether a limit has refused or cut off a turn.
+    how many tokens may precede the first answer. full: whether a limit has refused or cut off a turn. asking:
+    the Future of the request for which the engine samples, or None. unheard: how many answers were dropped
+    because their clients had left.
     """
 
     def __init__(self, player, row, first):
         super().__init__(player, row, first)
         self.key, self.mail, self.rows, self.full = token_hex(), SimpleQueue(), [], False
         self.longest = max(self.settings.max_prompt_length, len(first.ids))
+        self.asking, self.unheard = None, 0
+
+    @property
+    def abandoned(self):
+        return self.asking is not None and self.asking.cancelled()
 
     def _begin(self):
         # All that the agent does. Its thread, which may never end, does not keep the episode.
@@ -106,12 +130,14 @@ class AgentEpisode(Episode):
         try:
             while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
                 future, body = heard
+                if future.cancelled():
+                    continue
                 try:
-                    reply = yield from self._answer(json.loads(body))
+                    reply = yield from self._answer(json.loads(body), future)
                 # An agent may send anything.
                 except Exception as error:
                     reply = refusal(400, shown(error))
-                future.set_result(reply)
+                deliver(future, reply)
         except (Failed, TimeUp) as late:
             raise Failed(f"took more than call_timeout={self.settings.call_timeout:g} seconds") from late
         finally:
@@ -120,15 +146,15 @@ class AgentEpisode(Episode):
             del PLAYING[self.key]
             while not mail.empty():
                 if future := mail.get()[0]:
-                    future.set_result(refusal(401, "the episode of this key has ended"))
+                    deliver(future, refusal(401, "the episode of this key has ended"))
         _, (self.score, error, _) = heard
         if error or not self.talk.spans:
-            raise error or Failed("never asked the policy")
+            raise error or Failed("never asked the policy, or did not wait for an answer")
         self.instance, self.ended = self, "length" if self.full else "stop"     # rewards read its score
 
-    def _answer(self, body):
+    def _answer(self, body, future):
         # Samples an answer in the row that a request continues, or in a new one, and returns what the agent
-        # gets. Raises an error if there can be no answer.
+        # gets, or None if it no longer waits. Raises an error if there can be no answer.
         if refused := [key for key, values in ONLY.items() if body.get(key) not in values]:
             raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
         if strange := sorted({key for key, value in body.items() if value is not None} - READ):
@@ -136,7 +162,7 @@ class AgentEpisode(Episode):
         for tool in body.get("tools") or ():                    # OpenAI's clients may leave these out
             tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
         template = template_for(self.player, json.dumps(body.get("tools") or None))
-        opponent, read = body.get("model") == "opponent", [*map(as_read, body["messages"])]
+        opponent, read = body.get("model") == "opponent", as_read(body["messages"])
         # The longest first: if the agent says all that was said each time, there is one comparison.
         if before := next((row for row in sorted(self.rows, key=lambda row: -len(row.read))
                            if (row.opponent, row.template.tools) == (opponent, template.tools)
@@ -153,7 +179,13 @@ class AgentEpisode(Episode):
         if not fits:
             raise ValueError(f"the maximum context length is {self.longest} + {row.first.max_tokens} tokens")
         # Of all answers in all rows, so that no two have the same seed. What was refused takes none.
-        answer = yield row.request(len(self.rows) + 1)
+        self.asking = future
+        answer = yield row.request(len(self.rows) + self.unheard + 1)
+        self.asking = None
+        # From here on the client can no longer take its request back.
+        if not future.set_running_or_notify_cancel():
+            self.unheard += 1
+            return None
         n, m, cut = len(row.ids), len(answer.ids), answer.finish_reason == "length"
         text, said, calls = self._read(row, answer)
         wrong = sum(bool(problem) for _, problem in calls)
@@ -164,7 +196,7 @@ class AgentEpisode(Episode):
             for i, (call, _) in enumerate(calls)]}
         said |= {"tool_calls": [call for call, _ in calls]} if calls else {}
         row.answer(answer, said)
-        row.read, row.before = [*read, as_read(said)], before
+        row.read, row.before = read + as_read([said]), before
         self.rows.append(row)
         if not row.opponent and len(row.logprobs) > len(self.talk.logprobs):
             self.talk, self.full, self.row = row, cut, self.row | {"prompt": row.read[:-len(row.messages)]}

@@ -27,7 +27,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import deepcopy
 from functools import cached_property, partial
 from threading import Semaphore, Thread
-from types import SimpleNamespace
 
 import numpy as np
 from transformers.utils import get_json_schema
@@ -35,7 +34,7 @@ from transformers.utils import get_json_schema
 from runtime.chat_template import Template, result_of
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, load_from,
                                logging_into, name_of, outcome, shown, specs)
-from rollout import Answer, Request, Rollout, text_of
+from rollout import Answer, Engine, Request, Rollout, text_of
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -110,8 +109,10 @@ def read_step(returned):
 class Episode:
     """An episode of a Player, or without an environment a single answer.
 
-    row: the row of the data set. first: the Request for the first turn.
+    row: the row of the data set. first: the Request for the first turn. abandoned: whether nobody waits any
+    more for the answer that the engine samples; that of an agent may become true.
     """
+    abandoned = False
 
     def __init__(self, player, row, first):
         self.player, self.settings, self.row = player, player.settings, row
@@ -237,7 +238,8 @@ class Episode:
             if not problem:
                 tool = self.player.called[name]
                 method = getattr(self.instance, tool) if isinstance(tool, str) else tool
-                result = yield from self._call(method, **arguments)
+                # A tool may change what it gets in place.
+                result = yield from self._call(method, **deepcopy(arguments))
                 content = yield from self._call(result_of, result)
         except Failed as error:
             # Without the name of its class, as in TRL.
@@ -344,7 +346,8 @@ class Player:
         said = [self.tokenizer(text, add_special_tokens=False).input_ids + end
                 for text in ("Answer: 0", "Answer: 0" if self.make else "")]
         answer = lambda name: Answer(name, said[name], [0.0] * len(said[name]), "stop")
-        engine = SimpleNamespace(add=asked.append, signalled=False, step=lambda: [answer(asked.pop(0).name)])
+        engine = Engine()
+        engine.add, engine.step = asked.append, lambda: [answer(asked.pop(0).name)]
         # There is no room for a second turn.
         rollouts = Table(self, engine).play([(prompt.row, Request(None, prompt.ids, 0, len(ids)))
                                              for prompt, ids in zip(prompts * 2, said)])
@@ -381,7 +384,7 @@ class Table:
         self.calls = {}                         # {Future of a call in a thread: the number of its episode}
         self.numbers = itertools.count()        # of the episodes, in the order in which they were added
         self.groups = {}                        # {key: the numbers of its episodes}
-        # Pairs (number, job); {number: Episode.play()}; {number: Rollout}
+        # Pairs (number, job); {number: (Episode, its play())}; {number: Rollout}
         self.waiting, self.playing, self.ended = [], {}, {}
 
     def add(self, key, jobs):
@@ -404,10 +407,14 @@ class Table:
         # No more episodes are played at a time than there may be environments.
         while self.waiting and len(self.playing) < (self.settings.max_environments or math.inf):
             number, job = self.waiting.pop(0)
-            self.playing[number] = self.player.episode(self.player, *job).play()
+            episode = self.player.episode(self.player, *job)
+            self.playing[number] = episode, episode.play()
             self._go_on(number)
         # An episode that waits for no call waits for the engine.
         asked = len(self.playing) > len(self.calls) and not self.engine.signalled
+        abandoned = [number for number, (episode, _) in self.playing.items() if episode.abandoned]
+        if abandoned:
+            self.engine.abort(abandoned)
         for answer in self.engine.step() if asked else ():
             self._go_on(answer.name, answer)
         patience = 0 if len(self.playing) > len(self.calls) else None
@@ -420,7 +427,8 @@ class Table:
         # Runs an episode until it ends, or waits for the engine or for a thread.
         try:
             while not self.engine.signalled:
-                wish = self.playing[number].send(value)
+                _, play = self.playing[number]
+                wish = play.send(value)
                 if isinstance(wish, Request):
                     return self.engine.add(wish._replace(name=number))
                 if self.settings.call_workers:

@@ -4,6 +4,7 @@ attributes name, naming (see Network.full_weights) and allocated (bytes):
 
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
+    abort(names)                    ends requests whose Answers nobody waits for
     switch(version)                 loads the weights of a version, even in the middle of requests
     load_weights(tensors, version)  loads these weights for the next steps
 
@@ -34,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, DynamicCache
 
 from losses import head_logits
+from runtime import distributed
 from runtime.check_model import model_class
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 
@@ -86,7 +88,7 @@ class Answer(NamedTuple):
     name: int                # the name of the Request
     ids: list                # the sampled tokens
     logprobs: list           # one per sampled token
-    finish_reason: str       # stop: the last token is an end token; length: it was cut off
+    finish_reason: str       # stop: the last token is an end token; length: it was cut off; abort: by `abort`
     versions: tuple = ((0, 0),)                 # as in Rollout
 
 
@@ -177,6 +179,9 @@ class Engine:
         self.added.append(request)
         self.versions[request.name] = {0: self.version}
 
+    def abort(self, names):
+        """End requests, if the engine can: the next step returns empty Answers for these names."""
+
     def switch(self, version):
         """Load the weights of this version. Requests that have begun continue with their old KV cache."""
         so_far = self.so_far()
@@ -233,7 +238,7 @@ class VLLMEngine(Engine):
                  apart=False):
         self.cuda, self.apart, self.asleep = torch.cuda.is_available(), apart, set()
         self.sleeps = self.cuda and not apart
-        self.eos_ids, self.added, self.versions = eos_ids, [], {}
+        self.eos_ids, self.added, self.aborted, self.versions = eos_ids, [], [], {}
         before = torch.cuda.memory_allocated() if self.cuda else 0
         try:
             self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size)
@@ -298,10 +303,10 @@ class VLLMEngine(Engine):
             self.group.broadcast_object(None)                  # ends the loop of the others
         else:
             while (message := self.group.broadcast_object()) is not None:
-                version, requests = message
+                version, *requests = message
                 if version != self.version:
                     self.switch(version)
-                self._step(requests)
+                self._step(*requests)
         results = self.group.broadcast_object(results)
         before = sum(map(len, everyones[:place]))
         if len(results) == sum(map(len, everyones)):            # not if a signal left requests open
@@ -312,15 +317,25 @@ class VLLMEngine(Engine):
         states = self.llm.llm_engine.output_processor.request_states.values()
         return {int(state.external_req_id): state.detokenizer.num_output_tokens() for state in states}
 
-    def step(self):
-        requests, self.added = self.added, []
-        self.group.broadcast_object((self.version, requests))  # the ranks that follow take the same step
-        return self._step(requests)
+    def abort(self, names):
+        self.added = [request for request in self.added if request.name not in names]
+        self.aborted += names
 
-    def _step(self, requests):
+    def step(self):
+        requests, aborted = self.added, self.aborted
+        self.added, self.aborted = [], []
+        # The ranks that follow take the same step.
+        self.group.broadcast_object((self.version, requests, aborted))
+        return self._step(requests, aborted)
+
+    def _step(self, requests, aborted):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
+        distributed.watchdog.moved()
         self._wake()
         engine = self.llm.llm_engine
+        engine.abort_request([*map(str, aborted)])
+        for name in aborted:
+            self.versions.pop(name, None)
         for name, ids, seed, max_tokens, temperature, top_p, top_k in requests:
             # Apart from the trainer, weights change while rows are being sampled, so the prefix cache cannot
             # be emptied. With this salt only what the current weights computed is found in it.
@@ -330,7 +345,8 @@ class VLLMEngine(Engine):
                 logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
                 ignore_eos=True, stop_token_ids=self.eos_ids))      # no other token ends an answer
         # Ranks that only follow keep no versions, because nobody reads their answers.
-        return [Answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
+        return [Answer(name, [], [], "abort") for name in aborted] + [
+                Answer(int(output.request_id), list(sample.token_ids), list(sample.logprobs.logprobs),
                        sample.finish_reason, tuple(self.versions.pop(int(output.request_id), {}).items()))
                 for output in engine.step() if output.finished for sample in output.outputs]
 
@@ -407,6 +423,7 @@ class HFEngine(Engine):
         for t in range(longest):
             if self.signalled:
                 return []
+            distributed.watchdog.moved()
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=cache, logits_to_keep=1).logits[:, -1]          # [B, V]

@@ -60,16 +60,17 @@ class Template:
     def between(self, turn, reply):
         """Return the ids after the end token of a turn, up to where the next turn begins.
 
-        turn: a message, of which only the names of its tool calls matter. reply: the messages that follow it.
+        turn: a message, of which only ids and names of its tool calls matter. reply: the messages that follow
+        it. A result of a call gets the call's name.
         """
-        calls = [call["function"]["name"] for call in turn.get("tool_calls", [])]
+        calls = {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", [])}
         # The policy may have made up a name, and with it a control token.
-        calls = tuple(name if name in self.names else "unknown" for name in calls)
-        messages, asked, said = self._until_end(calls)
+        names = [name if name in self.names else "unknown" for name in calls.values()]
+        messages, asked, said = self._until_end((*names,))
         before = asked + said
-        # The results of the calls come first; what the user says may follow.
+        called = {key: {"name": name} for key, name in zip(calls, names)}
         reply = [message | {"content": self.defused(text_in(message["content"]))}
-                 | ({"name": calls[i]} if i < len(calls) else {}) for i, message in enumerate(reply)]
+                 | called.get(message.get("tool_call_id"), {}) for message in reply]
         after = self.opening(messages + reply)
         self._expect(before, after[:len(before)])
         return after[len(before):]

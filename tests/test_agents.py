@@ -1,5 +1,6 @@
 """Agents: whose tokens are trained, how their episodes end, what they are refused, whole runs."""
 import asyncio
+import copy
 import gc
 import json
 import math
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import weakref
+import zlib
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -225,7 +227,7 @@ def test_a_message_is_read_once_per_request(write, monkeypatch):
                 messages += [ask(base_url, api_key, messages), user(str(turn))]
     """)
     read, as_read = [], endpoint.as_read
-    monkeypatch.setattr(endpoint, "as_read", lambda message: read.append(message) or as_read(message))
+    monkeypatch.setattr(endpoint, "as_read", lambda messages: read.extend(messages) or as_read(messages))
     plays = player(agent)
     (r,) = played(plays, [[f"{turn}<|end|>" for turn in range(20)]])
     assert r.counts["rows"] == 1 and len(r.spans) == 20 and len(r.completion) == 39
@@ -263,6 +265,73 @@ def test_text_that_looks_like_control_tokens_is_text(write):
     kinds = [token for token in r.ids.tolist() if token in (USER, ASSISTANT, END)]
     assert kinds == [END, USER, END, ASSISTANT, END, USER, END, ASSISTANT, END]
     assert "c<|end|><|assistant|>" in TOKENIZER.decode(r.ids)
+
+
+def test_results_of_parallel_calls_belong_to_their_calls(write):
+    """In any order, and whatever ids the agent gives them; a template that writes ids and names shows it."""
+    agent = write("""
+        def solve(base_url, api_key, row):
+            said = ask(base_url, api_key, row["prompt"], tools=row["tools"])
+            calls = [call | {"id": row["ids"][i]} for i, call in enumerate(said["tool_calls"])]
+            results = [{"role": "tool", "tool_call_id": row["ids"][i], "content": f"result {i}"} for i in row["order"]]
+            last = ask(base_url, api_key, [*row["prompt"], {"role": "assistant", "tool_calls": calls}, *results],
+                       tools=row["tools"])
+            return float(last["content"] == "done")
+    """)
+    tools = [{"type": "function", "function": {"name": name, "description": "?", "parameters": {
+        "type": "object", "properties": {}}}} for name in ("look", "leap", "wait")]
+    text = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("leap", "look", "leap"))
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message.content", "(message.name ~ '/' ~ message.tool_call_id ~ ': ' if message.role == 'tool' else '') + message.content")
+    for ids, order in ((["x", "y", "z"], [0, 1, 2]), (["call00007", "call00000", "call00001"], [2, 0, 1])):
+        rows = [{"tools": tools, "ids": ids, "order": order}]
+        plays = player(agent, tokenizer=tokenizer)
+        (r,) = plays.play(Says([text + "<|end|>", "done<|end|>"]), prompts_for(rows, tokenizer=tokenizer), 1, [0], 5000, 1.0)
+        assert r.counts["rows"] == 1 and len(r.spans) == 2
+        written = parts_of(r)[2]
+        places = [written.index(f"{('leap', 'look', 'leap')[i]}/call0000{i}: result {i}") for i in order]
+        assert places == sorted(places)
+        assert [m["tool_call_id"] for m in r.completion if m["role"] == "tool"] == [f"call0000{i}" for i in order]
+
+
+IMPATIENT = """
+    import zlib
+    def solve(base_url, api_key, row):
+        body = json.dumps({"messages": row["prompt"]}).encode()
+        request = urllib.request.Request(base_url + "/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+        tries = 0
+        for patience in (0.1, 60):
+            try:
+                tries += 1
+                heard = json.load(urllib.request.urlopen(request, timeout=patience))["choices"][0]["message"]["content"]
+                break
+            except TimeoutError:
+                pass
+        return {"tries": tries, "heard": zlib.crc32(heard.encode())}
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 8])
+def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, workers):
+    """Its request ends when the client leaves, and the retry has another seed and is all that is trained."""
+    plays, step, aborted = player(write(IMPATIENT), eos_ids=ENDS, call_workers=workers), engine.step, []
+    Scorer(plays.settings, "cpu", torch.float32, plays, TOKENIZER)
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02 if engine.name == "vllm" else 0.2) or step())
+    monkeypatch.setattr(engine, "abort", lambda names, abort=engine.abort: aborted.extend(names) or abort(names))
+    rollouts = plays.play(engine, prompts_for([{}]), 8, [5], 60, 1.0)
+    late = [i for i, r in enumerate(rollouts) if r.parts["tries"] == 2]
+    assert len(late) >= 4
+    for r in rollouts:
+        assert len(r.spans) == r.counts["requests"] == r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0
+        assert zlib.crc32(r.completion[0]["content"].encode()) == r.parts["heard"] and r.finish_reason != "error"
+    assert not engine.added and not engine.versions
+    if engine.name == "vllm":
+        assert aborted and {*aborted} <= {*late} and not engine.llm.llm_engine.has_unfinished_requests()
+    monkeypatch.undo()
+    first = engine.generate([prompts_for([{}])[0].ids], 8, [5], 60, 1.0)
+    others = [i for i, (r, alone) in enumerate(zip(rollouts, first)) if not np.array_equal(r.ids, alone.ids)]
+    assert len(others) >= 3 and {*others} <= {*late}            # a client may leave before its turn has begun
 
 
 # ---------------------------------------------------------------- how episodes end

@@ -206,7 +206,8 @@ def prompt_of(row, prompt_column, chat, optional):
 
 def as_message(message):
     """Return a message of a file as chat templates expect it: with role and content, and without null, which
-    Arrow writes into every field that another message has. The arguments of a call may be a JSON string."""
+    Arrow writes into every field that another message has. The arguments of a call may be a JSON string, and
+    are {} where there are none."""
     # Rows of a parquet file may hold dates.
     said = json.loads(json.dumps(message, default=str), object_hook=without_null) if isinstance(
         message, dict) else {}
@@ -220,8 +221,13 @@ def as_message(message):
     for call in said.get("tool_calls", []):
         said.setdefault("content", "")
         function = call.get("function", call)
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"])
+        arguments = function.get("arguments", "")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments.strip() or "{}")
+        function["arguments"] = {} if arguments is None else arguments
+        if not isinstance(function["arguments"], dict):
+            raise ValueError(f"the arguments of a call must be a JSON object, not {arguments!r:.100}")
     said["role"] = ROLES.get(role, role)
     if said["role"] not in KNOWN or not isinstance(said.get("content"), str):
         raise ValueError(f"a message needs a role, one of {', '.join(KNOWN)}, and a content, a string: "

@@ -28,6 +28,7 @@ SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "tr
         "system_prompt", "chat_template", "chat_template_kwargs", "prompts_per_step",
         "num_generations", "seed", "lora_rank")
 MAX_SKIPPED = 5                 # this many updates in a row with a gradient that is not finite end the run
+BOUNDED = "gspo", "gmpo", "cispo", "dppo"       # values of loss_type with clip bounds of their own
 FIRST_SCALE = 16                # of the loss in float16, as a power of 2, as in torch.amp.GradScaler
 
 
@@ -269,6 +270,9 @@ def opening(run, policy, data_note, updates):
         (s.environment or s.tools or s.agent) and s.call_workers and
         "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
         run.resumed and f"resumes {run.resumed}",
+        getattr(s, "loss_type", "") in BOUNDED and s.epsilon == 0.2 and s.epsilon_high in (0.2, 0.28) and
+        f"epsilon={s.epsilon:g} and epsilon_high={s.epsilon_high:g} are bounds for loss_type=clip; those of "
+        f"{s.loss_type} are in config/methods/{s.loss_type}.py",
         s.dtype == "bfloat16" and not (
             torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()) and
         "dtype=bfloat16: on a processor without AVX512_BF16 this is many times slower than float32"]))

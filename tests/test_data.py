@@ -380,10 +380,15 @@ def test_messages_with_calls(tmp_path):
     for message in ({"role": "assistant", "tool_calls": [call]},
                     {"role": "assistant", "content": None, "tool_calls": [as_text]}):
         assert read(write(tmp_path / "rows.jsonl", {"prompt": [ASKED, message, result]})) == [(expected, None)]
-    path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [
-        {"function": {"name": "add", "arguments": "{"}}]}]})
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: Expecting property name"):
-        read(path)
+    for nothing in ("", "  ", None, "null", {}, "{}"):
+        bare = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": nothing}}]}
+        (((_, message, _), _),) = read(write(tmp_path / "rows.jsonl", {"prompt": [ASKED, bare, result]}))
+        assert message["tool_calls"] == [{"function": {"name": "add", "arguments": {}}}]
+    for arguments in ("{", "[1]", [1], 5, "5", "a"):
+        path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": [
+            {"function": {"name": "add", "arguments": arguments}}]}]})
+        with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: the arguments of a call must be a JSON object, not "):
+            read(path)
     for calls in ("add", ["add"], [{"function": "add"}]):
         path = write(tmp_path / "rows.jsonl", {"prompt": [ASKED | {"tool_calls": calls}]})
         with pytest.raises(ValueError, match=f"^{re.escape(path)}:1: AttributeError"):

@@ -707,6 +707,29 @@ def test_neither_arguments_nor_results_that_are_nested_deeply_end_a_run(games):
         assert r.counts["failures"] == 1 + (arguments is not flat) and r.finish_reason == "stop"
 
 
+def test_a_tool_that_changes_its_arguments_changes_nothing_else(tmp_path):
+    (tmp_path / "tools.py").write_text('''
+class Changes:
+    def reset(self, **row): ...
+
+    def smallest(self, numbers: list, options: dict) -> int:
+        """Finds.
+
+        Args:
+            numbers: All.
+            options: More.
+        """
+        numbers.sort()
+        options.clear()
+        return numbers.pop(0)
+''')
+    arguments = {"numbers": [3, 1, 2], "options": {"a": [1]}}
+    text = f'<tool_call>{json.dumps({"name": "smallest", "arguments": arguments})}</tool_call><|end|>'
+    (r,) = played(tmp_path / "tools.py", "Changes", [{}], [[text, "1<|end|>"]])
+    assert r.completion[0]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert r.completion[1]["content"] == "1"
+
+
 def test_tools_are_the_bound_methods_as_in_trl(games):
     plays = player(games, "Bound")
     assert [tool["function"]["name"] for tool in plays.tools] == ["made", "look", "whose"]

@@ -18,7 +18,7 @@ from rollout import Rollout
 from runs import lines, on_ranks
 from runtime import metrics
 from runtime.metrics import RunLog, rewind, rollout_metrics
-from runtime.run import Run
+from runtime.run import Run, opening
 
 TIMED_OUT = "the reward took too long (call_timeout)"
 
@@ -343,3 +343,17 @@ def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):
     (project / "data.py").write_text("#" * 999_990)
     metrics.keep_code(settings, f"{run}/user_code")
     assert found() == {*kept}                                   # what has no room is left out, what has is not
+
+
+@pytest.mark.parametrize("settings, says", [
+    ({"loss_type": "gspo"}, "epsilon=0.2 and epsilon_high=0.2 are bounds for loss_type=clip; those of gspo are in "
+                            "config/methods/gspo.py"),
+    ({"loss_type": "gmpo", "epsilon_high": 0.28}, "epsilon=0.2 and epsilon_high=0.28 are bounds"), ({"loss_type": "clip"}, ""),
+    ({"loss_type": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}, ""), ({"loss_type": "cispo", "epsilon_high": 4.0}, "")])
+def test_bounds_of_another_loss_are_named_at_the_start(settings, says):
+    settings = SimpleNamespace(**{"epsilon": 0.2, "epsilon_high": 0.2, "prompts_per_step": 1, "num_generations": 1, "model": "m",
+                                  "max_steps": 1, "token_budget": 9, "environment": "", "tools": "", "agent": "",
+                                  "dtype": "float32"} | settings)
+    run = SimpleNamespace(settings=settings, out_dir="", world_size=1, engine=SimpleNamespace(name="hf"), notes=[], resumed=None)
+    text = opening(run, torch.nn.Linear(1, 1), "", "")
+    assert (says in text) if says else ("epsilon" not in text)

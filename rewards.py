@@ -323,7 +323,7 @@ class Scorer:
         # verl's form gets an episode as verl decodes it: all that follows the prompt, as one text.
         if form == "TRL" or not self.player.make:
             return columns
-        return columns | {"completions": self.tokenizer.batch_decode(
+        return columns | {"completions": self.player.tokenizer.batch_decode(
             columns["completion_ids"], skip_special_tokens=True)}
 
     def _judge(self, rollout, environment):

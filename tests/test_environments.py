@@ -603,6 +603,36 @@ def test_a_file_is_run_once_for_all_that_it_holds(write):
         assert file.read() == "run\n"
 
 
+VERL = """
+def compute_score(solution_str, ground_truth):
+    bonus = 0.1 if "<tool_call>" in solution_str and "<think>" in solution_str else 0.0
+    return {"score": float(solution_str.endswith(ground_truth)) + bonus, "length": len(solution_str)}
+def batch(solution_strs, ground_truths):
+    return [compute_score(*pair) for pair in zip(solution_strs, ground_truths)]
+def last(completions, **_):
+    return [float(len(completion[-1]["content"])) for completion in completions]
+def move(steps: int) -> int:
+    '''Moves.
+
+    Args:
+        steps: How far.
+    '''
+    return steps
+"""
+
+
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+def test_verls_form_gets_all_that_follows_the_prompt_as_one_text(write, timeout):
+    """With the calls, thoughts and results of all turns, and without special tokens, as verl decodes a response."""
+    source, text = write(VERL, "my_verl.py"), "<think>It is near.</think>Go." + call("move", '{"steps": 2}')
+    plays = player(tools=f"{source}:move")
+    whole = f"{text}<tool_response>2</tool_response>#### 2"
+    for name in ("compute_score", "batch"):
+        (r,) = scored(plays, lambda: played(plays, [[text + "<|end|>", "#### 2<|end|>"]], [{"answer": "2"}])[0],
+                      reward=f"{source}:{name},{source}:last", reward_weights="last:0", call_timeout=timeout)
+        assert r.parts == {"score": 1.1, "length": len(whole), "last": len("#### 2")} and r.score == 1.1
+
+
 def test_a_reward_of_another_file_reads_environments_in_the_runs_process(moves, write, monkeypatch):
     """The process that told what it takes is ended."""
     other = write("import os\ndef where(environments, **_):\n    return [env.reward + os.getpid() for env in environments]",

@@ -12,8 +12,9 @@ system_prompt = ""              # put before every message prompt, for example t
 chat_template = ""              # a file with a Jinja template that takes the place of the tokenizer's
 chat_template_kwargs = ""       # a JSON object of what the template takes: {"enable_thinking": false}
 # reward
-reward_errors = "stop"          # stop the run if a call raises, or unscored: its completion gets no score, as
-                                # does one whose call takes too long
+reward_errors = "stop"          # what a call that raises does: stop the run; unscored, its completion gets no
+                                # score; or zero, it scores 0. A call that takes too long, or has no time to
+                                # begin, never stops the run: with stop its completion gets no score, too
 reward_weights = ""             # name:weight,... of rewards, their parts, an environment, reward_model; one
                                 # that is not named has the weight 1
 # episodes: docs/episodes.md

@@ -99,7 +99,7 @@ def evaluation(rollouts, k, name="eval"):
 
 
 def failures(rollouts):
-    """Return why completions have no score, or 0 because a call took too long: a text for each of them."""
+    """Return why completions have no score, or 0 because a reward failed: a text for each of them."""
     return [r.counts.get("problem") or r.problem or "the reward gave no score" for r in rollouts
             if r.problem or math.isnan(r.score)]
 

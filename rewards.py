@@ -89,7 +89,7 @@ class Reward:
     form: str = "TRL"           # or verl, for one completion, or verl batch
     at_once: bool = False       # it is async: each completion has a call, and many run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
-    alone: bool = False         # a call gets one completion: verl's form, or a call for several has failed
+    alone: bool = False         # a call for several completions has failed, so each has a call of its own
 
 
 def load_reward(spec, task):
@@ -112,8 +112,7 @@ def load_reward(spec, task):
     verl_forms = [] if TRL & parameters else [forms[key] for key in forms if key in parameters]
     form = verl_forms[0] if verl_forms else "TRL"
     at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
-    return Reward(name_of(function), spec, form, at_once, "environments" in parameters,
-                  alone=form == "verl" and not at_once)
+    return Reward(name_of(function), spec, form, at_once, "environments" in parameters)
 
 
 def verl_arguments(row):
@@ -202,7 +201,7 @@ def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, e
         except (TimeUp, Failed) as error:
             return [error]
 
-    results = [] if reward.alone else call(columns)
+    results = [] if reward.alone or reward.form == "verl" and not reward.at_once else call(columns)
     if len(results) < len(completions):
         reward.alone = not reward.at_once
         for error in results:
@@ -365,6 +364,9 @@ class Scorer:
         names = {self.environment} if self.environment else set()
         for i, result in enumerate(results):
             names |= {name for parts, *_ in result for name in counted(parts)} or {self.rewards[i][0].name}
+        # A call that failed for made-up completions may do for others.
+        for reward, _ in self.rewards:
+            reward.alone = False
         # An agent that fails in the trial is not judged, so its parts are not known yet.
         if (strange := self.weights.keys() - names) and not self.judging:
             raise ValueError(f"reward_weights: no part {', '.join(strange)} counts; those that do are "

@@ -784,6 +784,8 @@ def test_what_a_reward_never_saw_has_no_score_and_a_failed_batch_is_not_tried_ag
     source = (f"import time\ndef reward(completions):\n    open('{tmp_path}/calls', 'a').write(f'{{len(completions)}} ')\n"
               "    time.sleep(0.03 * len(completions))\n    return [1.0] * len(completions)")
     scores, rollouts = scorer(source, call_timeout=0.1), [rollout(row, "a") for row in ROWS * 16]
+    scores.check_with(prompts_of(ROWS))
+    (tmp_path / "calls").unlink()
     for step in range(2):
         scores(rollouts)
         rewarded = [r.score for r in rollouts if not math.isnan(r.score)]

@@ -43,7 +43,7 @@ RULES = {
 # These two are normally broken once the reward is nearly as high as eval/pass@k, the best of k samples.
 UNLESS_SOLVED = {"entropy", "frac_reward_zero_std"}
 # The metrics that are read here.
-READ = re.compile(rf"({'|'.join(['step', 'rewards/(no_answer|min|max)', *RULES])})$|eval/pass@")
+READ = re.compile(rf"({'|'.join(['step', *RULES])})$|eval/pass@")
 
 
 def findings(lines, settings):
@@ -101,20 +101,29 @@ def news(lines, settings, told):
     return [filled(one["text"]) for one in now]
 
 
-def same_scores(lines, completion, truth):
-    """Return a text, in lines of 80 columns, if all scores of the first steps are the same, or "".
+def same_scores(samples):
+    """Return a text, in lines of 80 columns, for each source whose scores are all the same, one text if those of
+    all sources are, or "".
 
-    lines: the metrics of these steps. completion, truth: the text of the first sample, and the right answer
-    to its prompt.
+    samples: of the first steps, as tuples (source, score, whether it has an answer, or None if nobody looked for
+    one, the end of the completion, the right answer).
     """
-    scores = {line.get(name) for line in lines for name in ("rewards/min", "rewards/max")}
-    if len(lines) != FIRST or len(scores) > 1 or None in scores:
-        return ""
-    share = lines[-1].get("rewards/no_answer")
-    found = "" if share is None else f" In {share:.0%} of its completions no answer was found."
-    return filled(f"All scores of the first {FIRST} steps are {min(scores):g}, so they teach nothing. "
-                  "Does the reward read what the model writes? The first completion of this step, where "
-                  f"{truth!r} is right, ends with {completion[-80:]!r}.{found}")
+    groups = defaultdict(list)
+    for sample in samples:
+        groups[sample[0]].append(sample)
+    if len({score for _, score, *_ in samples}) == 1:
+        groups = {None: samples}
+    texts = []
+    for source, group in groups.items():
+        _, scores, answered, completions, truths = zip(*group)
+        if len({*scores}) == 1:
+            missing = answered.count(False)
+            texts.append(filled(
+                f"All {len(scores)} scores{f' of the source {source}' if source else ''} in the first {FIRST} steps "
+                f"are {scores[0]:g}, so they teach nothing. Does the reward read what the model writes? The first "
+                f"completion, where {truths[0]!r} is right, ends with {completions[0]!r}."
+                f"{f' In {missing} of them no answer was found.' if missing else ''}"))
+    return "\n".join(texts)
 
 
 def filled(text):

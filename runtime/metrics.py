@@ -24,7 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 from configurator import fail
 from runtime import distributed, health
 from runtime.user_code import source_of, specs
-from tasks.check_answer import extract_answer, read
+from tasks.check_answer import comparison, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1_000_000               # bytes of a run's folder for what differs from the commit, and for new code
@@ -63,9 +63,9 @@ def evaluation(rollouts, k, name="eval"):
     mean@k  the mean score
     pass@k  the mean over prompts of the best of k scores; for scores of 0 and 1 this is how often any of the
             k answers is right
-    maj@k   the mean over prompts of the score of the commonest answer, or of the first one in a tie. 1/2 and
-            0.5 are the same answer, a completion without an answer has no vote, and where there are no votes
-            the first completion counts
+    maj@k   the mean over prompts of the score of the commonest answer, or of the first one in a tie. An answer
+            has the votes of all that it would be right for, as 1/2 is for 0.5, and B for B) 12. A completion
+            without an answer has no vote, and where there are no votes the first completion counts
     The figures over all prompts are called {name}/..., those over the prompts of a source
     {name}/{source}/.... Completions without a score are ignored. The mean of each part is
     {name}/rewards/{part}/mean. mean_length is the number of sampled tokens, clipped_ratio the share of
@@ -80,10 +80,8 @@ def evaluation(rollouts, k, name="eval"):
         scores = [r.score for r in scored]
         texts = [r.completion if isinstance(r.completion, str) else plain_text(r.completion[-1:])
                  for r in scored]
-        answers = [extract_answer(text) for text in texts]
-        # An answer votes by its exact value, or by its text if it has none.
-        answers = [None if answer is None else read(answer)[0] for answer in answers]
-        votes = [answer is not None and answers.count(answer) for answer in answers]
+        answers = [extract_answer(text) or "" for text in texts]
+        votes = [sum(comparison(answer, other) is True for other in answers) for answer in answers]
         winner = votes.index(max(votes))
         source = rollouts[i].row.get("source")
         for prefix in [name] if source in (None, "") else [name, f"{name}/{source}"]:
@@ -166,6 +164,7 @@ class RunLog:
         self.master, self.out_dir, self.state = dist.get_rank() == 0, out_dir, state
         self.settings, first_step = settings, state["step"]
         self.lines, self.told = [], set()                       # what health.py reads, and what it has said
+        self.first_scores = []                                  # of each of the first steps, for same_scores
         if self.master:
             self.lines = rewind(os.path.join(out_dir, "metrics.jsonl"), first_step)
             rewind(os.path.join(out_dir, "samples.jsonl"), first_step)
@@ -284,16 +283,19 @@ class RunLog:
                                   text=True)
             self.say((done.stdout or done.stderr).strip())
 
-    def show(self, samples, seconds):
+    def show(self, rollouts, samples, seconds):
         """Print the line of a step that took so many seconds, and after an evaluation some of its samples."""
         step = self.metrics["step"]
         for s in samples[:4] if any(name.startswith("eval") for name in self.metrics) else ():
             asked, said = plain_text(s["prompt"]), plain_text(s["completion"])
             self.say(f"    {asked[-60:]!r}\n     -> {said[-40:]!r:44} reward {s['reward']:g}, "
                      f"truth {s['truth']!r}")
-        if step + 1 == health.FIRST:
-            first = samples[0]
-            self.say(health.same_scores(self.lines, plain_text(first["completion"]), first["truth"]))
+        if step < health.FIRST:
+            self.first_scores.append([
+                (r.row.get("source"), r.score, r.answered, plain_text(r.completion)[-80:], r.row.get("answer"))
+                for r in rollouts if not math.isnan(r.score)])
+            if len(self.first_scores) == health.FIRST:
+                self.say(health.same_scores(sum(self.first_scores, [])))
         shown = [f"{word} {self.metrics[key]:{form}}" for word, key, form in CONSOLE if key in self.metrics]
         self.say("  ".join([f"step {step:3d}", *shown, f"{seconds:.1f} s"]))
 

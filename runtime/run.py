@@ -228,7 +228,7 @@ class Run:
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
         samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
         log.write(samples)
-        log.show(samples, seconds)
+        log.show(rollouts, samples, seconds)
         log.start(self.state["step"])
 
     def save(self):

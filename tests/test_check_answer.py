@@ -55,7 +55,7 @@ def test_extract_answer(text, answer):
 
 EQUAL = [
     ("5", "5"), ("+3", "3"), ("−3", "-3"), ("- 5", "-5"), ("007", "7"), ("(5)", "5"), ("5 ", " 5"),
-    ("1/2", "0.5"), ("2/4", "1/2"), ("6/3", "2"), (r"\frac{1}{2}", "1/2"), (r"\dfrac{1}{2}", ".5"),
+    ("1/2", "0.5"), ("2/4", "1/2"), (r"\frac{1}{2}", "1/2"), (r"\dfrac{1}{2}", ".5"),
     (r"\tfrac{2}{4}", "1/2"),
     (r"-\frac12", "-0.5"), (r"\frac{-1}{2}", "-1/2"), (r"\frac 1 2", "0.5"), ("−1/2", "-0.5"),
     ("1 1/2", "3/2"), (r"1\frac{1}{2}", "1.5"), (r"-1\frac12", "-3/2"),
@@ -63,7 +63,7 @@ EQUAL = [
     ("1,234", "1234"), ("-1,234", "-1234"), ("1{,}234", "1234"), (r"1\,234", "1234"), (r"1\!,234", "1234"),
     ("1 234", "1234"),
     ("1,234,567.5", "1234567.5"),
-    ("50%", "50"), (r"50\%", "50"), ("20%", "20 percent"), ("$5", "5"), (r"\$5", "5"), ("£5", "5"),
+    ("50%", "50"), ("50%", "1/2"), (r"50\%", "50"), ("20%", "20 percent"), ("$5", "5"), (r"\$5", "5"), ("£5", "5"),
     ("€5", "5"), ("0.5%", "1/200"),
     ("$1,234.50", "1234.5"), (r"$\$5$", "5"), ("5 dollars.", "5"),
     ("5 apples", "5"), ("5 cm", "5"), ("5cm", "5"), (r"5\text{ cm}", "5"), (r"5\ \text{m}", "5"),
@@ -74,10 +74,7 @@ EQUAL = [
     ("90°", "90"), (r"90^\circ", "90"), (r"90^{\circ}", "90"), ("90 degrees", "90"),
     ("x = 5", "5"), ("x=5", "x = 5"), ("y=2x+3", "2x+3"), ("$x=5$", "5"), ("$5$", "5"), (r"\(5\)", "5"),
     (r"\[5\]", "5"),
-    ("2*3", "6"), ("-2+3", "1"), (r"3\cdot 4", "12"), ("3×4", "12"), ("2^3", "8"), ("2**3", "8"),
-    ("2^{3}", "8"), ("2^-1", "0.5"), ("-2^2", "-4"),
-    ("2^3^2", "512"), ("8-3-2", "3"), ("8/4/2", "1"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("2*-3", "-6"),
-    (r"2\times 10^3", "2000"), (r"6 \div 3", "2"), ("6÷3", "2"),
+    ("2*3", "3*2"), ("2^3", "2**3"), ("2^{3}", "2^3"), (r"2\times 10^3", "2000"),
     ("Paris", "paris."), ("(1, 2)", "(1,2)"), (r"\left(3,4\right)", "(3,4)"), (r"\text{A}", "A"),
     ("1,2", "1, 2"),
     (r"\frac{\sqrt{3}}{2}", r"\dfrac{\sqrt{3}}{2}"), ("3 : 4", "3:4"), ("2(3)", "2 (3)"),
@@ -87,12 +84,12 @@ EQUAL = [
     (r"\begin{pmatrix}1\\[2pt]2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"\left(\begin{array}{cc}1&2\\3&4\end{array}\right)", r"\begin{pmatrix}1&2\\3&4\\\end{pmatrix}"),
     ("x^{2}", "x^2"), ("x^{10}", "x^10"), ("52_{8}", "52_8"), (r"\sqrt2", r"\sqrt{2}"),
-    (r"\frac9{19}", "9/19"), (r"\frac{9}1", "9"), ("C", "(C)"), (r"\text{(C)}", "C"),
+    (r"\frac9{19}", "9/19"), ("C", "(C)"), (r"\text{(C)}", "C"),
     ("1/A", r"\frac{1}{A}"), ("-1/A", r"-\frac{1}{A}"), ("-1/A", r"\frac{-1}{A}"), (r"x\in[1,2]", "[1,2]"),
     (r"x \in (-\infty, 3]", "(-∞,3]"), (r"(-\infty, \infty)", r"(-\infty, +\infty)"),
     (r"\textit{East}", "east"), ("2π", r"2\pi"), ("2 pi", r"2\pi"), (r"3\cdot\sqrt{2}", r"3\sqrt2"),
     (r"2\cdot x", "2x"), ("2*x", "2x"), (r"\frac{\sqrt3}{2}", r"\dfrac{\sqrt{3}}{2}"),
-    (r"\frac{\frac12}{3}", r"\frac16"), ("(0.5, 1)", r"(\frac12, 1)"), (r"\{1,2\}", r"\left\{1, 2\right\}"),
+    ("(0.5, 1)", r"(\frac12, 1)"), (r"\{1,2\}", r"\left\{1, 2\right\}"),
     (r"[1,2)\cup(3,4]", r"\left[1,2\right) \cup \left(3,4\right]"), (r"3\frac12x", r"\frac72 x"),
     (r"x \le 5", r"x\leq5"), (r"x \le 5", "x <= 5"), (r"\frac{x+1}{2}", "(x+1)/2"), ("f(x)=2x", "2x"),
     (r"3 \times 10^{8}", "300000000"), (r"\sqrt[3]{2}", r"\sqrt[3]2"), (r"5\,\mathrm{~cm}", "5"),
@@ -112,7 +109,7 @@ EQUAL = [
     (r"x \lt 2", "x<2"), (r"x\gt2", "x > 2"), (r"90\degree", "90"), ("½", "0.5"), (r"\lvert x\rvert", "|x|"),
     (r"\{3,1,2\}", r"\{1,2,3\}"), ("5, 3", "3, 5"), (r"3\text{ and }2", "2, 3"), ("3,-3", r"\pm 3"),
     ("{3, 4}", r"\{3,4\}"), (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
-    (r"\{5\}", "5"), ("2(3)", "6"), ("2+3=5", "5"), (r"3\cos x", r"3\cos(x)"), ("5 kph", "5 km/h"),
+    (r"\{5\}", "5"), ("2+3=5", "5"), (r"3\cos x", r"3\cos(x)"), ("5 kph", "5 km/h"),
     ("1+x", "x+1"), ("4i+3", "3+4i"), ("y^2+x^2=25", "x^2+y^2=25"), (r"\frac{mv^2}{2}", r"\frac12 m v^2"),
     (r"\frac{2\pi}{3}", r"\frac23\pi"), (r"\frac{-1+\sqrt5}{2}", r"\frac{\sqrt{5}-1}{2}"), ("9*2=18", "18"),
     ("(n-2) 2^{n}+1", "(n-2)2^n+1"),
@@ -120,7 +117,7 @@ EQUAL = [
     (r"\ln 2", r"\ln(2)"), (r"\ln{2}", r"\ln 2"), (r"\sin x", r"\sin(x)"), (r"\cos\theta", r"\cos(\theta)"),
 ]
 UNEQUAL = [
-    ("5", "6"), ("5", "-5"), ("5", "5.0000001"), ("0.333", "1/3"), ("50%", "1/2"), ("10^2", "102"),
+    ("5", "6"), ("5", "-5"), ("5", "5.0000001"), ("0.333", "1/3"), ("10^2", "102"),
     ("2^3", "6"),
     ("1,2", "12"), ("1,23", "123"), ("1234,567", "1234567"), ("1 2", "12"), ("1 2", "3"), ("1 1/2", "11/2"),
     ("5 5", "5"),
@@ -179,6 +176,73 @@ def test_same_answer(given, truth):
     assert check_answer.comparison(given, truth) is True and check_answer.comparison(truth, given) is True
 
 
+# What a row asks for, and answers that have its value, or seem to, and leave an operation to be carried out.
+RESTATED = {
+    "4": ["2+2", "x = 2+2", "4 = 2+2", "2+2=2+2", "6-2", "4/1", r"\sqrt{16}", "-(-4)", "--4", "4+0", "4*1", "4^1",
+          "2+2 apples", r"\text{2+2}", "2＋2", "2^{2}", "2²", "2**2", r"\sqrt[3]{64}", r"16^{1/2}", r"\log_2 16"],
+    "12": [r"3\cdot 4", r"3\times4", "3×4", "24÷2", r"24 \div 2", "3(4)", "(12)(1)", "36/3", "$3*4", r"60 \cdot 20\%",
+           r"\binom{12}{1}", r"\frac{36}{3}", "(2+1)*4", r"\dfrac{24}2", "2+5*2", "10 2/1"],
+    "266": ["17*23-5^3"], "40": ["57 - 17"], "6": [r"\frac{18}{3}", "2(3)", "3!"], "-6": ["2*-3"], "-2": ["3-5"],
+    "14": ["2+3*4"], "20": ["(2+3)*4", "50% of 40", r"50\%\cdot 40"], "512": ["2^3^2"], "-4": ["-2^2"], "1": ["-2+3"],
+    "1024": ["2^{10}"], "6000": ["3*2*10^3"], "1000": ["10^{2+1}", r"10^2 \cdot 10"],
+    "29/35": [r"\frac37+\frac25"], r"\frac{1}{6}": [r"\frac{\frac12}{3}", r"\frac12 \cdot \frac13"],
+    "3/7": [r"\frac{3}{5}\div\frac{7}{5}", r"\frac{\frac{3}{5}}{\frac{7}{5}}"], "0.75": ["1.5/2", "1-0.25"],
+    "1.5": ["1+1/2", "(1+1/2)"], "0.5": ["2^-1", r"\sin 30^\circ", r"\cos(\pi/3)"], "50%": ["100/2%"],
+    "(4, 5)": ["(2+2, 5)"], "[4, 5)": ["[2+2, 5)"], r"\{4, 5\}": [r"\{2+2, 5\}"], "4; 5": ["4; 2+3"],
+    "1, 2": ["2/2, 2", r"\sqrt{1}, 2"], "x=4, y=5": ["x=2+2, y=5"],
+    r"\begin{pmatrix}4&5\\6&7\end{pmatrix}": [r"\begin{pmatrix}2+2&5\\6&7\end{pmatrix}"],
+    r"3\sqrt{13}": [r"\sqrt{13}+\sqrt{52}", r"(1+2)\sqrt{13}"], r"\sqrt6": [r"\sqrt2\cdot\sqrt3"], "2^{10}": ["1000+24"],
+    r"\frac{\pi}{2}": [r"\frac{\pi}{4}+\frac{\pi}{4}", r"\arcsin(1)"], r"6\pi": [r"2\pi\cdot3"],
+    "12x": ["3x*4", r"3\cdot4x"], "x+5": ["x+2+3"], "6-5i": ["10-4-5i"]}
+# What is no such operation
+CARRIED_OUT = {
+    "4": ["2+2=4", r"\frac{8}{2}=4", r"\sqrt{16} = 4", "1+3=2+2=4", "x = 2+2 = 4", "+4", "(4)"], "B": ["B) 2+2"],
+    "3/7": ["6/14", r"\frac{6}{14}"], "-3/7": [r"-\frac{3}{7}", r"\frac{-3}{7}", r"\frac{3}{-7}"], "0.5": ["1/2", "2/4"],
+    "1.5": ["1 1/2", r"1\frac12", "1½"], "1500": [r"1.5\times10^{3}", "1.5 x 10^3", "1.5e3", "15 * 10 ^ {2}"],
+    "1000": ["10^3", "10 ^ { 3 }"], "0.001": ["10^{-3}"], "-1000": ["-10^3"], "300": [r"3\times10^2\text{ m}"],
+    r"3\sqrt{13}": [r"\sqrt{13}\cdot3"], "1/2": ["50%", r"50\%"], "50%": ["1/2", "0.5", "50"], "2^{10}": ["1024", "4^5"],
+    "2*3": ["6", "3*2"], "18/3": ["6", "18/3"], r"\frac{2\pi}{3}": [r"\frac23\pi", r"\frac{4\pi}{6}"],
+    "1.5m": [r"\frac{3m}{2}"], r"1\pm\sqrt{19}": [r"1+\sqrt{19}, 1-\sqrt{19}"], "6-5i": ["-5i+6"],
+    "(1/2, 3)": [r"(\frac12, 3)", "(0.5, 3)"], "5!": ["5!"], "5": ["~5"]}
+# Dates, times, ranges, scores and ratios, with what is another one, and what is the same.
+JOINED = [
+    ("2024-01-15", ["2024-02-14", "2008", "2024/01/15"], ["2024-01-15"]), ("2020/05/04", ["2020/04/05"], ["2020/05/04"]),
+    ("5-10", ["10-15", "-5", "5-11", "5"], ["5–10", "5 - 10", "5-10 minutes"]), ("2000-2004", ["1999-2003"], []),
+    ("5-10 minutes", ["10-15 minutes", "5-10 hours"], ["5-10"]), ("3-2", ["2-1", "1", "2-3"], ["3 - 2"]),
+    ("12:30", ["4:10", "2/5", "0.4", "12:30:00"], ["12:30 pm"]), ("12:30 pm", ["12:30 am"], ["12:30 pm"]),
+    ("1:9", ["9:1", "1.9", "2:18"], ["1/9", r"\frac{1}{9}", "1 : 9"]), ("1:2", ["0.5"], ["1/2"]), ("4:1", ["4"], []),
+    ("6:8", ["3:4"], []), ("1/9", [], ["1:9"]), (r"5\%-10\%", [r"10\%-15\%"], ["5%-10%"]), ("1.5-2.5", ["-1"], []),
+    ("8/4/2", ["1"], []), ("8-3-2", ["3"], []), ("1", ["3-2", "2:2"], []), ("2008", ["2024-01-15"], [])]
+
+
+@pytest.mark.parametrize("algebra", [False, True])
+@pytest.mark.parametrize("truth", RESTATED)
+def test_an_operation_that_is_left_is_no_answer(truth, algebra):
+    for given in RESTATED[truth]:
+        assert not check_answer.check_answer(rf"So it is $\boxed{{{given}}}$.", truth, algebra), given
+
+
+@pytest.mark.parametrize("algebra", [False, True])
+@pytest.mark.parametrize("truth", CARRIED_OUT)
+def test_a_number_may_be_written_with_operations(truth, algebra):
+    for given in CARRIED_OUT[truth]:
+        assert check_answer.check_answer(rf"So it is $\boxed{{{given}}}$.", truth, algebra), given
+
+
+@pytest.mark.parametrize("algebra", [False, True])
+@pytest.mark.parametrize("truth, others, same", JOINED)
+def test_dates_ranges_and_scores_are_no_sums(truth, others, same, algebra):
+    for given in others:
+        assert not check_answer.check_answer(rf"So it is $\boxed{{{given}}}$.", truth, algebra), given
+    for given in same:
+        assert check_answer.check_answer(rf"So it is $\boxed{{{given}}}$.", truth, algebra), given
+
+
+@pytest.mark.parametrize("text, truth", [("2+2", "4"), ("Answer: 57 - 17", "40"), ("The sum is $2+2$ in this case.", "4")])
+def test_an_operation_that_is_left_is_no_answer_in_a_text(text, truth):
+    assert not check_answer.check_answer(text, truth) and not check_answer.check_answer(text, truth, algebra=True)
+
+
 @pytest.mark.parametrize("given, truth", UNEQUAL)
 def test_not_same_answer(given, truth):
     assert check_answer.comparison(given, truth) is not True
@@ -206,7 +270,7 @@ def test_numbers_against_python():
             expected = None
         # Larger powers may stay as they are written.
         if expected is None or max(abs(expected.numerator), expected.denominator) < 2 ** 99:
-            assert check_answer.value(text) == expected, text
+            assert check_answer.value(text)[0] == expected, text
 
 
 N = 100_000
@@ -260,10 +324,15 @@ def test_check_answer(text, truth, right):
 
 @pytest.mark.parametrize("truth, right", [
     (["4", "5"], True), (["4", r"so \boxed{10/2}"], True), (["4", "6"], False), ([], False), (("5",),
-    True)])
+    True), ('["5"]', True), ('["4", "5"]', True), ('["4"]', False), (5, True), ([4, 5.0], True), (6, False)])
 def test_one_of_several_truths_is_enough(truth, right):
     assert check_answer.check_answer("Answer: 5", truth) is right
     assert check_answer.check_answer("Answer: 5", truth, algebra=True) is right
+
+
+def test_a_list_of_numbers_in_a_text_is_an_interval():
+    assert check_answer.check_answer("Answer: [2, 7]", "[2, 7]") and not check_answer.check_answer("Answer: 7", "[2, 7]")
+    assert check_answer.check_answer('Answer: ["a', '["a')
 
 
 # Completions that give the answer, and completions that do not: a text that was cut off, or another answer.
@@ -343,6 +412,10 @@ PHRASES = {"18": [
     "Правильный вариант: B", "A resposta correta é a letra B.", "Option (B) is correct.", "Option B.",
     "Answer is B", "The best option is B.", "The answer should be B.", "Lösung: B",
     "The answer comes out to be B.",
+], "7": [
+    "So he has 7 apples left.", "He had 9 apples. He has 7 apples left.", "She makes 7 dollars.", "She makes $7 per day.",
+    "I have $7.", "The train takes 7.0 hours.", "They need 7 more buses!", "Tom is 7 years old.", "他有7个苹果。",
+    "He ate 2 of them.\nSo he has 7 apples left.", "The discount is 7%.",
 ], "LATER": ["The answer is LATER.", "Answer: LATER"]}
 NO_PHRASES = {"18": [
     "She has 18 eggs and then", "First, 18 eggs are", "The number 18 is", "Let x = 18", "Suppose x = 18",
@@ -350,6 +423,8 @@ NO_PHRASES = {"18": [
     "18 or 19", "Answer: not 18", "Answer: 18 or 19", "The answer is not 18.", "the answer is 18 + 2",
     "If the answer is 18, then", "x = 18, y = 2", "Answer: 18, 19", "<think>18", "18, then 20",
     "1. First 18", "Answer: at least 18", "The answer is about 18.3", "Answer: 18 million", "She makes 18",
+    "She makes 18 dollars", "She makes at least 18 dollars.", "She needs 18 apples and 3 pears.", "I cannot solve problem 18.",
+    "Let her have 18 apples.", "She makes 18 million dollars.", "It takes 18 to 20 hours.", "Are there 18 apples?",
 ], "B": [
     "A or B", "Let's consider option B and", "Option A is correct", "A and B", "B or C",
     "The answer is A, not B", "Both A and B are correct.", "Beta",
@@ -455,7 +530,7 @@ def test_not_a_spelling(truth, given):
     ("(x+1)^2", "x^2+2x+1"), (r"\sqrt8", r"2\sqrt{2}"),
     (r"\frac{3}{2\sqrt3}", r"\frac{\sqrt{3}}{2}"),
     (r"(1,\infty)\cup(-\infty,-1)", r"(-\infty,-1)\cup(1,\infty)"),
-    ("3 < x", "x > 3"), (r"(3,\infty)", "x > 3"), ("50\\%", "0.5"),
+    ("3 < x", "x > 3"), (r"(3,\infty)", "x > 3"),
     ("$x=3$ or $x=-3$", "-3,3"),
     (r"\sqrt{12}\text{ cm}", r"2\sqrt3\text{ cm}"), ("120", "5!"),
 ])
@@ -505,7 +580,7 @@ def test_algebra_leaves_other_alarms_alone():
 
 def test_a_comparison_that_hangs_costs_only_its_completion():
     rows = [{"prompt": "p", "answer": "x^2+2x+1"}] * 3
-    completions = [r"\boxed{(x+1)^2}", r"\boxed{\binom{10^7}{5\cdot10^6}}", r"\boxed{(x+1)^2}"]
+    completions = [r"\boxed{(x+1)^2}", r"\boxed{(10^7)!}", r"\boxed{(x+1)^2}"]
     start = time.monotonic()
     scores = found(in_process("math_verify"), rows, completions, 2.0)
     assert time.monotonic() - start < 60

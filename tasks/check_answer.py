@@ -140,10 +140,10 @@ def last_answer(text):
 # spellings: signs and notations that mean the same become one
 
 FUNCTIONS = "sqrt sin cos tan arcsin arccos arctan log ln".split()
-# Each sign, and its other spellings
+# Each sign, and its other spellings. 3/4 may be a fraction, but 3÷4 is none.
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in {
-    **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "/": r"\div ÷ ⁄",
-    "-": "− – —", ":": r"∶ \colon", "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\pm": "±",
+    **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "/": "⁄",
+    "*1/": r"\div ÷", "-": "− – —", ":": r"∶ \colon", "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\pm": "±",
     r"\ge": r"\geq \geqslant ≥ ⩾ >=", r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\pi": "π pi",
     r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", r"\infty": "∞ infinity inf", r"\cap": "∩",
     r"\theta": "θ", r"\sqrt": "√ sqrt", r"\cup": r"∪ \bigcup", r"\in": "∈", r"\emptyset": r"\varnothing ∅",

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 
 import rewards
+from bench import answers
 from tasks import check_answer
 from test_rewards import found, in_process
 
@@ -521,6 +522,14 @@ def test_spellings(truth, given):
 def test_not_a_spelling(truth, given):
     assert not check_answer.check_answer(rf"So it is $\boxed{{{given}}}$.", truth)
     assert not check_answer.check_answer(rf"So it is $\boxed{{{truth}}}$.", given)
+
+
+def test_the_comparison_of_the_page():
+    """What docs/data_and_rewards.md says of this verifier, on pairs that it was not made for."""
+    lines = [line.split(" ### ") for line in answers.PAIRS]
+    assert len(lines) == len({tuple(line) for line in lines}) == 100
+    assert sum(check_answer.check_answer(right, truth) for truth, right, _ in lines) == 93
+    assert sum(check_answer.check_answer(wrong, truth) for truth, _, wrong in lines) == 1
 
 
 # ------------------------------------------------------------------------------------------------ algebra

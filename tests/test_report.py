@@ -93,22 +93,27 @@ def test_a_solved_task_needs_neither_entropy_nor_spread():
 
 
 def test_rewards_that_are_always_the_same_are_told_of():
-    """At pass@k = 0 nothing is solved; and the first steps say what was sampled."""
+    """At pass@k = 0 nothing is solved."""
     for reward in (0.0, 1.0):
         lines = [{"step": step, "reward": reward, ZERO_STD: 1.0, "eval/pass@4": reward} for step in range(30)]
         assert broken(lines) == [ZERO_STD]
-    lines, told = [], []
-    for step in range(5):
-        lines.append({"step": step, "rewards/min": 0.0, "rewards/max": 0.0, "rewards/no_answer": 0.75})
-        told.append(health.same_scores(lines, "So it is\n18", "18"))
-        assert step or health.news(lines, {}, set()) == []
-    assert [bool(text) for text in told] == [False, False, True, False, False]
-    words = " ".join(told[2].split())
-    assert "All scores of the first 3 steps are 0, so they teach nothing." in words
-    assert r"where '18' is right, ends with 'So it is\n18'. In 75% of its completions no answer" in words
-    assert all(len(line) <= 80 for line in told[2].splitlines())
-    lines = [{"step": step, "rewards/min": 0.0, "rewards/max": float(step == 1)} for step in range(3)]
-    assert health.same_scores(lines, "a", "b") == ""
+
+
+def test_scores_of_the_first_steps_that_are_all_the_same_are_told_of():
+    """All of them in one text, otherwise in one for each source in which they are."""
+    def told(*samples):
+        return [" ".join(text.split()) for text in health.same_scores([*samples]).split("\n    All") if text]
+    silent = [("", 0.0, False, "a", "1"), ("", 1.0, True, "b", "2")]
+    assert told(*silent) == told() == []
+    all_the_same = [("a", 0.0, True, "So it is\n18", "18"), ("b", 0.0, False, "?", "proof"), ("b", 0.0, False, "", "proof")]
+    (words,) = told(*all_the_same)
+    assert words.startswith("All 3 scores in the first 3 steps are 0, so they teach nothing.")
+    assert words.endswith(r"where '18' is right, ends with 'So it is\n18'. In 2 of them no answer was found.")
+    assert all(len(line) <= 80 for line in health.same_scores(all_the_same).splitlines())
+    (words,) = told(*silent, *all_the_same[1:], ("c", 1.0, None, "x", "3"), ("c", 0.5, None, "y", "3"))
+    assert "All 2 scores of the source b in the first 3 steps are 0" in words and "where 'proof' is right" in words
+    (words,) = told(*silent, ("d", 1.0, None, "x", "{}"))
+    assert "All 1 scores of the source d in the first 3 steps are 1" in words and "no answer" not in words
 
 
 def test_a_run_says_what_is_broken_now_and_once():

@@ -697,6 +697,10 @@ def test_evaluation_by_hand():
     # 1/2 and 0.5 are one answer.
     assert evaluation(rollouts_of(("", 0, "3"), ("", 0, "3"), ("", 1, "1/2"), ("", 1, "0.5"),
                                           ("", 1, r"\frac12")), 5)["eval/maj@5"] == 1
+    # What the verifier calls equal votes together: B and its text, and 40 has the votes of 20+20, which is wrong.
+    assert evaluation(rollouts_of(("", 0, "A"), ("", 0, "A) 11"), ("", 1, "B"), ("", 1, "B) 12"), ("", 1, "(B)")),
+                      5)["eval/maj@5"] == 1
+    assert evaluation(rollouts_of(("", 0, "20+20"), ("", 0, "20+20"), ("", 1, "40")), 3)["eval/maj@3"] == 1
     no_source = [rollout({"prompt": "p"}, "Answer: x", 0.5), rollout({"prompt": "p"}, "Answer: y", 0.25)]
     assert evaluation(no_source, 2) == {
         **ENDED, "eval/mean@2": 0.375, "eval/pass@2": 0.5, "eval/maj@2": 0.5}

@@ -212,6 +212,19 @@ def test_what_scrolls_fits_into_80_columns(mesh, tmp_path, capsys, monkeypatch):
     assert lines_shown[place - 1].startswith("step  20  eval/")
 
 
+def test_a_source_whose_scores_are_all_the_same_is_named_once(mesh, tmp_path, capsys):
+    """After the first three steps, with an answer that nobody can give."""
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 5}, run_state())
+    for step in range(5):
+        end_step(log, [sampled({"prompt": "?", "source": source, "answer": answer}, "Answer: 4", score, {})
+                       for source, answer, score in [("sums", "4", 1.0), ("sums", "5", 0.0), *[("olympiads", "proof", 0.0)] * 2]])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("All 6 scores of the source olympiads in the first 3 steps are 0" in shown) == (step == 2)
+        assert "where 'proof' is right, ends with 'Answer: 4'." in shown or step != 2
+        assert "the source sums" not in shown
+
+
 def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):
     """A sample has all turns. What went wrong is said once for the step, and how long environments took."""
     row, said = {"prompt": [{"role": "user", "content": "Go."}]}, [

@@ -292,7 +292,7 @@ class RunLog:
                      f"truth {s['truth']!r}")
         if step < health.FIRST:
             self.first_scores.append([
-                (r.row.get("source"), r.score, r.answered, plain_text(r.completion)[-80:], r.row.get("answer"))
+                (str(r.row.get("source") or ""), r.score, r.answered, plain_text(r.completion)[-80:], r.row.get("answer"))
                 for r in rollouts if not math.isnan(r.score)])
             if len(self.first_scores) == health.FIRST:
                 self.say(health.same_scores(sum(self.first_scores, [])))

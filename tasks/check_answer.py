@@ -142,12 +142,12 @@ def last_answer(text):
 FUNCTIONS = "sqrt sin cos tan arcsin arccos arctan log ln".split()
 # Each sign, and its other spellings. 3/4 may be a fraction, but 3÷4 is none.
 SPELLINGS = {each: sign + " " * ("\\" in sign) for sign, names in {
-    **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "/": "⁄",
-    "*1/": r"\div ÷", "-": "− – —", ":": r"∶ \colon", "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\pm": "±",
+    **{rf"\{name}": name for name in FUNCTIONS}, "*": r"\times \cdot \ast × · ⋅ ∙", "^": "**", "*1/": r"\div ÷",
+    "-": "− – —", ":": r"∶ \colon", "<": r"\lt", ">": r"\gt", r"\le": r"\leq \leqslant ≤ ⩽ <=", r"\pm": "±",
     r"\ge": r"\geq \geqslant ≥ ⩾ >=", r"\ne": r"\neq ≠ !=", "|": r"\mid \vert \lvert \rvert ∣", r"\pi": "π pi",
     r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", r"\infty": "∞ infinity inf", r"\cap": "∩",
     r"\theta": "θ", r"\sqrt": "√ sqrt", r"\cup": r"∪ \bigcup", r"\in": "∈", r"\emptyset": r"\varnothing ∅",
-    "mi/h": "mph", "km/h": "kph", "%": r"\% percent", ",": "、 &", " ": r"\, \; \: \quad \qquad ~",
+    "mi/h": "mph", "km/h": "kph", "/": "⁄", "%": r"\% percent", ",": "、 &", " ": r"\, \; \: \quad \qquad ~",
     "": r"\! \( \) \[ \] \$ $ £ € ¥ ₹ \degree ° \displaystyle"}.items() for each in names.split()}
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling"}
 
@@ -188,11 +188,13 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # Words have no capitals, but m and M, and kT and KT are not the same.
     (r"(?<![a-zA-Z\\])(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|No)(?![a-zA-Z])", lambda found: found[0].lower()),
     # 0.5% is 0.005 (but 50% is 50); \{x: x>3\}, and (1, 2] U [3, 4)
-    (r"(?<!\d)(0?\.\d+)\s*%", r"\1e-2"), (r"(\\\{ ?[a-z] ?):", r"\1|"), (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
+    (r"(?<!\d)(0?\.\d+)\s*%", r"\1e-2"), (r"(\\\{ ?[a-z] ?):", r"\1|"),
+    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
     # Scientific notation is one number, and so are 1 1/2 and 1\frac12.
-    (r"(?<![\d.^_])(?:(\d+\.?\d*|\.\d+)\s*[*x]\s*)?10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3})(?![\d.]))"
-     r"(?!\s*[\^!])", decimal),
-    (r"(?<![\d./^])(\d+)\s*(?:\\frac\s*(\d|\{\d+\})\s*(\d|\{\d+\})|(?<=\s)(\d+)/(\d+)(?![\d./]))", improper),
+    (r"(?<![\d.^_])(?:(\d+\.?\d*|\.\d+)\s*[*x]\s*)?10\s*\^\s*"
+     r"(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3})(?![\d.]))(?!\s*[\^!])", decimal),
+    (r"(?<![\d./^])(\d+)\s*(?:\\frac\s*(\d|\{\d+\})\s*(\d|\{\d+\})|(?<=\s)(\d+)/(\d+)(?![\d./]))",
+     improper),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even
     (r"(?<=[\w}).])\s*,?\s*(?:\b(?:and|or)\b|[和或])\s*(?!.*(?:[<>]|\\[lgn]e |(?<![\\a-z])[a-z]{3}))", ", "),
     # 9 (apples), and a last period
@@ -219,12 +221,12 @@ BEHIND = rf"(?:\s+|(?={NAME})){WORD}(?:[ /]+{WORD}){{0,2}}$"
 UNIT = re.compile(rf"^((?:[^a-zA-Z\\]|\\[a-z]++)*(?<=[\d)}}i])){BEHIND}")
 # A sentence that ends with a number and its unit: 7 apples, $18, 20%
 MEASURED = re.compile(rf"{SUBJECT}((?=.*(?:[$€£%°]|[^\W\d_]))[-*$€£]*\d[\d.,/]*[$%°*]*(?:$|{BEHIND}))")
-# A left side such as x =, f(x) =, 2*9 =, x = 2*9 =, or x \in; but x=1, y=2 stays as it is. Or a choice with its
-# text: B) 12, but not (A) or (B)
+# A choice with its text, B) 12, but not (A) or (B). Or a left side such as x =, f(x) =, 2*9 =, x = 2*9 =, or
+# x \in; but x=1, y=2 stays as it is.
 LEFT = re.compile(r"\s*(?:\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))|"
                   r"(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b))?"
-                  r"(?:(?:[\d\s.+*/^(){}=-]|\\frac|\\sqrt)*=(?!\s*[a-z]))?)")
-# What looks like a sum or a quotient, but is a date, a time, a range, a score or a ratio: 2024-01-15, 12:30, 5-10
+                  r"(?:(?:[^\w\\,;]|\d|\\[a-z]++)*=(?!\s*[a-z]))?)")
+# What looks like a sum or a quotient, but is a date, a time, a range, a score or a ratio
 JOINED = re.compile("N(?:(?:-N)+|(?:/N){2,}|(?::N)+)".replace("N", r"\d+(?:,\d{3})*(?:\.\d+)?%?"))
 # 1,234.5 or 1 234.5
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?")
@@ -242,9 +244,9 @@ FOLDS = {"+": sum, "*": math.prod}
 def value(text):
     """Return the exact value of text like -3, 0.5, 1/2 or 2*(3+4)^2 as a Fraction, and the set of its steps.
 
-    A step is an operation between plain numbers that is still to be carried out: "+" in 5-3 and in x+5-3. For
-    other formulas the value is a tree of nested tuples, in which the order of terms, of factors, and of a list
-    2, 1 or a set does not count; for a text that is no formula it is None.
+    A step is an operation between plain numbers that is still to be carried out: "+" in 5-3 and in x+5-3.
+    For other formulas the value is a tree of nested tuples, in which the order of terms, of factors, and of a
+    list 2, 1 or a set does not count; for a text that is no formula it is None.
     """
     # 1 \pm x is the list 1+x, 1-x, and a list is the set {1+x, 1-x}.
     text = re.sub(r"^([^,;(]*)\\pm([^,;(]*)$", r"\1+\2,\1-\2", text)
@@ -252,6 +254,7 @@ def value(text):
     steps = set()
 
     def combined(op, a, b):
+        # Returns `a op b`, and notes whether it is a step: of a sum for - as well, of a product for /.
         kind = {"-": "+", "/": "*"}.get(op, op)
         if is_step(op, kind, a, b):
             steps.add(kind)
@@ -315,8 +318,8 @@ def operands(op, tree):
 
 
 def is_step(op, kind, a, b):
-    # Whether `a op b` is an operation between plain numbers that an answer carries out, as in 2+2, (x+2)+2, and
-    # \sqrt2\sqrt3. In 3\sqrt2 it is not, nor in one fraction of whole numbers, such as 3/4 or 3x/4.
+    # Whether plain numbers meet in `a op b`: 2 and 2 in (x+2)+2 and in 2x*2, or \sqrt2 and \sqrt3. A fraction of
+    # whole numbers, such as 3/4 and 3x/4, is no step, and neither is 3\sqrt2.
     numbers = [operands(kind, tree)[0] for tree in (a, b)]
     plain = [isinstance(number, Fraction) for number in numbers]
     if op == "/" and all(plain):
@@ -395,23 +398,25 @@ def comparison(given, truth):
     LaTeX's spellings and % do not count: 50% is 50 and 1/2, but 0.5% is 0.005. Nor does the order of terms,
     of factors, and of a list or a set, except between semicolons. A unit, a currency or a letter before =
     counts only if both answers have one. An answer with an operation between plain numbers that is still to
-    be carried out, as in 2+2 or \\frac{18}{3}, is wrong, unless the truth has this operation. It never raises,
-    and no input makes it slow.
+    be carried out, as in 2+2 or 18/3, is wrong, unless the truth has this operation. It never raises, and no
+    input makes it slow.
     """
-    one, other = read(given), read(truth)
-    says = zip(one[-3:], other[-3:])                            # name, unit and choice
-    if any(mine and theirs and mine != theirs for mine, theirs in says):
+    answer = read(given)
+    right = read(truth)
+    # The last three are name, unit and choice.
+    if any(mine and theirs and mine != theirs for mine, theirs in zip(answer[-3:], right[-3:])):
         return False
     # B) 12 is B.
-    if one.value == other.choice or other.value == one.choice:
+    if answer.value == right.choice or right.value == answer.choice:
         return True
-    if not one.steps <= other.steps:
+    if not answer.steps <= right.steps:
         return False
-    if one.values & other.values:
+    if answer.values & right.values:
         return True
-    # Algebra cannot make two numbers equal, nor a number of a formula, nor numbers in a base or different brackets.
-    kinds = {tree[0] for tree in (one.value, other.value) if isinstance(tree, tuple)} & {"_", ":", *BRACKETS.values()}
-    if isinstance(other.value, Fraction) or len(kinds) > 1 or kinds & {"_", ":"}:
+    # Algebra cannot make a formula a number, nor two numbers equal, nor numbers in a base or other brackets.
+    kinds = {tree[0] for tree in (answer.value, right.value) if isinstance(tree, tuple)}
+    kinds &= {"_", ":", *BRACKETS.values()}
+    if isinstance(right.value, Fraction) or len(kinds) > 1 or kinds & {"_", ":"}:
         return False
     return None
 
@@ -419,9 +424,10 @@ def comparison(given, truth):
 def check_answer(text, truth, algebra=False):
     """Return whether a completion's final answer is the truth.
 
-    truth: a text, which may be a worked solution, or a number. It may also be a list of these, or the JSON text
-    of a list of texts, of which one is enough. A short line without a final answer is compared as a whole.
-    algebra: whether to ask the package math-verify where exact values do not decide. Set a time limit for that.
+    truth: a text, which may be a worked solution, or a number. It may also be a list of these, or a list of
+    texts as JSON, of which one is enough. A short line without a final answer is compared as a whole.
+    algebra: whether to ask the package math-verify where exact values do not decide. Set a time limit for
+    that.
     """
     marked = extract_answer(text)
     alone = len(text) <= 100 and not re.search("[=\n]", text.strip())

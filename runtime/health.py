@@ -102,11 +102,11 @@ def news(lines, settings, told):
 
 
 def same_scores(samples):
-    """Return a text, in lines of 80 columns, for each source whose scores are all the same, one text if those of
-    all sources are, or "".
+    """Return a text, in lines of 80 columns, for each source whose scores are all the same, one text if those
+    of all sources are, or "".
 
-    samples: those of the first steps, as tuples (source, score, whether an answer was found, or None if nobody
-    looked for one, the end of the completion, the right answer).
+    samples: those of the first steps, as tuples (source, score, whether an answer was found, or None if
+    nobody looked for one, the end of the completion, the right answer).
     """
     groups = defaultdict(list)
     for sample in samples:
@@ -121,9 +121,9 @@ def same_scores(samples):
             of_source = f" of the source {source}" if source else ""
             unread = f" In {missing} of them no answer was found." if missing else ""
             texts.append(filled(
-                f"All {len(scores)} scores{of_source} in the first {FIRST} steps are {scores[0]:g}, so they teach "
-                f"nothing. Does the reward read what the model writes? The first completion, where {truths[0]!r} "
-                f"is right, ends with {completions[0]!r}.{unread}"))
+                f"All {len(scores)} scores{of_source} in the first {FIRST} steps are {scores[0]:g}, so they "
+                f"teach nothing. Does the reward read what the model writes? The first completion, where "
+                f"{truths[0]!r} is right, ends with {completions[0]!r}.{unread}"))
     return "\n".join(texts)
 
 

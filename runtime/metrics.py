@@ -63,9 +63,9 @@ def evaluation(rollouts, k, name="eval"):
     mean@k  the mean score
     pass@k  the mean over prompts of the best of k scores; for scores of 0 and 1 this is how often any of the
             k answers is right
-    maj@k   the mean over prompts of the score of the commonest answer, or of the first one in a tie. An answer
-            has the votes of all that it would be right for, as 1/2 is for 0.5, and B for B) 12. A completion
-            without an answer has no vote, and where there are no votes the first completion counts
+    maj@k   the mean over prompts of the score of the commonest answer, or of the first one in a tie. An
+            answer has the votes of all that it would be right for, as 1/2 is for 0.5, and B for B) 12. A
+            completion without an answer has no vote, and where there are no votes the first one counts
     The figures over all prompts are called {name}/..., those over the prompts of a source
     {name}/{source}/.... Completions without a score are ignored. The mean of each part is
     {name}/rewards/{part}/mean. mean_length is the number of sampled tokens, clipped_ratio the share of
@@ -292,8 +292,8 @@ class RunLog:
                      f"truth {s['truth']!r}")
         if step < health.FIRST:
             self.first_scores.append([
-                (str(r.row.get("source") or ""), r.score, r.answered, plain_text(r.completion)[-80:], r.row.get("answer"))
-                for r in rollouts if not math.isnan(r.score)])
+                (str(r.row.get("source") or ""), r.score, r.answered, plain_text(r.completion)[-80:],
+                 r.row.get("answer")) for r in rollouts if not math.isnan(r.score)])
             if len(self.first_scores) == health.FIRST:
                 self.say(health.same_scores(sum(self.first_scores, [])))
         shown = [f"{word} {self.metrics[key]:{form}}" for word, key, form in CONSOLE if key in self.metrics]

@@ -254,9 +254,14 @@ def value(text):
     steps = set()
 
     def combined(op, a, b):
-        # Returns `a op b`, and notes whether it is a step: of a sum for - as well, of a product for /.
+        # Returns `a op b`, and notes a step if plain numbers meet in it: 2 and 2 in (x+2)+2 and in 2x*2, or
+        # \sqrt2 and \sqrt3. A fraction of whole numbers, such as 3/4 or 3x/4, is no step, nor is 3\sqrt2.
         kind = {"-": "+", "/": "*"}.get(op, op)
-        if is_step(op, kind, a, b):
+        first, second = [operands(kind, tree)[0] for tree in (a, b)]
+        plain = isinstance(first, Fraction) + isinstance(second, Fraction)
+        whole = plain == 2 and first.denominator == second.denominator == 1
+        fraction = op == "/" and whole and second and first % second
+        if op in "+-*/^" and not fraction and (plain == 2 or plain == 0 and is_number(a) and is_number(b)):
             steps.add(kind)
         return applied(op, a, b)
 
@@ -317,17 +322,6 @@ def operands(op, tree):
     return tree[1:] if isinstance(tree, tuple) and tree[0] == op != "^" else (tree,)
 
 
-def is_step(op, kind, a, b):
-    # Whether plain numbers meet in `a op b`: 2 and 2 in (x+2)+2 and in 2x*2, or \sqrt2 and \sqrt3. A fraction of
-    # whole numbers, such as 3/4 and 3x/4, is no step, and neither is 3\sqrt2.
-    numbers = [operands(kind, tree)[0] for tree in (a, b)]
-    plain = [isinstance(number, Fraction) for number in numbers]
-    if op == "/" and all(plain):
-        top, bottom = numbers
-        return not bottom or top % bottom == 0 or top.denominator * bottom.denominator > 1
-    return op in "+-*/^" and (all(plain) or not any(plain) and is_number(a) and is_number(b))
-
-
 def applied(op, a, b):
     # The numbers of a sum or a product become one number, and the order of the rest does not count.
     if op in ("-", "/"):
@@ -347,7 +341,7 @@ def applied(op, a, b):
 
 
 # What an answer says.
-#   value   a Fraction; a tree of tuples for a formula, a list or a set; (":", text) for what is JOINED; or a text
+#   value   a Fraction; a tree of tuples for a formula, a list or a set; (":", text) if it is JOINED; or a text
 #   values  the value, and others that it may be understood as: 3 h as 3h, 50% as 1/2, and 1/9 as 1:9
 #   steps   as in `value`
 #   text    its plain spelling

@@ -344,7 +344,7 @@ def applied(op, a, b):
 #   value   a Fraction; a tree of tuples for a formula, a list or a set; (":", text) if it is JOINED; or a text
 #   values  the value, and others that it may be understood as: 3 h as 3h, 50% as 1/2, and 1/9 as 1:9
 #   steps   as in `value`
-#   text    its plain spelling
+#   text    its plain spelling, without left side and unit
 #   name    the left side, x or f(x)
 #   unit    words of UNITS, sorted, with exponents, and / for per
 #   choice  the b of B) 12
@@ -378,7 +378,7 @@ def read(text):
         values.add(("%", tree / 100 if "%" in rest else tree))
         if "." not in rest:
             values.add((":", str(tree).replace("/", ":")))
-    return Reading(tree, values - {None, ""}, steps, rest, name, unit, left[1] and left[1].lower())
+    return Reading(tree, values - {None, ""}, steps, bare, name, unit, left[1] and left[1].lower())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -459,10 +459,6 @@ def parsed(text):
 
 def by_algebra(given, truth):
     from math_verify import verify
+    answer, right = [parsed(f"${read(text).text}$") for text in (given, truth)]
     # The default rounding would take 3.14159265 for pi.
-    return verify(parsed(formula(truth)), parsed(formula(given)), float_rounding=30, timeout_seconds=None)
-
-
-def formula(text):
-    # Returns an answer in the form that math-verify reads, without its unit.
-    return "$" + UNIT.sub(r"\1", read(text).text) + "$"
+    return verify(right, answer, float_rounding=30, timeout_seconds=None)

@@ -47,11 +47,6 @@ def number_of(completion):
     return Fraction(found[1]) if found else None
 
 
-def as_texts(truth):
-    # A row's answer, which may be a number or a list, in the form that check_answer takes.
-    return [*map(str, truth)] if isinstance(truth, list) else str(truth)
-
-
 def accuracy(prompts, completions, answer, **columns):
     """Return 1.0 for each completion that ends with the row's number as its answer, otherwise 0.0."""
     return [float(number_of(completion) == Fraction(str(truth)))
@@ -63,13 +58,12 @@ def exact_accuracy(prompts, completions, answer, **columns):
 
     tasks/check_answer.py reads LaTeX, units, intervals and more.
     """
-    return [float(check_answer(content(completion), as_texts(truth)))
-            for completion, truth in zip(completions, answer)]
+    return [float(check_answer(content(completion), truth)) for completion, truth in zip(completions, answer)]
 
 
 def math_verify(prompts, completions, answer, **columns):
     """Do what exact_accuracy does, and ask the package math-verify where exact values do not decide."""
-    return [float(check_answer(content(completion), as_texts(truth), algebra=True))
+    return [float(check_answer(content(completion), truth, algebra=True))
             for completion, truth in zip(completions, answer)]
 
 

@@ -28,8 +28,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from losses import product
-from runtime.check_model import check_trainable, model_class, read_model, reading, write_model
-from runtime.checkpoint import share
+from runtime.check_model import check_trainable, model_class, read_model, reading, share, write_model
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."

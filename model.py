@@ -273,7 +273,8 @@ def open_folders(s, longest, clock=None):
     tokenizer = load_tokenizer(policy, settings=s, clock=clock)
     other = {key.removesuffix("_model"): check_reader(key, getattr(s, key), policy, tokenizer, longest)
              for key in ("reference_model", "critic_model") if hasattr(s, key)}
-    eos_ids, suits = end_tokens(policy, tokenizer), getattr(read_config(policy), "suits", {})
+    eos_ids = distributed.from_master(end_tokens(policy, tokenizer))        # a hub may fail a rank
+    suits = getattr(read_config(policy), "suits", {})
     return SimpleNamespace(policy=policy, tokenizer=tokenizer, eos_ids=eos_ids, suits=suits,
                            note=s.chat and end_note(tokenizer, eos_ids), **other)
 

@@ -24,8 +24,6 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_T
                           AutoTokenizer, GenerationConfig)
 from transformers.utils import cached_file, logging
 
-from runtime.distributed import from_master
-
 # transformers' bars for every load and save would break up the run's own progress bar, and what it warns of,
 # missing weights, is an error here.
 logging.disable_progress_bar()
@@ -154,13 +152,11 @@ def end_tokens(model, tokenizer):
     The first of the three that names any counts. Raises ValueError if none does, or for a damaged generation
     config.
     """
-    path, in_folder, generated = f"{model}/generation_config.json", os.path.isdir(model), None
+    named = [getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id]
+    path, in_folder = f"{model}/generation_config.json", os.path.isdir(model)
     if not in_folder or os.path.exists(path):
         with reading(path) if in_folder else contextlib.suppress(OSError):      # a hub's model may have none
-            generated = GenerationConfig.from_pretrained(model).eos_token_id
-    if not in_folder:
-        generated = from_master(generated)                      # the request of a single rank may fail
-    named = generated, getattr(read_config(model), "eos_token_id", None), tokenizer.eos_token_id
+            named.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = next((ids for ids in named if ids is not None), [])
     ids, vocabulary = ids if isinstance(ids, list) else [ids], read_config(model).get_text_config().vocab_size
     if not ids or not all(number in range(vocabulary) for number in ids):
@@ -255,6 +251,14 @@ def write_model(hf, tensors, folder):
     generation.to_json_file(f"{folder}/generation_config.json")
     for name, content in hf.processor.items():
         Path(folder, name).write_bytes(content)
+
+
+def share(folder):
+    """Give the safetensors files in a model's folder the mode of its other files, which the umask has left.
+    safetensors lets only their owner read them."""
+    ordinary = os.stat(f"{folder}/tokenizer_config.json")
+    for path in Path(folder).rglob("*.safetensors"):
+        path.chmod(ordinary.st_mode)
 
 
 # ---------------------------------------------------------------- memory

@@ -32,6 +32,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from runtime.check_model import share
 from runtime.distributed import range_of_rows
 
 LOCKS = []                      # the open .lock of each folder; a lock lasts as long as the process
@@ -102,14 +103,6 @@ def write_state(folder, state, arrays={}):
 def contents(folder):
     # Returns {name relative to the folder: path} of the files in it. A pipe would not end.
     return {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
-
-
-def share(folder):
-    """Give all files in a model's folder the mode that the umask leaves, which an ordinary file has. Those of
-    safetensors may be read by their owner alone."""
-    ordinary = os.stat(f"{folder}/tokenizer_config.json")
-    for path in contents(folder).values():
-        path.chmod(ordinary.st_mode)
 
 
 def sync(path):

@@ -32,7 +32,7 @@ from transformers import (DataCollatorForTokenClassification, GenerationConfig, 
                           Qwen3Config, Qwen3ForCausalLM)
 
 from configurator import SUITS_TINY, check, check_values, configure, given
-from runtime.checkpoint import share
+from runtime.check_model import share
 from tasks.generate_problems import (arithmetic_problem, carried_out, chain, generated_rows,
                                      guess_problem, held_out)
 

@@ -24,8 +24,9 @@ sequences belong to gets all C logprobs or values; on the other ranks C = 0 (att
 Layers that carry a state from token to token, such as Mamba's, would carry it into the next sequence of a
 row. In models with such layers each sequence gets a row of its own: S rows, padded at the end to the longest.
 """
+import math
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -62,7 +63,11 @@ class MicroBatch:
 
     def to(self, device):
         """Return a copy with its tensors on the device."""
-        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if hasattr(x, "to")})
+        moved = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                moved[name] = value.to(device)
+        return replace(self, **moved)
 
 
 # The keys and values of shared tokens are copied for each sequence that sees them, and kept for the backward
@@ -78,13 +83,18 @@ def prefix_order(rollouts, chosen):
     Returns a list of (s, size, shared). size: the number of its tokens before the last sampled one, which are
     all that is computed. shared: how many of its first tokens the rollout before it in the list has as well.
     """
-    ids = {s: rollouts[s].ids[:rollouts[s].spans[-1, 1] - 1] for s in chosen}
-    order, before = [], np.empty(0)
     # Sorting by bytes is another order than by token ids, but it puts equal beginnings together as well.
-    for s in sorted(chosen, key=lambda s: ids[s].tobytes()):
+    ids, keys = {}, {}
+    for s in chosen:
+        ids[s] = rollouts[s].ids[:rollouts[s].spans[-1, 1] - 1]
+        keys[s] = ids[s].tobytes()
+    order = []
+    before = np.empty(0)
+    for s in sorted(chosen, key=keys.get):
         length = min(len(before), len(ids[s]))
-        same = np.append(before[:length] == ids[s][:length], False)
-        order.append((s, len(ids[s]), int(same.argmin())))              # the place of the first False
+        same = before[:length] == ids[s][:length]
+        shared = length if same.all() else int(same.argmin())           # argmin: the place of the first False
+        order.append((s, len(ids[s]), shared))
         before = ids[s]
     return order
 
@@ -92,7 +102,8 @@ def prefix_order(rollouts, chosen):
 def row_size(neighbours):
     """Return the number of tokens in a row of these neighbours in prefix_order's list, without repeated
     prefixes."""
-    return sum(size - (shared if i else 0) for i, (_, size, shared) in enumerate(neighbours))
+    (_, first, _), *others = neighbours
+    return first + sum(size - shared for _, size, shared in others)
 
 
 def deal(rollouts, chosen, num_ranks):
@@ -108,21 +119,29 @@ def deal(rollouts, chosen, num_ranks):
         if shared < rollouts[s].spans[0, 0]:                    # its prompt is not that of the one before
             groups.append([])
         groups[-1].append((s, size, shared))
-    most = max(map(len, groups), default=1)                     # rollouts in a piece
-    tries = [largest_first([group[i:i + n] for group in groups for i in range(0, len(group), n)], num_ranks)
-             for n in (most >> k for k in range(most.bit_length()))]
-    return min(tries, key=lambda one: one[0])[1]
+    best_shares, lightest = None, math.inf
+    piece_size = max(map(len, groups), default=1)               # in rollouts
+    while piece_size:
+        pieces = []
+        for group in groups:
+            pieces += [group[i:i + piece_size] for i in range(0, len(group), piece_size)]
+        shares, heaviest = largest_first(pieces, num_ranks)
+        if heaviest < lightest:
+            best_shares, lightest = shares, heaviest
+        piece_size //= 2
+    return best_shares
 
 
 def largest_first(pieces, num_ranks):
-    # Deals each piece to the rank with the fewest tokens so far. Returns the largest sum of tokens, and the
-    # list of each rank.
-    shares, loads = [[] for _ in range(num_ranks)], [0] * num_ranks
+    # Deals each piece to the rank with the fewest tokens so far. Returns the list of each rank, and the tokens
+    # of the rank that has most.
+    shares = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
     for piece in sorted(pieces, key=row_size, reverse=True):
         least = loads.index(min(loads))
         shares[least] += [s for s, _, _ in piece]
         loads[least] += row_size(piece)
-    return max(loads), shares
+    return shares, max(loads)
 
 
 # ---------------------------------------------------------------- rows
@@ -137,65 +156,102 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
     """
     if not packed:
         return [*rows_of_their_own(rollouts, chosen, token_budget)]
-    # Each sequence goes to the row that already holds the longest prefix of it, among those with room for it.
     rows = []
     for s, size, shared in prefix_order(rollouts, chosen):
         for row in rows:
-            # From one sequence to the next this only falls, because they are in order.
+            # The sequences are in order, so from one to the next a row's prefix only gets shorter.
             row.prefix = min(row.prefix, shared)
-        fitting = [row for row in rows if size - row.prefix <= row.room and size <= row.room_for_keys]
+        fitting = [row for row in rows if row.has_room(size)]
         if not fitting:
-            fitting = [SimpleNamespace(members=[], prefix=0, room=token_budget, room_for_keys=KEYS * token_budget)]
+            fitting = [Row(token_budget, KEYS * token_budget)]
             rows += fitting
-        best = max(fitting, key=lambda row: row.prefix)
-        best.members.append((s, size, best.prefix))
-        best.room -= size - best.prefix
-        best.room_for_keys -= size
-        best.prefix = size
+        # Among the rows with room for it, a sequence goes to the one that holds the longest prefix of it.
+        longest = max(row.prefix for row in fitting)
+        best = next(row for row in fitting if row.prefix == longest)
+        best.add(s, size)
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
-    pairs = lambda row: sum((size - shared) * size for _, size, shared in row.members)
-    return [micro_batch(rollouts, row.members, multiple) for row in sorted(rows, key=pairs, reverse=True)]
+    rows.sort(key=Row.pairs, reverse=True)
+    return [micro_batch(rollouts, row.members, multiple) for row in rows]
+
+
+class Row:
+    """A row in the making: its members (s, size, shared), the tokens and keys for which it has room, and how
+    many tokens the last member has in common with the sequence that comes next."""
+
+    def __init__(self, room, room_for_keys):
+        self.members = []
+        self.room = room
+        self.room_for_keys = room_for_keys
+        self.prefix = 0
+
+    def has_room(self, size):
+        return size - self.prefix <= self.room and size <= self.room_for_keys
+
+    def add(self, s, size):
+        self.members.append((s, size, self.prefix))
+        self.room -= size - self.prefix
+        self.room_for_keys -= size
+        self.prefix = size
+
+    def pairs(self):
+        # At most how many pairs of tokens there are in which one sees the other.
+        return sum((size - shared) * size for _, size, shared in self.members)
 
 
 def micro_batch(rollouts, members, multiple):
     # Builds the MicroBatch of members (s, size, shared); `shared` tokens are those of the member before.
     # Without members it predicts nothing, C = 0, so that any loss computed from it is 0, with gradient 0.
-    parts, T, places = [], 0, np.arange(0)  # a part has the tokens of a segment, their positions and places
+    ids, positions, seen = [], [], []           # of each segment: its tokens, their positions, what they see
+    T = 0
+    places = np.arange(0)
     index, targets = [places], [places]
     for s, size, shared in members:
         r = rollouts[s]
         # The place of each of its tokens in the row. The shared ones stand where the member before has them.
         places = np.concatenate([places[:shared], np.arange(T, T + size - shared)])
-        # A token is predicted from the place of the token before it.
-        index += [places[start - 1:stop - 1] for start, stop in r.spans]
-        targets += [r.ids[start:stop] for start, stop in r.spans]
-        if size > shared:                                       # otherwise it adds no token to the row
-            parts.append((r.ids[shared:size], np.arange(shared, size), places))
+        for start, stop in r.spans:
+            index.append(places[start - 1:stop - 1])    # a token is predicted from the place before its own
+            targets.append(r.ids[start:stop])
+        if size > shared:                               # otherwise it adds no token to the row
+            ids.append(r.ids[shared:size])
+            positions.append(np.arange(shared, size))
+            seen.append(places)
             T += size - shared
-    if padding := -T % multiple if T else multiple:     # a segment from which nothing is predicted
-        parts.append((np.zeros(padding), np.arange(padding), np.arange(T, T + padding)))
-    ids, positions, seen = zip(*parts)
-    tensor = lambda arrays: torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+    padding = -T % multiple if T else multiple
+    if padding:                                         # a segment from which nothing is predicted
+        ids.append(np.zeros(padding))
+        positions.append(np.arange(padding))
+        seen.append(np.arange(T, T + padding))
     sequences = [s for s, _, _ in members]
-    return MicroBatch(tensor(ids)[None], tensor(positions)[None], Segments([*map(len, ids)], seen),
-                      tensor(index), tensor(targets), sequences, [len(rollouts[s].logprobs) for s in sequences])
+    return MicroBatch(
+        input_ids=joined(ids)[None], position_ids=joined(positions)[None],
+        segments=Segments([*map(len, ids)], seen), index=joined(index), targets=joined(targets),
+        sequences=sequences, lengths=[len(rollouts[s].logprobs) for s in sequences])
+
+
+def joined(arrays):
+    # Returns arrays of numbers as one tensor.
+    return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
 
 
 def rows_of_their_own(rollouts, chosen, token_budget):
     # Yields MicroBatches in which each sequence has a row. The longest come first, and all rows of a
     # MicroBatch are as long as its first one.
-    order = sorted(prefix_order(rollouts, chosen), key=lambda one: -one[1])
-    while order:
-        longest = order[0][1]
+    members = [(size, s) for s, size, _ in prefix_order(rollouts, chosen)]
+    members.sort(key=itemgetter(0), reverse=True)
+    while members:
+        longest, _ = members[0]
         rows = [micro_batch(rollouts, [(s, size, 0)], longest)
-                for s, size, _ in order[:max(1, token_budget // longest)]]
-        order = order[len(rows):]
+                for size, s in members[:max(1, token_budget // longest)]]
+        members = members[len(rows):]
         yield MicroBatch(
-            torch.cat([row.input_ids for row in rows]), torch.arange(longest).repeat(len(rows), 1),
-            Segments([longest], [np.arange(longest)]),
-            torch.cat([row.index + i * longest for i, row in enumerate(rows)]),
-            torch.cat([row.targets for row in rows]),
-            [s for row in rows for s in row.sequences], [length for row in rows for length in row.lengths])
+            input_ids=torch.cat([row.input_ids for row in rows]),
+            position_ids=torch.arange(longest).repeat(len(rows), 1),
+            segments=Segments([longest], [np.arange(longest)]),
+            index=torch.cat([row.index + i * longest for i, row in enumerate(rows)]),
+            targets=torch.cat([row.targets for row in rows]),
+            sequences=sum([row.sequences for row in rows], []),
+            lengths=sum([row.lengths for row in rows], []))
 
 
 class Segments:
@@ -212,5 +268,7 @@ class Segments:
     """
 
     def __init__(self, sizes, places):
-        self.sizes, self.key_sizes, self.made = sizes, [len(part) for part in places], {}
+        self.sizes = sizes
+        self.key_sizes = [len(part) for part in places]
         self.places = None if self.key_sizes == sizes else np.concatenate(places)
+        self.made = {}

@@ -44,25 +44,35 @@ def packed_attention(module, query, key, value, attention_mask, scaling, segment
     other. If the row is cut over P ranks, query is [1, heads, T / P, d] and the result [1, T / P, heads, d].
     Raises ValueError for any tensor that it does not know.
     """
-    for name, given in {"attention_mask": attention_mask, **others}.items():
-        if isinstance(given, torch.Tensor):             # the model's own; transformers makes no mask (below)
+    for name, argument in {"attention_mask": attention_mask, **others}.items():
+        if isinstance(argument, torch.Tensor):          # the model's own; transformers makes no mask (below)
             raise ValueError(f"its attention depends on {name}, which is not supported")
-    segments = segments or Segments([query.shape[2]], [np.arange(query.shape[2])])
+    if segments is None:
+        length = query.shape[2]
+        segments = Segments([length], [np.arange(length)])
     if cut is not None:
         query, key, value = (exchange(x, cut.group) for x in (query, key, value))   # [1, heads / P, T, d]
-        s_aux = None if s_aux is None else s_aux.chunk(cut.group.size())[cut.group.rank()]
+        if s_aux is not None:
+            s_aux = s_aux.chunk(cut.group.size())[cut.group.rank()]
     if segments.places is not None:
         if "places" not in segments.made:
             segments.made["places"] = torch.from_numpy(segments.places).to(query.device)
-        # With all heads of a token at once a CPU takes a third of the time.
-        key, value = (Pick.apply(x.transpose(1, 2).flatten(2)[0], segments.made["places"]).unflatten(
-            1, (x.shape[1], -1)).transpose(0, 1)[None] for x in (key, value))               # [1, heads, K, d]
+        key, value = (pick_tokens(x, segments.made["places"]) for x in (key, value))        # [1, heads, K, d]
     window = sliding_window or math.inf
-    if query.is_cuda and softcap is None and s_aux is None and kernel_takes(query, value):
+    fused = softcap is None and s_aux is None           # whether PyTorch has kernels for these scores
+    if query.is_cuda and fused and kernel_takes(query, value):
         output = attend_by_kernel(query, key, value, scaling, segments, window)
     else:
         output = attend_in_turn(query, key, value, scaling, segments, window, softcap, s_aux)
-    return output if cut is None else exchange(output, cut.group), None
+    if cut is not None:
+        output = exchange(output, cut.group)
+    return output, None
+
+
+def pick_tokens(x, places):
+    # [1, heads, T, d] -> [1, heads, K, d]. With all heads of a token at once a CPU takes a third of the time.
+    tokens = x.transpose(1, 2).flatten(2)[0]                                                # [T, heads * d]
+    return Pick.apply(tokens, places).unflatten(1, (x.shape[1], -1)).transpose(0, 1)[None]
 
 
 def attend_by_kernel(query, key, value, scaling, segments, window):
@@ -82,28 +92,39 @@ def attend_by_kernel(query, key, value, scaling, segments, window):
 
 def attend_in_turn(query, key, value, scaling, segments, window, softcap, sinks):
     # Computes the segments one after the other.
-    explicit, outputs = softcap is not None or sinks is not None, []
-    # split, not slices: the gradient of a slice is as large as the row, so S slices cost S * T, which is a
-    # tenth of the time of an update of 64 short sequences.
-    for q, k, v in zip(query.split(segments.sizes, 2), key.split(segments.key_sizes, 2),
-                       value.split(segments.key_sizes, 2)):
-        size, keys, mask = q.shape[2], k.shape[2], None
+    explicit = softcap is not None or sinks is not None
+    # The gradient of a slice would be as large as the row, so S slices would cost S * T, which is a tenth of
+    # the time of an update of 64 short sequences. split has one gradient for all.
+    queries = query.split(segments.sizes, 2)
+    keys = key.split(segments.key_sizes, 2)
+    values = value.split(segments.key_sizes, 2)
+    outputs = []
+    for q, k, v in zip(queries, keys, values):
         # A plain segment needs no mask. PyTorch wants a query for each key of it.
-        plain = not explicit and size == keys <= window
-        if not plain:
-            # One mask for all segments and layers, to add to scores: the logarithm of 1 where a token sees a
-            # key, and of 0 elsewhere. Its first row is a token with `most` keys before it.
-            if (kind := (window, q.dtype)) not in segments.made:
-                longest, most = max(segments.sizes), max(map(sub, segments.key_sizes, segments.sizes))
-                seen = q.new_ones(longest, most + longest).tril(most)
-                segments.made[kind] = seen.triu(most + 1 - min(window, most + longest)).log_()
-            rows, columns = segments.made[kind].shape
-            # CUDA's kernels need aligned rows.
-            mask = segments.made[kind][:size, columns - rows + size - keys:columns - rows + size].contiguous()
-        outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, sinks) if explicit else
-                       F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scaling,
-                                                      enable_gqa=True))
+        plain = not explicit and q.shape[2] == k.shape[2] <= window
+        mask = None if plain else mask_for(q, k, segments, window)
+        if explicit:
+            output = explicit_attention(q, k, v, mask, scaling, softcap, sinks)
+        else:
+            output = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=plain, scale=scaling, enable_gqa=True)
+        outputs.append(output)
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def mask_for(q, k, segments, window):
+    # Returns what is added to the scores of a segment, [len, keys]: the logarithm of 1 where a token sees a
+    # key, and of 0 elsewhere. It is cut from one mask for all segments and layers, in whose first row a token
+    # has `most` keys before it.
+    kind = window, q.dtype
+    if kind not in segments.made:
+        longest = max(segments.sizes)
+        most = max(map(sub, segments.key_sizes, segments.sizes))
+        seen = q.new_ones(longest, most + longest).tril(most)
+        segments.made[kind] = seen.triu(most + 1 - min(window, most + longest)).log_()
+    whole = segments.made[kind]
+    end = whole.shape[1] - whole.shape[0] + q.shape[2]
+    return whole[:q.shape[2], end - k.shape[2]:end].contiguous()        # CUDA's kernels need aligned rows
 
 
 class Pick(torch.autograd.Function):
@@ -134,7 +155,8 @@ def explicit_attention(query, key, value, mask, scaling, softcap=None, sinks=Non
     no value (gpt-oss).
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     scores = (query @ key.transpose(2, 3) * scaling).float()                        # [rows, heads, len, keys]
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
@@ -175,13 +197,17 @@ def cut_over(group, batch):
 
 def part(batch, leader, group):
     # Returns this rank's part of the leader's MicroBatch.
-    here, width = group.rank(), batch.input_ids.shape[1] // group.size()
-    of_row = lambda row: row.chunk(group.size(), 1)[here]                           # [1, T] -> [1, T / P]
-    mine = (batch.index // width == here).nonzero()[:, 0]
-    emptied = {} if here == leader else {"sequences": [], "lengths": []}
-    return replace(batch, input_ids=of_row(batch.input_ids), position_ids=of_row(batch.position_ids),
-                   index=batch.index[mine] - here * width, targets=batch.targets[mine],
-                   cut=Cut(group, leader, len(batch.index), mine), **emptied)
+    here = group.rank()
+    width = batch.input_ids.shape[1] // group.size()
+    start = here * width
+    stop = start + width
+    mine = ((start <= batch.index) & (batch.index < stop)).nonzero()[:, 0]
+    leads = here == leader
+    return replace(
+        batch, input_ids=batch.input_ids[:, start:stop], position_ids=batch.position_ids[:, start:stop],
+        index=batch.index[mine] - start, targets=batch.targets[mine],
+        sequences=batch.sequences if leads else [], lengths=batch.lengths if leads else [],
+        cut=Cut(group, leader, len(batch.index), mine))
 
 
 def join(values, cut):
@@ -191,7 +217,9 @@ def join(values, cut):
     """
     joined = values.new_zeros(cut.count, *values.shape[1:])
     joined[cut.mine] = values
-    return all_reduce(joined, "sum", cut.group)[:cut.count if cut.group.rank() == cut.leader else 0]
+    joined = all_reduce(joined, "sum", cut.group)
+    leads = cut.group.rank() == cut.leader
+    return joined if leads else joined[:0]
 
 
 def exchange(x, group):

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+from operator import itemgetter
 
 from runtime.health import findings, series
 
@@ -44,76 +45,115 @@ PANELS = (
 
 def read_run(folder):
     """Return a run's lines of metrics, its settings, and the script's defaults of those that were given."""
-    with open(f"{folder}/config.json", "rb") as config, open(f"{folder}/metrics.jsonl", "rb") as metrics:
-        settings, lines = json.load(config), [*filter(None, map(parsed, metrics))]
+    with open(f"{folder}/config.json", "rb") as config:
+        settings = json.load(config)
+    with open(f"{folder}/metrics.jsonl", "rb") as metrics:
+        lines = whole_lines(metrics)
     defaults = settings.pop("defaults", {})
-    return lines, {k: v for k, v in settings.items() if k not in ("checksums", "out_dir", "resume")}, defaults
+    for key in ("checksums", "out_dir", "resume"):
+        settings.pop(key, None)
+    return lines, settings, defaults
 
 
-def parsed(line):
-    # The last line of a run that was killed may be cut off. JavaScript's JSON has no NaN.
-    with contextlib.suppress(ValueError):
-        return json.loads(line, parse_constant=lambda name: None)
+def whole_lines(lines):
+    # Returns the objects of lines of JSON. The last line of a run that was killed may be cut off.
+    objects = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            # JavaScript's JSON has no NaN.
+            objects.append(json.loads(line, parse_constant=lambda name: None))
+    return objects
 
 
 def read_samples(folder, budget):
     """{step: samples} of evenly spaced steps, at most 125 and about `budget` bytes in all."""
     with open(os.path.join(folder, "samples.jsonl"), "rb") as file:
         lines = file.readlines()
-    steps = [[*some] for _, some in itertools.groupby(lines, lambda line: line.partition(b",")[0])]
+    steps = [[*group] for _, group in itertools.groupby(lines, lambda line: line.partition(b",")[0])]
     count = min(len(steps), 125, 1 + budget * len(steps) // (1 + sum(map(len, lines))))
-    chosen = [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]
-    samples = [[*filter(None, map(parsed, some))] for some in chosen]
-    return {some[0]["step"]: some for some in samples if some}
+    by_step = {}
+    for i in range(count):
+        samples = whole_lines(steps[i * (len(steps) - 1) // max(count - 1, 1)])
+        if samples:
+            by_step[samples[0]["step"]] = samples
+    return by_step
 
 
 def thinned(points, most):
     """Steps and values of a curve, at most `most`: the lowest and highest of each of most / 2 stretches."""
     size = math.ceil(2 * len(points) / most) if len(points) > most else 1
-    parts = [points[i:i + size] for i in range(0, len(points), size)]
-    kept = [point for part in parts
-            for point in sorted({pick(part, key=lambda point: point[1]) for pick in (min, max)})]
+    kept = []
+    for start in range(0, len(points), size):
+        stretch = points[start:start + size]
+        lowest = min(stretch, key=itemgetter(1))
+        highest = max(stretch, key=itemgetter(1))
+        kept += sorted({lowest, highest})
     return [step for step, _ in kept], [float(f"{value:.5g}") for _, value in kept]
 
 
 def summary(lines, metrics):
     """Return what came out of a run, as texts: first and last scores, what has none, steps and minutes."""
-    scores = [f"{metric} {points[0][1]:.3g} → {points[-1][1]:.3g}"
-              for pattern in (r"eval/mean@\d+", r"eval/(pass|maj)@\d+", "reward")
-              for metric in filter(re.compile(pattern).fullmatch, metrics)
-              if (points := series(lines, metric))]
+    texts = []
+    for pattern in (r"eval/mean@\d+", r"eval/(pass|maj)@\d+", "reward"):
+        for metric in filter(re.compile(pattern).fullmatch, metrics):
+            values = [value for _, value in series(lines, metric)]
+            if values:
+                texts.append(f"{metric} {values[0]:.3g} → {values[-1]:.3g}")
     unscored = sum(count for _, count in series(lines, "rewards/unscored"))
+    if unscored:
+        texts.append(f"{unscored:.0f} completions without a score")
+    last_step = max((line["step"] for line in lines), default=0)
     minutes = sum(seconds for _, seconds in series(lines, "timing_s/step")) / 60
-    return [*scores, *([f"{unscored:.0f} completions without a score"] if unscored else []),
-            f"to step {max((line['step'] for line in lines), default=0)}", f"{minutes:.1f} min"]
+    return [*texts, f"to step {last_step}", f"{minutes:.1f} min"]
+
+
+def panels_of(lines_of_runs):
+    """Return the panels that have curves: title, scale, and {metric: (steps, values) of each run}."""
+    metrics = sorted(metrics_in(lines_of_runs))
+    most = min(600, POINTS // (len(lines_of_runs) * len(metrics) + 1))
+    panels = []
+    for title, pattern, scale in PANELS:
+        curves = {}
+        for metric in filter(re.compile(pattern).fullmatch, metrics):
+            curve = []
+            for lines in lines_of_runs:
+                points = series(lines, metric)
+                if scale == "log":                              # where 0, of no gradient, has no place
+                    points = [(step, value) for step, value in points if value > 0]
+                curve.append(thinned(points, most))
+            # A curve that is 0 in all runs, or the same as another one of the panel, is left out.
+            if any(any(values) for _, values in curve) and curve not in curves.values():
+                curves[metric] = curve
+        if curves:
+            panels.append({"title": title, "scale": scale, "curves": curves})
+    return panels
+
+
+def metrics_in(lines_of_runs):
+    return set().union(*itertools.chain(*lines_of_runs))
 
 
 def page(folders):
     """Return the HTML of the page, as a string."""
-    read, panels = [read_run(folder) for folder in folders], []
-    values = {key: [str(settings.get(key, "")) for _, settings, _ in read]
-              for _, settings, _ in read for key in settings}
-    defaults = {key: str(default) for *_, defaults in read for key, default in defaults.items()}
-    differ = [key for key in values if len(set(values[key])) > 1][:2]
-    names = [", ".join(f"{key}={values[key][i]}" for key in differ) for i in range(len(read))]
-    metrics = sorted({metric for lines, *_ in read for line in lines for metric in line})
-    most = min(600, POINTS // (len(read) * len(metrics) + 1))
-    for title, pattern, scale in PANELS:
-        curves = {}                                             # {metric: (steps, values) of each run}
-        for metric in filter(re.compile(pattern).fullmatch, metrics):
-            # A step without a gradient has no place on a scale of logarithms.
-            found = [thinned([(step, value) for step, value in series(lines, metric)
-                              if value > 0 or scale != "log"], most) for lines, *_ in read]
-            # A curve that is 0 in all runs, or the same as another one of the panel, is left out.
-            if any(any(ys) for _, ys in found) and found not in curves.values():
-                curves[metric] = found
-        panels += [{"title": title, "scale": scale, "curves": curves}] if curves else []
-    runs = [{"name": name if names.count(name) == 1 and name else f"{name} {os.path.basename(run)}".strip(),
-             "summary": summary(lines, metrics), "findings": findings(lines, settings),
-             "samples": read_samples(run, SAMPLE_BYTES // len(read))}
-            for run, name, (lines, settings, _) in zip(folders, names, read)]
-    text = json.dumps({"runs": runs, "panels": panels, "settings": [
-        [key, *each, defaults.get(key, each[0])] for key, each in values.items()]}, ensure_ascii=False)
+    lines_of_runs, settings_of_runs, defaults_of_runs = zip(*map(read_run, folders))
+    values = {}                                                 # {setting: its value in each run, as a text}
+    for key in itertools.chain(*settings_of_runs):
+        values[key] = [str(settings.get(key, "")) for settings in settings_of_runs]
+    defaults = {}
+    for run_defaults in defaults_of_runs:
+        defaults |= {key: str(default) for key, default in run_defaults.items()}
+    differing = [key for key in values if len(set(values[key])) > 1][:2]
+    names = [", ".join(f"{key}={values[key][i]}" for key in differing) for i in range(len(folders))]
+    metrics = sorted(metrics_in(lines_of_runs))
+    runs = []
+    for folder, name, lines, settings in zip(folders, names, lines_of_runs, settings_of_runs):
+        if not name or names.count(name) > 1:
+            name = f"{name} {os.path.basename(folder)}".strip()
+        runs.append({"name": name, "summary": summary(lines, metrics), "findings": findings(lines, settings),
+                     "samples": read_samples(folder, SAMPLE_BYTES // len(folders))})
+    rows = [[key, *texts, defaults.get(key, texts[0])] for key, texts in values.items()]
+    data = {"runs": runs, "panels": panels_of(lines_of_runs), "settings": rows}
+    text = json.dumps(data, ensure_ascii=False)
     with open(os.path.join(HERE, "runtime", "report.html"), encoding="utf-8") as template:
         # Neither </script> nor <!-- may stand in a script element.
         return template.read().replace("DATA", text.replace("<", r"\u003c"), 1)

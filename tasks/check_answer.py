@@ -53,7 +53,8 @@ TAIL = re.compile(rf"(?is)(?:[ ,]?\(?{EDGE}(?:because|since|i hope|(?:is|as) (?:
 # The end of what {"answer": "18", "why": "9*2"} says, and of a sentence, but not of `B.` in `B. Paris`
 STOP = re.compile(r"\"\s*[,}]|,\s*\"|[。！]|(?<!^[a-zA-Z])(?<![. ][a-zA-Z])[.!][\"*)$]{0,4}\s+(?=[A-Z])")
 # Words that change a number: 18 is no answer in `at least 18`, `the square root of 18` and `18 thousand`.
-OPERATOR = (r"(?:or|and|not|than|about|around|over|under|below|of|to|by|at|plus|minus|times|half|halves|thirds|"
+OPERATOR = (r"(?:or|and|not|no|never|cannot|\w+n't|without|than|about|around|over|under|below|of|from|to|by|at|"
+            r"plus|minus|times|twice|double|triple|half|halves|thirds|"
             r"root|out|squared|cubed|factorial|dozen|hundred|thousand|\w+illion|(?!mon)\w*[defghnrx]ths?)\b")
 # A number in a sentence: `She makes 18 dollars.`
 SUBJECT = rf"(?i)^(?!.*\b{OPERATOR})(?:[^\W\d]+ [^\W\d][^\d=\\]* |[一-鿿]{{2,}})"
@@ -185,6 +186,9 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     # One or more choices or statements: B, (B), BC, B and C, (1)(3)
     (r"^\W*(?:(?i:option|choice)|选项?)?\s*((?:\(?[A-J]\)?(?:[\s.,;:*`\"{}]|and)*)+|"
      r"(?:\(\d\)(?:[\s,;]|and)*){2,})$", lambda found: ", ".join(re.findall(r"[A-J\d]", found[1])).lower()),
+    # 3:07pm, and 3 p.m.
+    (r"(?i)(?:(?<=:\d\d)\s*([ap])m|(?<=\d)\s*([ap])\.\s?m\.?)\W*$",
+     lambda found: f" {found[1] or found[2]}m".lower()),
     # Words have no capitals, but m and M, and kT and KT are not the same.
     (r"(?<![a-zA-Z\\])(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|No)(?![a-zA-Z])", lambda found: found[0].lower()),
     # 0.5% is 0.005 (but 50% is 50); \{x: x>3\}, and (1, 2] U [3, 4)
@@ -192,7 +196,7 @@ CLEANING = [(re.compile(pattern), replacement) for pattern, replacement in [
     (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
     # Scientific notation is one number, and so are 1 1/2 and 1\frac12.
     (r"(?<![\d.^_])(?:(\d+\.?\d*|\.\d+)\s*[*x]\s*)?10\s*\^\s*"
-     r"(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3})(?![\d.]))(?!\s*[\^!])", decimal),
+     r"(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3})(?!\.?\d))(?!\s*[\^!])", decimal),
     (r"(?<![\d./^])(\d+)\s*(?:\\frac\s*(\d|\{\d+\})\s*(\d|\{\d+\})|(?<=\s)(\d+)/(\d+)(?![\d./]))",
      improper),
     # 3, 5, and 7; but not x < 1 or x > 2, nor with words: odd and even
@@ -369,7 +373,8 @@ def read(text):
     values = {tree, value(rest)[0]}
     joined = JOINED.fullmatch(bare.replace(" ", ""))
     if joined:
-        tree = ":", joined[0]
+        # 3:07 is 03:07, and 1,000-2,000 is 1000-2000.
+        tree = ":", re.sub(r"(?<![\d.,])0+(?=\d)|,", "", joined[0])
         values = {tree}
     elif tree is None:
         tree = " ".join(TOKEN.findall(rest)).lower()

@@ -103,7 +103,7 @@ def news(lines, settings, told):
 
 def same_scores(samples):
     """Return a text, in lines of 80 columns, for each source whose scores are all the same, one text if those
-    of all sources are, or "".
+    of all sources are, or "". A source with less than a tenth of the samples may have a few hard prompts.
 
     samples: those of the first steps, as tuples (source, score, whether an answer was found, or None if
     nobody looked for one, the end of the completion, the right answer).
@@ -116,7 +116,7 @@ def same_scores(samples):
     texts = []
     for source, group in groups.items():
         _, scores, answered, completions, truths = zip(*group)
-        if len({*scores}) == 1:
+        if len({*scores}) == 1 and 10 * len(group) >= len(samples):
             missing = answered.count(False)
             of_source = f" of the source {source}" if source else ""
             unread = f" In {missing} of them no answer was found." if missing else ""

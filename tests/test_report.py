@@ -114,6 +114,8 @@ def test_scores_of_the_first_steps_that_are_all_the_same_are_told_of():
     assert "All 2 scores of the source b in the first 3 steps are 0" in words and "where 'proof' is right" in words
     (words,) = told(*silent, ("d", 1.0, None, "x", "{}"))
     assert "All 1 scores of the source d in the first 3 steps are 1" in words and "no answer" not in words
+    # These are a few prompts of many sources.
+    assert told(*silent * 5, ("d", 1.0, None, "x", "{}")) == []
 
 
 def test_a_run_says_what_is_broken_now_and_once():

@@ -114,7 +114,7 @@ def verl_arguments(row):
     # row, reward_model holds none.
     model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
     truths = row.get("answer"), row.get("ground_truth"), model.get("ground_truth")
-    return {"data_source": row.get("data_source", row.get("source")),
+    return {"data_source": row.get("data_source") or row.get("source"),
             "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {},
             **{"ground_truth": truth for truth in truths if truth is not None}}
 

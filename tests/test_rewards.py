@@ -286,6 +286,7 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.parametrize("row, right", [
     (VERL, "math 2"),
     ({"prompt": "1+1?", "answer": "2", "source": "mine"}, "mine 2"),
+    ({"prompt": "1+1?", "answer": "2", "source": "mine", "data_source": None}, "mine 2"),  # others have one
     ({"prompt": "1+1?", "answer": "2"}, "None 2"),
     ({"prompt": "1+1?", "answer": "2", "reward_model": {"style": "model"}}, "None 2"),
     ({"prompt": "1+1?", "answer": "2", "reward_model": "rule"}, "None 2"),

@@ -317,7 +317,8 @@ def keep_code(settings, folder):
     """Copy the user's code to a folder, up to LIMIT bytes: files that the settings name, then *.py files of the
     project that git does not know yet. Below the folder a copy has the full path of its file."""
     named = specs(",".join(map(str, settings.values())))
-    new = git("ls-files", "--others", "--exclude-standard", "--exclude=user_code", "*.py").splitlines()
+    # -z: without it git would write bäume.py in quotes and in numbers.
+    new = git("ls-files", "-z", "--others", "--exclude-standard", "--exclude=user_code", "*.py").split("\0")
     room = LIMIT
     for path in filter(os.path.isfile, [*map(source_of, named), *map(ROOT.joinpath, new)]):
         content = Path(path).read_bytes()

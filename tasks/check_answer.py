@@ -445,7 +445,7 @@ def check_answer(text, truth, algebra=False):
 
 def alternatives(truth):
     # Returns the texts of which one is the right answer. ["4", "5"] are two, but [4, 5] is an interval.
-    if isinstance(truth, str) and truth.startswith('["'):
+    if isinstance(truth, str) and re.match(r'\[\s*"', truth):
         with contextlib.suppress(ValueError):
             truth = json.loads(truth)
     return [*map(str, truth if isinstance(truth, (list, tuple)) else [truth])]

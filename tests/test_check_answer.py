@@ -328,7 +328,7 @@ def test_check_answer(text, truth, right):
 
 @pytest.mark.parametrize("truth, right", [
     (["4", "5"], True), (["4", r"so \boxed{10/2}"], True), (["4", "6"], False), ([], False), (("5",),
-    True), ('["5"]', True), ('["4", "5"]', True), ('["4"]', False), (5, True), ([4, 5.0], True), (6, False)])
+    True), ('["5"]', True), ('[ "5" ]', True), ('["4", "5"]', True), ('["4"]', False), (5, True), ([4, 5.0], True), (6, False)])
 def test_one_of_several_truths_is_enough(truth, right):
     assert check_answer.check_answer("Answer: 5", truth) is right
     assert check_answer.check_answer("Answer: 5", truth, algebra=True) is right

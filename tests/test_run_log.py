@@ -341,13 +341,13 @@ def test_a_run_keeps_new_code_of_the_users(tmp_path, monkeypatch):
     settings = {"reward": f"{elsewhere}/paid.py:right,{elsewhere}/paid.py:brief,math_verify", "seed": 0,
                 "environment": f"{elsewhere}/game.py:Game", "model": "tiny", "defaults": {"reward": ""}}
     files = {elsewhere / "paid.py": "right = 1", elsewhere / "game.py": "class Game: pass", elsewhere / "rest.py": "",
-             project / "mine/train_new.py": "seed = 1", project / "rows.jsonl": "{}", project / "old.py": "a = 1"}
+             project / "mine/bäume.py": "seed = 1", project / "rows.jsonl": "{}", project / "old.py": "a = 1"}
     for path, text in files.items():
         path.write_text(text)
     for words in (["init"], ["add", "old.py"]):
         subprocess.run(["git", *words], cwd=project, check=True, capture_output=True)
     found = lambda: {str(path.relative_to(run / "user_code")) for path in run.rglob("*") if path.is_file()}
-    kept = [str(path)[1:] for path in (elsewhere / "paid.py", elsewhere / "game.py", project / "mine/train_new.py")]
+    kept = [str(path)[1:] for path in (elsewhere / "paid.py", elsewhere / "game.py", project / "mine/bäume.py")]
     for _ in range(2):                                          # copies are not copied when a run goes on
         metrics.keep_code(settings, f"{run}/user_code")
         assert found() == {*kept}

@@ -419,7 +419,7 @@ def fuse_norms(network):
         if type(part).__name__.endswith("RMSNorm") and hasattr(part, "variance_epsilon"):
             trial = copy.deepcopy(part).to_empty(device="cpu").float()
             nn.init.uniform_(trial.weight)
-            x = torch.rand(1, 1, len(trial.weight))
+            x = torch.rand_like(trial.weight)
             if torch.allclose(trial(x), rms_norm(trial, x)):    # in Gemma's the weight's factor is 1 + weight
                 part.forward = functools.partial(rms_norm, part)
 

@@ -230,8 +230,9 @@ MEASURED = re.compile(rf"{SUBJECT}((?=.*(?:[$€£%°]|[^\W\d_]))[-*$€£]*\d[\
 LEFT = re.compile(r"\s*(?:\(?([A-J])[).:,](?!.*\b[A-J]\b(?! [a-z]{2}))|"
                   r"(?:(\\?[a-zA-Z][\w ]*(?:(?<=_)\{\w+})?(?:\([a-zA-Z]\))?)\s*(?:=(?!.*[,;].*=)|\\in\b))?"
                   r"(?:(?:[^\w\\,;]|\d|\\[a-z]++)*=(?!\s*[a-z]))?)")
-# What looks like a sum or a quotient, but is a date, a time, a range, a score or a ratio
-JOINED = re.compile("N(?:(?:-N)+|(?:/N){2,}|(?::N)+)".replace("N", r"\d+(?:,\d{3})*(?:\.\d+)?%?"))
+# What looks like a sum or a quotient, but is a date, a time, a range, a score or a ratio; or several of them
+DATE = "N(?:(?:-N)+|(?:/N){2,}|(?::N)+)"
+JOINED = re.compile(f"{DATE}(?:[,;]{DATE})*".replace("N", r"\d+(?:,\d{3})*(?:\.\d+)?%?"))
 # 1,234.5 or 1 234.5
 THOUSANDS = re.compile(r"[-+]? ?[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)? ?%?")
 # A digit of \frac12, a number such as 5, .5 or 1.2e5, a command such as \pi, a word, or a character except %
@@ -374,7 +375,7 @@ def read(text):
     joined = JOINED.fullmatch(bare.replace(" ", ""))
     if joined:
         # 3:07 is 03:07, and 1,000-2,000 is 1000-2000.
-        tree = ":", re.sub(r"(?<![\d.,])0+(?=\d)|,", "", joined[0])
+        tree = ":", re.sub(r"(?<![\d.,])0+(?=\d)|,(?=\d{3})", "", joined[0])
         values = {tree}
     elif tree is None:
         tree = " ".join(TOKEN.findall(rest)).lower()

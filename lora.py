@@ -2,8 +2,6 @@
 LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): a frozen weight W acts as W + 32 / rank * B A.
 Only A [rank, in] and B [out, rank] are trained, so gradients, moments and master weights take little memory.
 
-    python lora.py out/.../checkpoint-60            # writes a plain model to out/.../checkpoint-60-merged
-
     adapt              gives every linear layer of a policy's decoder an adapter and freezes everything else
     merge              computes W + scale * B A, with which both trainer and engine compute
     Adapters           yields a policy's merged weights, and saves its adapters in the form of PEFT and vLLM
@@ -22,13 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
 
 from losses import product
-from runtime.check_model import check_trainable, model_class, read_model, reading, share, write_model
+from runtime.check_model import reading
 
 ALPHA = 32          # scale = ALPHA / rank, as in https://thinkingmachines.ai/blog/lora/
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -117,9 +113,8 @@ class Adapters:
             {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
              "base_model_name_or_path": os.path.abspath(path) if os.path.isdir(path) else path,
              "r": self.rank, "lora_alpha": ALPHA, "target_modules": [*self.layers]}, indent=2))
-        base_dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
         save_file({f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()},
-                  os.path.join(folder, WEIGHTS), {"format": "pt", "base_dtype": base_dtype})
+                  os.path.join(folder, WEIGHTS), {"format": "pt"})
 
 
 class Base:
@@ -191,40 +186,3 @@ def read_tensors(folder):
         return {key.removeprefix(PREFIX).removesuffix(".lora_A.weight"): [
             found[key.replace("lora_A", f"lora_{one}")].float() for one in "AB"]
             for key in found if key.endswith(".lora_A.weight")}
-
-
-def merge_folder(folder):
-    """Merge the adapter of a checkpoint with its base model into a model folder next to it; return its path.
-
-    The result is in the dtype that the layers computed in while the adapter was trained, and its weights have
-    the same bits as the engine's. Raises ValueError for an adapter that no run here has written.
-    """
-    out = f"{folder.rstrip('/')}-merged"
-    with reading(f"{folder}/{CONFIG}"):
-        config = json.loads(Path(folder, CONFIG).read_text())
-        base, scale = config["base_model_name_or_path"], ALPHA / config["r"]
-    with reading(f"{folder}/{WEIGHTS}"), safe_open(os.path.join(folder, WEIGHTS), "pt") as file:
-        # Adapters from elsewhere do not have this, and may need more than a merge.
-        dtype = getattr(torch, file.metadata()["base_dtype"])
-    base = check_trainable(base, f"{folder}: base_model_name_or_path")
-    config = AutoConfig.from_pretrained(base)
-    hf = read_model(base, model_class(config), base, config)
-    for parameter in hf.parameters():                           # buffers stay as they are
-        parameter.data = parameter.data.to(dtype)
-    for name, (A, B) in read_tensors(folder).items():
-        weight = hf.get_submodule(name).weight
-        weight.data = merge(weight.data, A, B, scale)
-    write_model(hf, {name: x.detach() for name, x in hf.named_parameters()}, out)
-    with reading(f"{folder}: its tokenizer"):                  # which has the chat template of the run
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(out)
-    share(out)
-    return out
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__.strip())
-    try:
-        print(merge_folder(sys.argv[1]))
-    except ValueError as error:
-        sys.exit(f"lora.py: {error}")

@@ -79,7 +79,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
         raise ValueError(f"{what}: no tokenizer in this folder")
     if os.path.exists(f"{path}/adapter_config.json"):
         raise ValueError(f"{what}: the folder holds an adapter (adapter_config.json) and not a model; "
-                         f"python lora.py {path} writes one")
+                         "docs/lora.md says how PEFT writes one")
     with reading(f"{what}: {'' if in_folder else 'no such folder, and on the hub '}config.json"):
         limit = longest_row(read_config(path).get_text_config())
     if length > limit:

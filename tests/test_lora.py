@@ -19,7 +19,6 @@ from runs import ROOT, forked, load_rows, on_ranks, shut_down, without_times
 from runtime.check_model import SHIPPED, check_model
 from test_packing import episode, random_parts
 from test_rollout import ENGINES
-from tiny import pretrain
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 4, "save_interval": 2, "warmup_steps": 0,
@@ -328,42 +327,6 @@ def test_a_checkpoint_is_a_folder_of_peft(checkpoint, folder):
             assert name in config["target_modules"] and is_A == ("lora_A" in key)
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_merged_folder_is_the_policy(folder, mesh, tmp_path, stored, dtype):
-    """In the dtype that it was trained in, whatever the base is stored in."""
-    base, adapter = shutil.copytree(folder, tmp_path / "base"), str(tmp_path / "adapter")
-    AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(base)
-    policy = adapted(str(base), mesh, dtype)
-    policy.adapters.save(adapter, dict(policy.full_weights()))
-    tokenizer = pretrain.make_tokenizer()
-    tokenizer.chat_template = "of the run"
-    tokenizer.save_pretrained(adapter)
-    out = forked(tmp_path / "log", "lora.py", f"{adapter}/").split()[-1]
-    assert AutoTokenizer.from_pretrained(out).chat_template == "of the run"
-    assert out == f"{adapter}-merged"
-    plain = AutoModelForCausalLM.from_pretrained(out)
-    assert plain.dtype == dtype and check_model(out) == out and os.path.exists(f"{out}/tokenizer.json")
-    for name, tensor in policy.full_weights(None, "module"):
-        assert torch.equal(plain.get_parameter(name), tensor)
-    rollouts = some_rollouts()
-    mine = logps(policy, rollouts)
-    assert (logps(policy.adapters.base, rollouts) - mine).abs().max() > 0.02
-    found = [torch.tensor(r.ids.tolist()) for r in rollouts]
-    tables = [plain(ids[None]).logits[0].float().log_softmax(-1) for ids in found]
-    theirs = torch.cat([table[[p - 1 for start, end in r.spans for p in range(start, end)]].gather(
-        1, torch.tensor(r.sampled_ids.tolist())[:, None])[:, 0] for table, r in zip(tables, rollouts)])
-    assert (mine - theirs).abs().max() < (1e-4 if dtype == torch.float32 else 0.2)
-
-
-def test_an_adapter_from_elsewhere_is_refused(checkpoint, tmp_path):
-    """It names no dtype, and may be of a kind that is not merged by a sum."""
-    adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
-    save_file(load_file(adapter / lora.WEIGHTS), adapter / lora.WEIGHTS)
-    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read: "):
-        lora.merge_folder(str(adapter))
-
-
 def test_each_seed_draws_its_own_adapters(folder, mesh):
     drawn = [[part.lora_A.full_tensor() for part in load_policy(
         folder, mesh, torch.float32, adapter=(3, seed, None)).adapters.layers.values()] for seed in (0, 0, 1)]
@@ -371,16 +334,12 @@ def test_each_seed_draws_its_own_adapters(folder, mesh):
     assert not any(map(torch.equal, drawn[0], drawn[2])) and len({x.sum().item() for x in drawn[0]}) == 14
 
 
-def test_lora_py_says_what_it_does(tmp_path):
-    assert "writes a plain model to" in forked(tmp_path / "log", "lora.py", "--help", code=1)
-
-
 def test_an_adapter_is_not_taken_for_a_model(checkpoint, folder, reward_file, tmp_path):
     for script, key in (("evaluate_model.py", "model"), ("train_grpo.py", "model"),
                         ("train_ppo.py", "critic_model")):
         runs.refused([f"--{key}={checkpoint}", "--engine=hf"] + [f"--model={folder}"] * (key != "model"),
                      f"{key}={checkpoint}: the folder holds an adapter (adapter_config.json) and not a "
-                     f"model; python lora.py {checkpoint} writes one", tmp_path, script)
+                     "model; docs/lora.md says how PEFT writes one", tmp_path, script)
 
 
 @pytest.mark.parametrize("settings, message", [
@@ -397,16 +356,6 @@ def test_a_model_without_plain_linear_layers_is_refused(mesh, tmp_path):
     make("gpt2", str(tmp_path))
     with pytest.raises(ValueError, match="lora_rank=3: the layers of this model have no plain linear layers"):
         adapted(str(tmp_path), mesh)
-
-
-@pytest.mark.parametrize("files", [{lora.CONFIG: b""}, {lora.CONFIG: b"[]"}, {lora.CONFIG: b"{}"},
-                                   {lora.WEIGHTS: b"nothing"}])
-def test_damaged_folders_are_refused_in_one_line(checkpoint, tmp_path, files):
-    adapter = shutil.copytree(checkpoint, tmp_path / "adapter")
-    for name, content in files.items():
-        (adapter / name).write_bytes(content)
-    said = forked(tmp_path / "log", "lora.py", adapter, code=1).splitlines()
-    assert said[-1].startswith(f"lora.py: {adapter}/{min(files)} cannot be read: "), said
 
 
 # ---------------------------------------------------------------- small steps in bfloat16

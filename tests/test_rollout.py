@@ -15,17 +15,13 @@ import torch.distributed as dist
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM,
                           GenerationConfig)
 
-import data
-import losses
 import rollout
-from model import compare_logprobs, load_policy
-from packing import pack
+from model import compare_logprobs
 from runtime import check_model
 from losses import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
-from runs import load_rows, on_ranks, shut_down
+from runs import on_ranks, shut_down
 from test_packing import episode
-from tiny import pretrain
 
 PROMPTS = [[72, 105], [50, 43, 50, 61], [65], list(range(97, 117))]
 ENGINES = ["hf"] + (["vllm"] if importlib.util.find_spec("vllm") else [])

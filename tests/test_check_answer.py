@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from fractions import Fraction                          # which a text that is evaluated names
 
 import pytest
 

@@ -16,7 +16,7 @@ import runs
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
 from runs import ROOT, forked, load_rows, on_ranks, shut_down, without_times
-from runtime.check_model import SHIPPED, check_model
+from runtime.check_model import SHIPPED
 from test_packing import episode, random_parts
 from test_rollout import ENGINES
 

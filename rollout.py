@@ -37,9 +37,12 @@ from transformers import AutoConfig, DynamicCache
 from losses import head_logits
 from runtime import distributed
 from runtime.check_model import model_class
+from runtime.checkpoint import json_text
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 
-ARRAYS = "ids", "spans", "logprobs"             # fields of a Rollout
+
+# Fields of a Rollout that JSON may change: from_arrays restores two of them, and the others are users' data.
+LOOSE = "rewards", "versions", "row", "completion"
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Rollout:
                    np.array(logprobs, dtype=np.float32), finish_reason, versions=versions)
 
     prompt_ids = property(lambda self: self.ids[:self.spans[0, 0]])
+    sampled_by = property(lambda self: {version for _, version in self.versions})
     sampled_ids = property(lambda self: np.concatenate([self.ids[start:end] for start, end in self.spans]))
 
 
@@ -93,20 +97,34 @@ class Answer(NamedTuple):
 
 
 def as_arrays(rollouts):
-    """Return Rollouts as {name: array}; all that is not an array in them has to be fit for JSON."""
-    rest = [{key: value for key, value in vars(r).items() if key not in ARRAYS} for r in rollouts]
-    arrays = {f"{i}.{key}": getattr(r, key) for i, r in enumerate(rollouts) for key in ARRAYS}
+    """Return Rollouts as {name: array}. Raises ValueError for a field, even one of your own, that is neither
+    an array or number of NumPy nor what JSON holds. In rows and completions a date, say, becomes text."""
+    arrays, rest = {}, []
+    for i, r in enumerate(rollouts):
+        rest.append({})
+        for key, value in vars(r).items():
+            if isinstance(value, (np.ndarray, np.generic)):
+                arrays[f"{i}.{key}"] = value
+                continue
+            if key not in LOOSE:
+                json_text(f"the field {key} of a rollout", value)
+            rest[i][key] = value
     return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
 
 
 def from_arrays(arrays):
     """Return the Rollouts of which as_arrays made these arrays, or none if there are no arrays."""
-    rest = json.loads(arrays["rest"].tobytes()) if arrays else []
-    for i, one in enumerate(rest):
-        one |= {key: arrays[f"{i}.{key}"] for key in ARRAYS}
-        one["rewards"] = {int(t): reward for t, reward in one["rewards"].items()}
-        one["versions"] = tuple(map(tuple, one["versions"]))
-    return [Rollout(**one) for one in rest]
+    rollouts = []
+    for fields in json.loads(arrays["rest"].tobytes()) if arrays else []:
+        fields["rewards"] = {int(t): reward for t, reward in fields["rewards"].items()}
+        fields["versions"] = tuple(map(tuple, fields["versions"]))
+        rollouts.append(Rollout.__new__(Rollout))
+        vars(rollouts[-1]).update(fields)
+    for name, array in arrays.items():
+        number, _, key = name.partition(".")
+        if key:
+            setattr(rollouts[int(number)], key, array[()])      # a number is an array without dimensions
+    return rollouts
 
 
 def engine_class(engine):

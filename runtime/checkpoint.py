@@ -25,6 +25,7 @@ import zlib
 from pathlib import Path
 from secrets import token_hex
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -85,13 +86,26 @@ def remove_older(folder, scores, keep):
         shutil.rmtree(other, ignore_errors=True)
 
 
+def json_text(name, value):
+    """Return a value as JSON. Raises ValueError if it would be another one when it is read back."""
+    text = json.dumps(value, default=str, skipkeys=True)
+    read = json.loads(text)
+    # Not the values themselves: NaN is not equal to NaN, and a defaultdict is equal to a dict.
+    if repr(read) != repr(value):
+        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {read!r:.200}: checkpoints "
+                         "keep numbers of Python, text, lists, and dicts whose keys are text")
+    return text
+
+
 def write_state(folder, state, arrays={}):
     # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every
     # file, and waits until the disk has all.
     trainer = Path(folder, "trainer")
     trainer.mkdir(exist_ok=True)
     if arrays:
-        save_arrays(arrays, trainer / "arrays.safetensors")
+        # safetensors would write the memory of an array with gaps, such as a[:, ::2], as it lies.
+        whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        save_arrays(whole, trainer / "arrays.safetensors")
     (trainer / "state.json").write_text(json.dumps(state))
     share(folder)
     checksums = {name: checksum(path) for name, path in contents(folder).items()}
@@ -195,9 +209,12 @@ def load_optimizer(folder, model, optimizer):
             if parts[0].get_shape():
                 first, end = range_of_rows(len(parameter), parameter.device_mesh)
                 size = -(-len(parameter) // len(files))         # rows in a file; the last ones may have fewer
-                rows = [part[max(0, first - n * size):max(0, end - n * size)] for n, part in enumerate(parts)]
+                rows = torch.cat([part[max(0, first - n * size):max(0, end - n * size)]
+                                  for n, part in enumerate(parts)])
                 value = torch.zeros_like(parameter)
-                value.to_local().copy_(torch.cat(rows))
+                if rows.shape != value.to_local().shape:        # copy_ would repeat a row or a column
+                    raise ValueError(f"{entry} has another shape than its parameter")
+                value.to_local().copy_(rows)
             else:
                 value = files[0].get_tensor(entry)              # how many steps were made
             optimizer.state[parameter][key] = value

@@ -60,6 +60,15 @@ def read_state(resumed, state, settings, script):
     return loaded, load_file(arrays) if os.path.exists(arrays) else {}
 
 
+def check_state(state, keys):
+    """Stop the script if JSON would change one of these values, or if ranks differ in one. A collective."""
+    with input_errors():
+        texts = {key: checkpoint.json_text(f"run.state[{key!r}]", state[key]) for key in keys}
+    for others in distributed.gathered([texts]):
+        check(texts == others, f"the ranks differ in {[*dict(texts.items() ^ others.items())]} of run.state, "
+                               "and a resumed run would have that of rank 0")
+
+
 class Run:
     """A run's folder and state, from the start or from a checkpoint.
 
@@ -86,7 +95,9 @@ class Run:
         distributed.watchdog.limit(settings.timeout)
         self.state = {"step": 0, "position": 0, "num_tokens": 0, "skipped_updates": {}, "checksums": {},
                       "eval_scores": {}, "evaluated": {}, "settings": vars(settings), "loss_scale": {},
-                      "clock": clock, "first_gap": None} | state
+                      "clock": clock, "first_gap": None}
+        self.own_state = self.state.keys() - {"position"}       # which no script sets
+        self.state |= state
         self.arrays, self.signalled = {}, 0.0
         if self.resumed:
             loaded, self.arrays = read_state(self.resumed, self.state, settings, script)
@@ -215,6 +226,7 @@ class Run:
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         self.state["step"] += 1
         self.state["num_tokens"] += tokens
+        check_state(self.state, self.state.keys() - self.own_state)
         if self.state["first_gap"] is None:
             self.state["first_gap"] = log.metrics.get("sampling/sampling_logp_difference/mean")
         engines = getattr(self.engine, "engines", self.world_size)
@@ -252,6 +264,11 @@ class Run:
 
     def end(self):
         """Write the report, end engines that are apart, and leave the process group."""
+        scores = self.state["eval_scores"]
+        best = max(reversed(scores), key=scores.get, default="")
+        if best and not os.path.isdir(f"{self.out_dir}/checkpoint-{best}"):
+            self.log.say(f"Step {best} has the best evaluation but no checkpoint: save_interval says which "
+                         "models are saved")
         self.log.report()
         self.engine.close()
         distributed.leave()
@@ -267,6 +284,8 @@ def opening(run, policy, data_note, updates):
         f"Each of {s.max_steps} steps samples {B} x {G} = {B * G} completions (prompts_per_step x "
         f"num_generations) and makes {updates}, in micro-batches of at most {s.token_budget} tokens.",
         printable(data_note), *run.notes,
+        *(f"{key}={value} is not read: the run goes on with {key}={run.state[key]} of its state"
+          for key, value in vars(s).items() - run.state["settings"].items() if key in run.state),
         (s.environment or s.tools or s.agent) and s.call_workers and
         "call_workers: turns begin when the environments answer, so the run does not repeat bit for bit",
         run.resumed and f"resumes {run.resumed}",

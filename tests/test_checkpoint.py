@@ -86,7 +86,12 @@ def test_one_that_has_made_no_step_is_read(model, tmp_path):
 
 @pytest.mark.parametrize("change", [
     lambda moments: moments.update({"weights.exp_avg": torch.ones(4, 4)}),
-    lambda moments: moments.update({"weight.exp_avg": torch.ones(4, 3)})])
+    lambda moments: moments.update({"weight.exp_avg": torch.ones(4, 3)}),
+    # These would be repeated until they fit.
+    lambda moments: moments.update({"weight.exp_avg": torch.ones(4, 1)}),
+    lambda moments: moments.update({"weight.exp_avg": torch.ones(1, 4)}),
+    lambda moments: moments.update({"weight.exp_avg": torch.ones(4)}),
+    lambda moments: moments.update({"bias.exp_avg": torch.ones(1)})])
 def test_moments_of_another_model_are_refused(saved, model, change):
     """One belongs to no parameter of this model, or has another shape."""
     folder, optimizer = saved

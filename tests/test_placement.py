@@ -1,4 +1,5 @@
 """Trainers and engines apart: the same figures as together, older weights, kills, and a role that is gone."""
+import datetime
 import functools
 import itertools
 import json
@@ -534,6 +535,24 @@ def test_rollouts_come_back_from_arrays(tmp_path):
             assert getattr(ours, key) == getattr(theirs, key)
     assert [r.rewards for r in found] == [{}, {0: 0.25}]
     assert from_arrays({}) == from_arrays(as_arrays([])) == []
+
+
+def test_fields_of_your_own_come_back_as_they_were(tmp_path):
+    r = rollout_with(((0, 2),), 3, row={"prompt": "?", "day": datetime.date(2026, 1, 2)}, rewards={2: 0.5})
+    own = {"values": np.arange(6.0).reshape(2, 3)[:, ::2], "lists": {"a": [1, None, "b"]}, "text": "1",
+           "half": np.float32(0.1), "count": 3, "nothing": None, "flag": True, "nan": math.nan}
+    vars(r).update(own)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    checkpoint.write_state(tmp_path, {}, as_arrays([rollout_with(((0, 2),), 1), r]))
+    _, again = from_arrays(load_file(tmp_path / "trainer" / "arrays.safetensors"))
+    for key, value in own.items():
+        found = getattr(again, key)
+        assert type(found) is type(value) and repr(found) == repr(value), key
+    assert again.row == {"prompt": "?", "day": "2026-01-02"} and again.rewards == {2: 0.5}
+    for value in (torch.ones(2), (1, 2), {1: 2}, [np.ones(2)], datetime.date(2026, 1, 2)):
+        r.mine = value
+        with pytest.raises(ValueError, match="the field mine of a rollout is "):
+            as_arrays([r])
 
 
 @pytest.mark.parametrize("key", ["max_staleness", "temperature", "max_completion_length", "max_turns",

@@ -121,7 +121,8 @@ def end_step(log, rollouts, n=2):
     """Ends a step of this log as Run does, whose other attributes these are; returns Run's state."""
     state = {"step": log.metrics["step"], "num_tokens": 100, "first_gap": None}
     numbers = SimpleNamespace(batch_decode=lambda ids: [str(token) for (token,) in ids])
-    run = SimpleNamespace(log=log, state=state, first_step=-1, engine=SimpleNamespace(allocated=0), world_size=1,
+    run = SimpleNamespace(log=log, state=state, own_state={*state}, first_step=-1, world_size=1,
+                          engine=SimpleNamespace(allocated=0),
                           settings=SimpleNamespace(num_generations=n), tokenizer=numbers)
     Run.end_step(run, rollouts, group_std)
     return run.state
@@ -367,6 +368,7 @@ def test_bounds_of_another_loss_are_named_at_the_start(settings, says):
     settings = SimpleNamespace(**{"epsilon": 0.2, "epsilon_high": 0.2, "prompts_per_step": 1, "num_generations": 1, "model": "m",
                                   "max_steps": 1, "token_budget": 9, "environment": "", "tools": "", "agent": "",
                                   "dtype": "float32"} | settings)
-    run = SimpleNamespace(settings=settings, out_dir="", world_size=1, engine=SimpleNamespace(name="hf"), notes=[], resumed=None)
+    run = SimpleNamespace(settings=settings, out_dir="", world_size=1, engine=SimpleNamespace(name="hf"),
+                          notes=[], resumed=None, state={"settings": vars(settings)})
     text = opening(run, torch.nn.Linear(1, 1), "", "")
     assert (says in text) if says else ("epsilon" not in text)

@@ -188,6 +188,8 @@ RULES = (
      ": train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
     # evaluate_model.py has no trainers, so it may take 0.
     (lambda temperature, trainers: temperature > 0, ": must be above 0"),
+    (lambda top_p, trainers: top_p == 1, ": the trainer computes the probabilities of all tokens"),
+    (lambda top_k, trainers: top_k == 0, ": the trainer computes the probabilities of all tokens"),
     (lambda token_budget, max_prompt_length, max_completion_length:
      max_prompt_length + max_completion_length <= token_budget,
      ": less than max_prompt_length + max_completion_length"),
@@ -227,17 +229,12 @@ RULES = (
     (lambda advantage, kl_estimator, kl_coef:
      advantage != "none" or kl_coef > 0 and kl_estimator == "k1_advantage",
      " teaches nothing without kl_estimator=k1_advantage and a kl_coef above 0"),
-    (lambda advantage, kl_estimator, kl_coef:
-     advantage != "grpo_process" or kl_coef == 0 or kl_estimator != "k1_reward",
-     " takes the rewards of steps: kl_estimator=k1_reward changes none"),
     # what a step of DAPO trains on
     (lambda max_num_gen_batches, advantage:
      max_num_gen_batches == 0 or advantage not in ("reinforce++", "grpo_process", "none"),
      " leaves out prompts that teach something with advantage={advantage}"),
     (lambda overlong_buffer, max_completion_length: overlong_buffer <= max_completion_length,
-     ": more than max_completion_length={max_completion_length}"),
-    (lambda overlong_buffer, advantage: not overlong_buffer or advantage != "grpo_process",
-     ": advantage={advantage} cannot take such a penalty"))
+     ": more than max_completion_length={max_completion_length}"))
 
 
 def check_values(settings):

@@ -24,7 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 # own. The statistics are computed in float64.
 #   scores [N]: NaN stands for no score. Such a completion is in no statistic and its advantage is 0.
 #   lengths [N]: the number of sampled tokens of each completion.
-#   rewards: for each completion a dict {sampled token: the part of the score that the token was given}.
+#   rewards: for each completion a dict {sampled token: the part of the score that the token was given}. They
+#   add up to the score, also after a KL or a penalty was taken off it.
 # A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
 # reinforce++_baseline.
 
@@ -115,6 +116,16 @@ def none(scores, num_generations, **_):
 ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "grpo_batch": grpo_batch, "rloo": rloo,
               "reinforce++": reinforce_plus_plus, "reinforce++_baseline": reinforce_plus_plus_baseline,
               "grpo_process": grpo_process, "none": none}
+
+
+def shaped(rollouts, scores):
+    """Return the rewards of each rollout, {token: reward}, whose sum is its score in `scores`: what a KL or a
+    penalty has changed in the score is added to the last reward."""
+    result = [dict(r.rewards) for r in rollouts]
+    for rewards, r, score in zip(result, rollouts, scores.tolist()):
+        if rewards:
+            rewards[max(rewards)] += score - r.score
+    return result
 
 
 def overlong_penalty(lengths, max_length, buffer):

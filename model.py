@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from attention import Pick, cut_over, join, packed_attention
-from losses import LogprobsFromHidden
+from losses import LogprobsFromHidden, schedule
 from packing import deal, micro_batch, pack
 from runtime import distributed
 from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
@@ -222,14 +222,16 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
 
     Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
     sync, a wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the
-    worst tokens. Pass an infinite bound for weights that are known to differ. version: that of the policy;
-    rollouts of another version raise RuntimeError, because another policy is their pi_old. None accepts all.
+    worst tokens. So does a mean difference over a fifth of `bound`: rounding goes both ways, but an engine
+    that samples from a part of the distribution (top_p) is always above the trainer. Pass an infinite bound
+    for weights that are known to differ. version: that of the policy; rollouts of another version raise
+    RuntimeError, because another policy sampled them. None accepts all.
     docs/metrics.md explains the metrics. A collective, also for a rank without any logprobs.
     """
-    stale = {sampled_by for s in logps for _, sampled_by in rollouts[s].versions} - {version}
+    stale = set().union(*(rollouts[s].sampled_by for s in logps)) - {version}
     if stale and version is not None:
-        raise RuntimeError(f"step {version} trains on rollouts of step {min(stale)}'s policy: take the "
-                           "engine's old logprobs (--old_logprobs=engine), and compare none of them")
+        raise RuntimeError(f"step {version} compares rollouts of step {min(stale)}'s policy with its own: "
+                           "leave them out of compare_logprobs, or load the weights into the engine")
     # On the CPU, where the engine's are, in one transfer.
     theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]
     own = torch.cat([*logps.values()] or [theirs]).cpu() - theirs
@@ -237,9 +239,10 @@ def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
     if len(log_ratio) == 0:                             # no rank compares a token, so nothing can be wrong
         return {}
     gap, ratio = log_ratio.abs(), log_ratio.exp()
-    if not (gap.mean() <= bound and gap.isfinite().all()):
+    if not (gap.mean() <= bound and abs(log_ratio.mean()) <= bound / 5 and gap.isfinite().all()):
         raise RuntimeError(
-            f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}. "
+            f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}, "
+            f"or by {log_ratio.mean():+.2g} with their sign, over a fifth of it. "
             f"The worst tokens here:\n{worst_tokens(rollouts, logps, own.abs(), tokenizer)}")
     return {f"sampling/{name}": value.item() for name, value in {
         "sampling_logp_difference/mean": gap.mean(), "sampling_logp_difference/max": gap.max(),
@@ -448,6 +451,20 @@ def make_optimizer(network, learning_rate, offload_optimizer):
         optimizer.register_step_post_hook(lambda *_: move("cpu"))
         optimizer.register_load_state_dict_post_hook(lambda *_: move("cpu"))    # of a resumed run
     return optimizer
+
+
+def set_rates(optimizer, name, step, steps, kind, warmup):
+    """Give each group of an optimizer's parameters its learning rate, by losses.schedule; return the rates.
+
+    The peak is the rate that the group was made with. The rate of the first group is called `name`, those of
+    the others name/1, name/2 and so on.
+    """
+    rates = {}
+    for number, group in enumerate(optimizer.param_groups):
+        peak = group.setdefault("initial_lr", group["lr"])      # as PyTorch's schedulers call it
+        group["lr"] = schedule(peak, step, steps, kind, warmup)
+        rates[f"{name}/{number}" if number else name] = group["lr"]
+    return rates
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ import rollout
 from configurator import configure, input_errors
 from episodes import Player, Table
 from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
-                   make_optimizer, micro_batches, open_folders, token_logprobs)
+                   make_optimizer, micro_batches, open_folders, set_rates, token_logprobs)
 from placement import Bridge, kept_ahead, sample_for_trainers, staleness
 from runtime.run import Run, check_run
 # ------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ for step in range(run.first_step, max_steps + 1):
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
@@ -213,8 +213,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        log.metrics["learning_rate"] = optimizer.param_groups[0]["lr"] = losses.schedule(
-            learning_rate, step, max_steps, lr_decay, warmup_steps)
+        log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]: 1 / a count over the whole update, on all ranks. So dealing and packing change no gradient.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)

@@ -33,7 +33,7 @@ import rollout
 from configurator import configure, input_errors
 from episodes import Player
 from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
-                   make_optimizer, micro_batches, open_folders, token_logprobs)
+                   make_optimizer, micro_batches, open_folders, set_rates, token_logprobs)
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
@@ -164,7 +164,7 @@ for step in range(run.first_step, max_steps + 1):
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
     # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
-    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=[r.rewards for r in rollouts])
+    adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
@@ -174,16 +174,16 @@ for step in range(run.first_step, max_steps + 1):
     # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # By default pi_old is the policy before update 1. On-policy that is logp itself; nobody reads old_logps.
-    on_policy = old_logprobs == "trainer" and updates_per_step == 1
+    # pi_old is the policy before update 1, on-policy logp itself; if a rollout is older, it is what sampled.
+    by_engine = old_logprobs == "engine" or any(r.sampled_by != {step} for r in rollouts)
+    on_policy = not by_engine and updates_per_step == 1
     with log.timed("old_log_prob"):
-        old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
+        old_logps = (engine_logps if on_policy or by_engine else token_logprobs(
             policy, rollouts, sum(shares, []), token_budget, temperature))              # {s: [len]}
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
-        log.metrics["learning_rate"] = optimizer.param_groups[0]["lr"] = losses.schedule(
-            learning_rate, step, max_steps, lr_decay, warmup_steps)
+        log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
             # [N]: 1 / a count over the whole update, on all ranks. So dealing and packing change no gradient.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)

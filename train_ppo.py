@@ -30,7 +30,7 @@ import rollout
 from configurator import configure, input_errors
 from episodes import Player
 from model import (compare_logprobs, deal_to_ranks, load_critic, load_policy, load_reference, make_optimizer,
-                   micro_batches, open_folders, token_logprobs, token_values)
+                   micro_batches, open_folders, set_rates, token_logprobs, token_values)
 from runtime.run import Run
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
@@ -181,10 +181,9 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 5 update
     policy_step = step - critic_warmup_steps                    # below 0 only the critic is trained
-    log.metrics["learning_rate"] = optimizer.param_groups[0]["lr"] = losses.schedule(
-        learning_rate, policy_step, max_steps - critic_warmup_steps, lr_decay, warmup_steps)
-    log.metrics["critic/lr"] = critic_optimizer.param_groups[0]["lr"] = losses.schedule(
-        critic_learning_rate, step, max_steps, lr_decay, warmup_steps)
+    log.metrics |= set_rates(optimizer, "learning_rate", policy_step, max_steps - critic_warmup_steps,
+                             lr_decay, warmup_steps)
+    log.metrics |= set_rates(critic_optimizer, "critic/lr", step, max_steps, lr_decay, warmup_steps)
     for update, share in num_epochs * list(zip(updates, shares)):
         # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
         weight = scores.isfinite() * losses.sequence_weights(

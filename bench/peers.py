@@ -98,12 +98,12 @@ def here(d, word="", ref=None, **given):
     entropy = entropy_from_logits(logits)
     settings, loop = loop_of(word)
     exec(settings, names)
-    rollouts = [SimpleNamespace(number=s, score=score, rewards={}, parts={})
+    rollouts = [SimpleNamespace(number=s, score=score, rewards={}, parts={}, sampled_by={0})
                 for s, score in enumerate(d.scores.tolist())]
     names |= given | {
         "losses": losses, "torch": torch, "random": random, "G": G, "N": N, "step": 0, "world_size": 1,
         "scores": d.scores, "lengths": torch.tensor(LENGTHS), "rollouts": rollouts,
-        "optimizer": SimpleNamespace(param_groups=[{}]), "engine_logps": per(d.engine),
+        "optimizer": None, "set_rates": lambda *_: {}, "engine_logps": per(d.engine),
         "scorer": SimpleNamespace(weights={}),
         "log": SimpleNamespace(timed=lambda _: nullcontext(), metrics={},
                                add=lambda sums, means: found.append(sums["loss"].item())),

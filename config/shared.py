@@ -11,9 +11,10 @@ reward_model = ""               # a folder or hub id of a sequence-classificatio
 # engine
 vllm_gpu_memory_utilization = 0.4  # fraction of the GPU's memory that vLLM may take while it is awake
 vllm_tensor_parallel_size = 1   # ranks that share an engine; with 1, each rank has its own
-logprob_gap = 0.0               # nats: the run stops if the mean |trainer - engine| is larger than this;
-                                # 0 stands for 1e-3; in 16 bits for three times the first step's, at least
-                                # 0.05, and for 0.15 in that step
+logprob_gap = 0.0               # nats: the run stops if the mean |trainer - engine| is larger than this, or
+                                # |mean of trainer - engine| than a fifth of it; 0 stands for 1e-3; in 16
+                                # bits for three times the first step's mean, at least 0.05, and for 0.15 in
+                                # that step
 # training
 lora_rank = 0                   # train adapters of this rank and nothing else, at ten times the learning
                                 # rate (docs/lora.md); 0 trains all weights
@@ -32,5 +33,6 @@ timeout = 3600.0                # seconds after which a rank that stands still s
 eval_interval = 10              # in steps; the first and the last model are always evaluated; with 0 no other
 eval_samples = 4                # completions per held-out prompt: k in mean@k, pass@k, maj@k
 save_interval = 20              # in steps; the last model is always saved; with 0 no other
-keep_checkpoints = 2            # how many of the newest to keep; the best at an evaluation is also kept
+keep_checkpoints = 2            # how many of the newest to keep; of those that were saved, the one with the
+                                # best evaluation is also kept
 # ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
 from rollout import from_arrays
+from runtime.run import check_state
 from runs import ROOT, forked, kept_rollouts, lines, without_times
 from test_docs import DIFFS
 from test_train_grpo import SMALL, train
@@ -76,7 +79,7 @@ def of_groups(rows, G=4):
 
 def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     script = changed(tmp_path, diff=diff_with("run.arrays"))
-    arguments = small(folder, reward_file, "--old_logprobs=engine", "--max_steps=3", "--learning_rate=3e-3")
+    arguments = small(folder, reward_file, "--max_steps=3", "--learning_rate=3e-3")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
     metrics = lines(tmp_path / "run")
     kept = lambda step: from_arrays(load_file(tmp_path / f"run/checkpoint-{step}/trainer/arrays.safetensors"))
@@ -96,16 +99,112 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-3"))
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto")
     assert without_times(lines(tmp_path / "again")) == without_times(metrics)
-    for way in (["--old_logprobs=trainer"], ["--old_logprobs=trainer", "--updates_per_step=2"]):
-        others = [one for one in arguments if "old_logprobs" not in one]
-        output = forked(tmp_path / "log", script, *others, *way, f"--out_dir={tmp_path}/refused", code=1)
-        assert "step 1 trains on rollouts of step 0's policy: take the engine's old logprobs" in output
-        shutil.rmtree(tmp_path / "refused")
+    # Whatever old_logprobs says, the ratio is to the policy that sampled.
+    forked(tmp_path / "log", script, *arguments, "--old_logprobs=engine", f"--out_dir={tmp_path}/engine")
+    for line, other in zip(lines(tmp_path / "engine")[:3], metrics):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+    # Nobody compares them with the engine by mistake.
+    script = changed(tmp_path, diff=diff_with("run.arrays").replace("if s < len(fresh)", ""))
+    output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/refused", code=1)
+    assert "step 1 compares rollouts of step 0's policy with its own: leave them out" in output
 
 
 def diff_with(word):
     (diff,) = [diff for _, diff in DIFFS if word in diff]
     return diff
+
+
+STEP_7 = "    # ------------------------------------------------------------ 7 log\n"
+
+
+@pytest.mark.parametrize("ranks, value, message", [
+    (1, '{1: 0.5}', "run.state['mine'] is {1: 0.5}, and a resumed run would read {'1': 0.5}"),
+    (2, "rank", "the ranks differ in ['mine'] of run.state, and a resumed run would have that of rank 0")])
+def test_state_that_a_resume_would_not_have_stops_the_first_step(folder, reward_file, tmp_path, ranks, value,
+                                                                 message):
+    script = changed(tmp_path, (STEP_7, f"    run.state['mine'] = {value}\n" + STEP_7))
+    output = forked(tmp_path / "log", script, *small(folder, reward_file), f"--out_dir={tmp_path}/run",
+                    code=2, ranks=ranks)
+    assert message in output.splitlines()[-1] and not lines(tmp_path / "run")
+
+
+@pytest.mark.parametrize("value, ok", [
+    ({"a": [1, 0.5, None, True, "é"], "b": {}}, True), (math.nan, True), (math.inf, True), ((1, 2), False),
+    ([(1,)], False), (torch.ones(2), False), (np.float32(0.5), False), (defaultdict(int, a=1), False),
+    ({("a", 1): 2}, False), ({1, 2}, False), ({"1": 1, 1: 2}, False)])
+def test_state_survives_json(mesh, capsys, value, ok):
+    state = {"step": 1, "mine": value, "own": (1,)}
+    if ok:
+        return check_state(state, ["step", "mine"])
+    with pytest.raises(SystemExit):
+        check_state(state, ["step", "mine"])
+    assert "run.state['mine'] is " in capsys.readouterr().err
+
+
+def test_a_setting_that_is_state_is_said_to_be_ignored(folder, reward_file, tmp_path):
+    state = "Run(settings, __file__, entropy_coef=entropy_coef)"
+    script = changed(tmp_path, ("Run(settings, __file__)", state),
+                     (STEP_7, "    run.state['entropy_coef'] += 0.5\n" + STEP_7))
+
+    def run(steps, *more):
+        return forked(tmp_path / "log", script, *small(folder, reward_file, *more, f"--max_steps={steps}"),
+                      f"--out_dir={tmp_path}/run", "--resume=auto")
+
+    assert "is not read" not in run(1, "--entropy_coef=0.1") + run(2, "--entropy_coef=0.1")
+    output = run(3, "--entropy_coef=5", "--lr_decay=cosine")
+    assert "\nentropy_coef=5.0 is not read: the run goes on with entropy_coef=1.1 of its state\n" in output
+    assert output.count("is not read") == 1
+
+
+def test_rates_by_layer_follow_the_schedule_and_are_logged(folder, reward_file, tmp_path):
+    """The first step of Adam moves the weights by the rate of their group. A frozen one stays."""
+    frozen = "policy.hf.model.norm.weight.requires_grad_(False)\n"
+    script = changed(tmp_path, ("log = run.begin(", f"{frozen}log = run.begin("),
+                     diff=diff_with("add_param_group"))
+    arguments = small(folder, reward_file, "--max_steps=3", "--warmup_steps=2", "--keep_checkpoints=9")
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run", ranks=2)
+    metrics = lines(tmp_path / "run")
+    assert [line["learning_rate"] for line in metrics[:3]] == pytest.approx([5e-4, 1e-3, 1e-3])
+    assert [line["learning_rate/1"] for line in metrics[:3]] == pytest.approx([5e-5, 1e-4, 1e-4])
+    before, after = (dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+                     for path in (folder, tmp_path / "run" / "checkpoint-1"))
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    assert moved["model.layers.0.mlp.up_proj.weight"] == pytest.approx(5e-4, rel=1e-2)
+    assert moved["model.embed_tokens.weight"] == pytest.approx(5e-5, rel=1e-2)
+    assert moved["model.norm.weight"] == 0
+    # And in a resumed run.
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-[23]"))
+    forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/again", "--resume=auto", ranks=2)
+    assert without_times(lines(tmp_path / "again")) == without_times(metrics)
+
+
+def test_the_best_evaluation_of_a_model_that_was_not_saved_is_named(folder, reward_file, tmp_path):
+    for last, named in ((0.3, True), (0.9, False)):
+        script = changed(tmp_path, ("    if run.due(save_interval):",
+                                    f"    run.state['eval_scores'][str(step)] = [0.1, 0.9, {last}][step]\n"
+                                    "    if run.due(save_interval):"))
+        output = forked(tmp_path / "log", script, *small(folder, reward_file, "--save_interval=0"),
+                        f"--out_dir={tmp_path}/{last}")
+        assert ("\nStep 1 has the best evaluation but no checkpoint: save_interval says" in output) == named
+
+
+@pytest.mark.parametrize("setting", ["top_p = 0.5", "top_k = 3"])
+def test_a_setting_of_evaluation_does_not_act_in_training(folder, tmp_path, setting):
+    script = changed(tmp_path, ("temperature = 1.0 ", f"{setting}\ntemperature = 1.0 "))
+    name, value = setting.split(" = ")
+    message = f"{name}={value}: the trainer computes the probabilities of all tokens"
+    runs.refused([f"--model={folder}"], message, tmp_path, script=script)
+
+
+def test_the_kl_is_taken_off_the_rewards_of_tokens_too(folder, teacher, reward_file, tmp_path):
+    """With one reward for each completion grpo_process is grpo, also with a KL or a penalty."""
+    how = ["--max_num_gen_batches=0", "--overlong_buffer=6", "--updates_per_step=1", "--kl_coef=0.3",
+           "--kl_estimator=k1_reward", f"--reference_model={teacher}", "--max_steps=1"]
+    (grpo, _), (process, _) = (
+        train(folder, tmp_path / advantage, reward_file, *how, f"--advantage={advantage}",
+              script="train_dapo.py")[0] for advantage in ("grpo", "grpo_process"))
+    assert process["grad_norm"] == pytest.approx(grpo["grad_norm"], rel=1e-4)
+    assert process["rewards/shaped/mean"] < process["reward"] - 0.3
 
 
 def test_wrong_completions_that_the_policy_has_left_are_masked(folder, reward_file, tmp_path):

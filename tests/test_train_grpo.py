@@ -222,8 +222,6 @@ def bad(tmp_path_factory, folder):
      "engine_correction=token_mask: with old_logprobs=engine the ratio corrects already"),
     (["--kl_coef=0.1", "--kl_estimator=k1"], "kl_estimator=k1: choose k2, "),
     (["--lr_decay=step"], "lr_decay=step"),
-    (["--advantage=grpo_process", "--kl_coef=0.1", "--kl_estimator=k1_reward"],
-     "advantage=grpo_process takes the rewards of steps"),
     (["--advantage=none"], "advantage=none teaches nothing without kl_estimator=k1_advantage"),
     (["--reference_model=tiny"], "reference_model=tiny needs a kl_coef above 0"),
     (["--kl_coef=0.1", "--skip_zero_advantage=true"], "skip_zero_advantage=True, but entropy_coef or a KL"),

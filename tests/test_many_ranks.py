@@ -392,7 +392,7 @@ SYNC = "rollout.HFEngine.load_weights = lambda self, weights, version: "
 
 
 @pytest.mark.parametrize("harm, found", [
-    ("", None), ("colder()", 0), ("rollout.sample_tokens = lambda *given: plain(*given[:3], 0.9)", 0),
+    ("", None), ("colder()", 0), ("rollout.sample_tokens = lambda *given: plain(*given[:3], 0.5)", 0),
     (SYNC + "(fill(self, weights, version), colder())", 1),
     (SYNC + "fill(self, ((name.replace('.4.', '.3.'), x) for name, x in weights), version)", 1)])
 def test_the_bound_of_the_gap_follows_the_noise_of_bfloat16(noisy, reward_file, tmp_path, harm, found):

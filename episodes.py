@@ -19,7 +19,6 @@ environment an answer is an episode of one turn, which train_async.py plays here
 episode are a Conversation, which knows no environment.
 """
 import inspect
-import itertools
 import os
 import math
 import zlib
@@ -367,22 +366,25 @@ class Player:
         timeout, or error (the environment raised, or the episode could not begin; it gets no score). Raises
         ValueError if an environment returns what it must not.
         """
-        jobs = [(prompt.row, Request(None, prompt.ids, seed + j, *sampling))
-                for prompt, seed in zip(prompts, seeds) for j in range(n)]
-        return engine.serve(jobs, Table(self, engine).play)
+        return engine.serve(jobs_for(prompts, n, seeds, *sampling), Table(self, engine).play)
+
+
+def jobs_for(prompts, n, seeds, *sampling):
+    """Return n adjacent jobs of a Table per data.Prompt. seeds, sampling: as for Player.play."""
+    return [(prompt.row, Request(None, prompt.ids, seed + j, *sampling))
+            for prompt, seed in zip(prompts, seeds) for j in range(n)]
 
 
 class Table:
     """The episodes that are played at a time: add more whenever you like, and step returns what is complete.
 
-    player: plays them. engine: samples the policy's turns.
+    player: plays them. engine: samples the policy's turns, also for other tables.
     """
 
     def __init__(self, player, engine):
         self.player, self.engine, self.settings = player, engine, player.settings
         self.free = Semaphore(self.settings.call_workers)       # workers that have nothing to do
         self.calls = {}                         # {Future of a call in a thread: the number of its episode}
-        self.numbers = itertools.count()        # of the episodes, in the order in which they were added
         self.groups = {}                        # {key: the numbers of its episodes}
         # Pairs (number, job); {number: (Episode, its play())}; {number: Rollout}
         self.waiting, self.playing, self.ended = [], {}, {}
@@ -392,18 +394,24 @@ class Table:
 
         key: the one under which step returns their Rollouts when all of them have ended.
         """
-        self.groups[key] = [next(self.numbers) for _ in jobs]
+        self.groups[key] = [next(self.engine.numbers) for _ in jobs]
         self.waiting += zip(self.groups[key], jobs)
 
     def play(self, jobs):
         """Return the Rollouts of these jobs, when no others are at the table; none if a signal has come."""
         self.add("all", jobs)
-        while not (complete := self.step()) and not self.engine.signalled:
-            pass
-        return complete.get("all", [])
+        while "all" in self.groups:
+            complete = self.step()
+        return complete["all"]
 
     def step(self):
-        """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}."""
+        """Take a step of the engine if an episode waits for one; return {key: its complete Rollouts}.
+
+        After a signal it returns all keys, without any Rollouts, so that nobody goes on waiting for them.
+        """
+        if self.engine.signalled:
+            interrupted, self.groups = self.groups, {}
+            return {key: [] for key in interrupted}
         # No more episodes are played at a time than there may be environments.
         while self.waiting and len(self.playing) < (self.settings.max_environments or math.inf):
             number, job = self.waiting.pop(0)
@@ -415,13 +423,33 @@ class Table:
         abandoned = [number for number, (episode, _) in self.playing.items() if episode.abandoned]
         if abandoned:
             self.engine.abort(abandoned)
-        for answer in self.engine.step() if asked else ():
-            self._go_on(answer.name, answer)
+        if asked:
+            self._advance()
         patience = 0 if len(self.playing) > len(self.calls) else None
         for call in wait(self.calls, patience, FIRST_COMPLETED).done:
             self._go_on(self.calls.pop(call), call.result())
         complete = [key for key, numbers in self.groups.items() if all(n in self.ended for n in numbers)]
         return {key: [self.ended.pop(number) for number in self.groups.pop(key)] for key in complete}
+
+    def abort(self):
+        """Give up all episodes that have not ended, and the groups that are not complete."""
+        for number, (episode, play) in self.playing.items():
+            # An environment that is still at work plays no other episode.
+            if number in self.calls.values() and id(episode.instance) in self.player.opened:
+                self.player.close(episode.instance)
+            play.close()
+        unanswered = self.playing.keys() & self.engine.versions.keys()
+        self.waiting, self.playing, self.calls, self.groups, self.ended = [], {}, {}, {}, {}
+        self.engine.abort(unanswered)
+        while unanswered & self.engine.versions.keys() and not self.engine.signalled:
+            self._advance()
+
+    def _advance(self):
+        # Takes a step of the engine, and goes on with the episodes that it has answered, of whichever table.
+        for answer in self.engine.step():
+            table = self.engine.tables.pop(answer.name)
+            if answer.name in table.playing:                    # it was not aborted
+                table._go_on(answer.name, answer)
 
     def _go_on(self, number, value=None):
         # Runs an episode until it ends, or waits for the engine or for a thread.
@@ -430,6 +458,7 @@ class Table:
                 _, play = self.playing[number]
                 wish = play.send(value)
                 if isinstance(wish, Request):
+                    self.engine.tables[number] = self
                     return self.engine.add(wish._replace(name=number))
                 if self.settings.call_workers:
                     self.calls[in_thread(partial(self._call, wish))] = number

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import rollout
+from episodes import jobs_for
 from runtime import distributed
 
 TOGETHER = 8                    # tensors of weights that travel together, because each message takes time
@@ -196,9 +197,8 @@ def sample_for_trainers(bridge, s, table, scorer, train_set, eval_set, version, 
         # n adjacent completions for each of this engine's prompts. Their seeds do not depend on the number of
         # engines.
         first, end = (e * len(prompts) // bridge.engines for e in (bridge.engine, bridge.engine + 1))
-        jobs[key] = [(prompts[i].row, rollout.Request(
-            None, prompts[i].ids, zlib.crc32(f"{s.seed} {name} {i}".encode()) + j, s.max_completion_length,
-            s.temperature)) for i in range(first, end) for j in range(n)]
+        seeds = [zlib.crc32(f"{s.seed} {name} {i}".encode()) for i in range(first, end)]
+        jobs[key] = jobs_for(prompts[first:end], n, seeds, s.max_completion_length, s.temperature)
         table.add(key, jobs[key])
 
     def advance():

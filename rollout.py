@@ -5,11 +5,11 @@ attributes name, naming (see Network.full_weights) and allocated (bytes):
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
     abort(names)                    ends requests whose Answers nobody waits for
-    switch(version)                 loads the weights of a version, even in the middle of requests
     load_weights(tensors, version)  loads these weights for the next steps
+    switch(version)                 loads those of a version that `incoming` returns
 
-generate() calls these in a loop. episodes.py adds requests while others are still being answered, and
-train_async.py switches weights in between.
+generate() calls these in a loop. episodes.py adds requests while others are still being answered. With
+in_flight, weights may change in between.
 
 The trainer gets the tokens as they were sampled; they are never decoded and encoded again. The logprobs, in
 nats, are those of the distribution that was sampled from, after temperature, top_p and top_k. Each request
@@ -18,6 +18,7 @@ how logits are rounded, and with that a token.
 """
 import gc
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -137,7 +138,8 @@ def load_engine(s, model, dtype, max_length, eos_ids, apart=False):
     """Return the engine of a script's settings, with a model from a folder or hub id. Raises ValueError if
     it cannot run. apart: see VLLMEngine."""
     return engine_class(s.engine)(model, dtype, max_length, eos_ids, s.vllm_gpu_memory_utilization,
-                                  getattr(s, "vllm_tensor_parallel_size", 1), apart=apart)
+                                  getattr(s, "vllm_tensor_parallel_size", 1), apart=apart,
+                                  in_flight=getattr(s, "in_flight", False))
 
 
 def text_of(tokenizer, sampled, finish_reason):
@@ -164,11 +166,9 @@ class Sampler:
         h is a hash of its text, the same on any rank. temperature, length: by default those of the settings.
         """
         self.engine.stop()                                      # does not return if a signal has come
-        s = self.settings
-        seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
-        sampling = (length or s.max_completion_length, s.temperature if temperature is None else temperature,
-                    getattr(s, "top_p", 1.0), getattr(s, "top_k", 0))       # those of evaluate_model.py
-        if self.player.make:                                    # there is an environment, tools or an agent
+        seeds, sampling = self.requested(names, temperature, length)
+        # There is an environment, tools or an agent, or other requests are in flight.
+        if self.player.make or self.engine.versions:
             rollouts = self.player.play(self.engine, prompts, n, seeds, *sampling)
         else:
             rollouts = self.engine.generate([prompt.ids for prompt in prompts], n, seeds, *sampling)
@@ -180,16 +180,29 @@ class Sampler:
         self.engine.stop()
         return rollouts
 
+    def requested(self, names, temperature, length):
+        """Return a seed for each of the names, and max_tokens, temperature, top_p and top_k of a Request."""
+        s = self.settings
+        seeds = [zlib.crc32(f"{s.seed} {name}".encode()) for name in names]
+        return seeds, (
+            length or s.max_completion_length, s.temperature if temperature is None else temperature,
+            getattr(s, "top_p", 1.0), getattr(s, "top_k", 0))               # those of evaluate_model.py
+
 
 class Engine:
     """What both engines have in common.
 
     version: the version of the weights, as in Rollout. incoming: a function that returns the named tensors
-    of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have. signalled:
-    whether a signal has come, after which sampling returns no rollouts; stop: ends the run if so; see Run.
+    of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have. in_flight:
+    whether weights may change in the middle of requests. signalled: whether a signal has come, after which
+    sampling returns no rollouts; stop: ends the run if so; see Run. versions: {name of an unanswered request:
+    its versions, as in Rollout}. numbers: names for requests. tables: {name: the episodes.Table that asks}.
     """
-    version, incoming, max_length = 0, None, math.inf
+    version, incoming, max_length, in_flight = 0, None, math.inf, False
     signalled, stop = False, staticmethod(lambda: None)
+
+    def __init__(self):
+        self.added, self.versions, self.numbers, self.tables = [], {}, itertools.count(), {}
 
     def add(self, request):
         if (longest := len(request.ids) + request.max_tokens) > self.max_length:
@@ -201,11 +214,21 @@ class Engine:
         """End requests, if the engine can: the next step returns empty Answers for these names."""
 
     def switch(self, version):
-        """Load the weights of this version. Requests that have begun continue with their old KV cache."""
-        so_far = self.so_far()
-        for name, versions in self.versions.items():
-            versions[so_far.get(name, 0)] = version
+        """Load the weights of this version."""
         self.load_weights(self.incoming(version), version)
+
+    def load_weights(self, named_tensors, version):
+        """Load weights. With in_flight, requests that have begun continue with their old KV cache; otherwise
+        unanswered requests raise RuntimeError."""
+        if self.versions:
+            if not self.in_flight:
+                raise RuntimeError(f"the weights of version {version} come while {len(self.versions)} requests "
+                                   "are unanswered: finish or abort these first, or set in_flight=True")
+            so_far = self.so_far()
+            for name, versions in self.versions.items():
+                versions[so_far.get(name, 0)] = version
+        self.version = version
+        self._load(named_tensors)
 
     def so_far(self):
         """Return {name of a request: how many tokens were sampled for it}, where there are any."""
@@ -247,16 +270,17 @@ class Engine:
 class VLLMEngine(Engine):
     """vLLM in this process, on this rank's device.
 
-    On a GPU it sleeps while the trainer works, which frees its memory, unless it is `apart`: on a device that
-    no trainer uses.
+    On a GPU it sleeps while the trainer works, which frees its memory, unless requests are in flight or it is
+    `apart`: on a device that no trainer uses.
     """
     name, naming = "vllm", "checkpoint"
 
     def __init__(self, model, dtype, max_length, eos_ids, gpu_memory_utilization, tensor_parallel_size=1,
-                 apart=False):
+                 apart=False, in_flight=False):
+        super().__init__()
         self.cuda, self.apart, self.asleep = torch.cuda.is_available(), apart, set()
-        self.sleeps = self.cuda and not apart
-        self.eos_ids, self.added, self.aborted, self.versions = eos_ids, [], [], {}
+        self.sleeps, self.in_flight = self.cuda and not apart, in_flight
+        self.eos_ids, self.aborted = eos_ids, []
         before = torch.cuda.memory_allocated() if self.cuda else 0
         try:
             self.llm = self._make(model, dtype, max_length, gpu_memory_utilization, tensor_parallel_size)
@@ -304,7 +328,8 @@ class VLLMEngine(Engine):
             **arguments, max_model_len=max_length, use_tqdm_on_load=False, enforce_eager=not self.cuda,
             enable_sleep_mode=self.sleeps, gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size, language_model_only=config.is_multimodal_model,
-            async_scheduling=False if self.apart else None,     # or the next step begins before a switch
+            # Otherwise the next step begins before a switch.
+            async_scheduling=False if self.apart or self.in_flight else None,
             hf_overrides={"head_dtype": "float32"},
             logprobs_mode="processed_logprobs",      # after temperature, top_p and top_k
             enable_chunked_prefill=self.cuda,        # CPU: a split prompt breaks seeded requests
@@ -327,7 +352,7 @@ class VLLMEngine(Engine):
                 self._step(*requests)
         results = self.group.broadcast_object(results)
         before = sum(map(len, everyones[:place]))
-        if len(results) == sum(map(len, everyones)):            # not if a signal left requests open
+        if not self.versions:                                   # no requests are left open
             self._sleep()
         return results[before:before + len(jobs)]
 
@@ -355,9 +380,9 @@ class VLLMEngine(Engine):
         for name in aborted:
             self.versions.pop(name, None)
         for name, ids, seed, max_tokens, temperature, top_p, top_k in requests:
-            # Apart from the trainer, weights change while rows are being sampled, so the prefix cache cannot
-            # be emptied. With this salt only what the current weights computed is found in it.
-            salt = {"cache_salt": str(self.version)} if self.apart else {}
+            # If weights change while rows are being sampled, the prefix cache cannot be emptied. With this
+            # salt only what the current weights computed is found in it.
+            salt = {"cache_salt": str(self.version)} if self.in_flight else {}
             engine.add_request(str(name), {"prompt_token_ids": ids} | salt, SamplingParams(
                 seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
                 logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
@@ -368,8 +393,7 @@ class VLLMEngine(Engine):
                        sample.finish_reason, tuple(self.versions.pop(int(output.request_id), {}).items()))
                 for output in engine.step() if output.finished for sample in output.outputs]
 
-    def load_weights(self, named_tensors, version):
-        self.version = version
+    def _load(self, named_tensors):
         if not self.has_head:
             named_tensors = ((name, x) for name, x in named_tensors if not name.startswith("lm_head."))
         self._wake(["weights"])                                # the KV cache sleeps until the next step
@@ -378,8 +402,9 @@ class VLLMEngine(Engine):
         # A reload processes weights as they were when the model was loaded: the CPU build packs linear ones and
         # drops the originals, and some GPUs have experts in another layout.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-        if not self.sleeps:
-            self.llm.reset_prefix_cache()                      # sleep has emptied it otherwise
+        # If the engine has slept, its cache is empty.
+        if not (self.asleep or self.llm.reset_prefix_cache() or self.in_flight):
+            raise RuntimeError("vLLM keeps what the old weights computed, because a request is in flight")
 
     def _sleep(self):
         if self.sleeps and len(self.asleep) < 2:
@@ -404,9 +429,10 @@ class HFEngine(Engine):
     name, naming, allocated = "hf", "module", 0
     max_seqs = 256           # how many requests a step answers at most
 
-    def __init__(self, model, dtype, max_length, eos_ids, *for_vllm, apart=False):
+    def __init__(self, model, dtype, max_length, eos_ids, *for_vllm, apart=False, in_flight=False):
+        super().__init__()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.eos_ids, self.added, self.versions = torch.tensor(eos_ids, device=self.device), [], {}
+        self.eos_ids, self.in_flight = torch.tensor(eos_ids, device=self.device), in_flight
         try:
             config = AutoConfig.from_pretrained(model)
             # PyTorch's own attention leaves out Gemma 2's softcap.
@@ -465,8 +491,7 @@ class HFEngine(Engine):
                 in zip(requests, tokens.tolist(), logprobs.tolist(), lengths.tolist())]
 
     @torch.no_grad()
-    def load_weights(self, named_tensors, version):
-        self.version = version
+    def _load(self, named_tensors):
         for name, tensor in named_tensors:
             self.model.get_parameter(name).copy_(tensor)
 

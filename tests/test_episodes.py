@@ -285,7 +285,8 @@ class Says(rollout.Engine):
 
     def __init__(self, *texts):
         self.texts = [[TOKENIZER(text).input_ids for text in turns] for turns in texts]
-        self.added, self.asked, self.versions = [], [], {}
+        super().__init__()
+        self.asked = []
 
     def add(self, request):
         self.added.append(request)
@@ -338,7 +339,7 @@ def single(engine, tokenizer, prompts, n, seeds, max_tokens, temperature, top_p=
     settings = SimpleNamespace(max_completion_length=max_tokens, temperature=temperature, top_p=top_p,
                                top_k=top_k, seed=0)
     generate = lambda ids, n, _, *sampling: engine.generate(ids, n, seeds, *sampling)
-    engine_with = SimpleNamespace(generate=generate, stop=engine.stop)
+    engine_with = SimpleNamespace(generate=generate, stop=engine.stop, versions=engine.versions)
     sample = rollout.Sampler(settings, tokenizer, player(""), engine_with)
     return sample(prompts, n, seeds)
 

@@ -1,5 +1,7 @@
 """New weights in the middle of completions: which token is by which; and many groups at one table."""
 import functools
+import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import data
-from runs import load_rows, shut_down
+from runs import load_rows, on_ranks, shut_down
 import rollout
 from episodes import Player, Table
+from in_flight import InFlightSampler
 from rollout import Request, Rollout
 from test_episodes import SETTINGS, TOKENIZER
 from test_placement import gap
@@ -36,7 +39,7 @@ def model_of(folder):
 def made(name, folder, model_of, length=128):
     pytest.importorskip("vllm") if name == "vllm" else None
     engine = rollout.engine_class(name)(folder, torch.float32, length, [TOKENIZER.eos_token_id], 0.4,
-                                       apart=True)
+                                       apart=True, in_flight=True)
     engine.incoming = lambda version: [(name, p.detach().clone()) for name, p in
                                        model_of(version).named_parameters(remove_duplicate=False)]
     return engine
@@ -181,3 +184,199 @@ def test_versions_of_an_episode_count_the_tokens_of_all_its_turns(folder, games,
                 logits = model_of(turn)(ids[None, :end]).logits[0, start - 1:-1].log_softmax(-1)
             logps.append(logits.gather(1, ids[start:end, None])[:, 0].numpy())
         assert np.abs(np.concatenate(logps) - r.logprobs).max() < 1e-4
+
+
+# ---------------------------------------------------------------- two tables, signals, and weights
+
+def jobs(count, length=12, seed=0):
+    return [(prompt.row, Request(None, prompt.ids, seed + 10 * n, length))
+            for n, prompt in enumerate(prompts(count))]
+
+
+@pytest.mark.parametrize("name", ["hf", "vllm"])
+def test_two_tables_on_one_engine_get_their_own_answers(name, request, folder, model_of, mesh):
+    """Also if one of them takes the step that answers the other."""
+    engine = request.getfixturevalue("vllm") if name == "vllm" else made("hf", folder, model_of)
+    plain = Player(SimpleNamespace(**SETTINGS), TOKENIZER, [TOKENIZER.eos_token_id])
+    alone = [Table(plain, engine).play(jobs(4, length, seed)) for length, seed in ((12, 0), (5, 7))]
+    tables = [Table(plain, engine) for _ in range(2)]
+    tables[0].add("all", jobs(4, 12, 0))
+    tables[1].add("all", jobs(4, 5, 7))
+    found = [{}, {}]
+    while not all(found):
+        for i, table in enumerate(tables):
+            found[i] |= table.step()
+    for expected, rollouts in zip(alone, found):
+        for r, again in zip(expected, rollouts["all"], strict=True):
+            assert r.ids.tolist() == again.ids.tolist() and r.row == again.row
+    assert not engine.versions and not engine.tables
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_signal_ends_a_loop_over_steps(folder, model_of, mesh, games, calls):
+    """Whatever the loop waits for, and whether it waits for the engine or for an environment."""
+    engine = made("hf", folder, model_of, length=200)
+    settings = SETTINGS | {"environment": f"{games}:Letters" if calls else "", "max_prompt_length": 80,
+                           "call_workers": 2 * calls}
+    table = Table(Player(SimpleNamespace(**settings), TOKENIZER, [TOKENIZER.eos_token_id]), engine)
+    table.add("a", jobs(2))
+    table.add("b", jobs(1))
+    engine.signalled = True
+    while not (complete := table.step()):
+        pass
+    assert complete == {"a": [], "b": []} and not table.groups
+    assert table.play(jobs(2)) == []
+
+
+@pytest.mark.parametrize("name", ["hf", "vllm"])
+def test_weights_do_not_come_while_requests_are_unanswered(name, request, folder, model_of, mesh):
+    """Unless the engine is meant to be in flight. Of vLLM they would be answered from the old keys."""
+    engine = request.getfixturevalue("vllm") if name == "vllm" else made("hf", folder, model_of)
+    engine.add(Request(0, PROMPT, 0, 20))
+    if name == "vllm":
+        engine.step()
+    engine.in_flight = False
+    try:
+        with pytest.raises(RuntimeError, match="version 1 come while 1 requests are unanswered: finish or abort"):
+            engine.switch(1)
+        assert engine.version == 0
+        (answer,) = finished(engine).values()
+        assert answer.versions == ((0, 0),) and gap(as_rollout(answer), model_of) < 1e-4
+        engine.switch(1)
+        engine.add(Request(1, PROMPT, 0, 20))
+        (answer,) = finished(engine).values()
+        assert answer.versions == ((0, 1),) and gap(as_rollout(answer), model_of) < 1e-4
+    finally:
+        engine.in_flight = True
+
+
+def test_vllm_says_so_if_its_cache_stays(vllm, monkeypatch):
+    """reset_prefix_cache returns False where a request that this repository has not added is in flight."""
+    monkeypatch.setattr(vllm.llm, "reset_prefix_cache", lambda: False)
+    vllm.switch(1)
+    monkeypatch.setattr(vllm, "in_flight", False)
+    with pytest.raises(RuntimeError, match="keeps what the old weights computed"):
+        vllm.switch(2)
+
+
+# ---------------------------------------------------------------- groups that outlast a step
+
+SAMPLING = SETTINGS | {"max_completion_length": 24, "temperature": 1.0, "seed": 0, "vllm_tensor_parallel_size": 1}
+
+
+def samplers(engine):
+    """One that may leave groups open, and one that may not."""
+    settings = SimpleNamespace(**SAMPLING)
+    player = Player(settings, TOKENIZER, [TOKENIZER.eos_token_id])
+    return [kind(settings, TOKENIZER, player, engine) for kind in (InFlightSampler, rollout.Sampler)]
+
+
+def test_groups_go_on_in_the_next_step(vllm, model_of):
+    """With the new weights, while held-out prompts are answered by these alone."""
+    sample, plain = samplers(vllm)
+    long, short, new = prompts(2), prompts(4)[2:], prompts(5)[4:]
+    sample.begin(long, 2, ["a", "b"], length=40)
+    sample.begin(short, 2, ["c", "d"], length=5)
+    first = sample.until(1)
+    assert [r.row for r in first] == [short[0].row] * 2 and [*sample.open] == ["a", "b", "d"]
+    assert {r.versions for r in first} == {((0, 0),)}
+    # Both were complete after the same step of the engine. This one waited for its turn.
+    vllm.load_weights(vllm.incoming(1), 1)
+    held_out = sample(short, 1, ["x", "y"], length=6)
+    assert [r.versions for r in held_out] == [((0, 1),)] * 2
+    sample.begin(new, 2, ["e"], length=60)
+    later = sample.until(3)
+    assert [r.row for r in later] == [p.row for p in (short[1], short[1], long[0], long[0], long[1], long[1])]
+    # The last one has ended by itself.
+    assert [len(r.logprobs) for r in later] == [5] * 2 + [40] * 3 + [11] and [*sample.open] == ["e"]
+    assert all(isinstance(r.completion, str) for r in later) == isinstance(long[0].row["prompt"], str)
+    for r in first + held_out + later:
+        assert gap(r, model_of) < 1e-4
+    for r in later[2:]:
+        assert [version for _, version in r.versions] == [0, 1] and r.versions[1][0] > 3
+    assert len(later) == 6
+    # Up to the new weights the tokens are those of a sampler that waits.
+    sample.abort()
+    vllm.switch(0)
+    for r, expected in zip(later[2:], plain(long, 2, ["a", "b"], length=40), strict=True):
+        end = r.versions[1][0]
+        assert r.sampled_ids[:end].tolist() == expected.sampled_ids[:end].tolist()
+
+
+def test_what_is_aborted_leaves_nothing_behind(vllm):
+    sample, plain = samplers(vllm)
+    expected = plain(prompts(3), 2, [*"abc"], length=12)
+    sample.begin(prompts(3), 2, [*"xyz"], length=40)
+    with pytest.raises(ValueError, match=r"until\(4\): only 3 groups are open"):
+        sample.until(4)
+    sample.table.step()
+    sample.abort()
+    assert not (sample.open or vllm.versions or vllm.tables or vllm.so_far() or vllm.added)
+    vllm.in_flight = False
+    vllm.switch(0)                                              # no request is in flight
+    vllm.in_flight = True
+    sample.begin(prompts(3), 2, [*"abc"], length=12)
+    again = sample.until(3)
+    assert [r.ids.tolist() for r in again] == [r.ids.tolist() for r in expected]
+
+
+def test_an_environment_at_work_plays_no_other_episode_after_an_abort(folder, model_of, mesh, tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text("""
+import threading
+DONE, BEGUN, closed = threading.Event(), threading.Event(), []
+
+class Slow:
+    def reset(self, **row):
+        pass
+
+    def step(self, text):
+        BEGUN.set()
+        DONE.wait(10)
+        return None, 1.0, True
+
+    def close(self):
+        closed.append(self)
+""")
+    settings = SimpleNamespace(**SETTINGS | {"environment": f"{file}:Slow", "call_workers": 2})
+    player = Player(settings, TOKENIZER, [TOKENIZER.eos_token_id])
+    module = sys.modules[type(player.idle[0]).__module__]
+    engine = made("hf", folder, model_of, length=200)
+    engine.max_seqs = 1
+    table = Table(player, engine)
+    table.add("all", jobs(2))
+    while not module.BEGUN.wait(0.2):
+        table.step()
+    # One environment is at work, the other waits for the engine, or is at work as well.
+    begun = time.monotonic()
+    table.abort()
+    assert time.monotonic() - begun < 5 and not (table.playing or table.groups or engine.versions)
+    assert len(module.closed) + len(player.idle) == 2 and module.closed
+    assert not {*module.closed} & {*player.idle} and len(player.opened) == len(player.idle)
+    module.DONE.set()
+    assert len(table.play(jobs(2))) == 2
+
+
+def groups_of_ranks(folder):
+    """Two steps on a rank of several, whose engine answers two requests at a time."""
+    engine = made("hf", folder, lambda _: None)
+    engine.max_seqs = 2
+    sample, _ = samplers(engine)
+    sample.begin(prompts(6), 2, [*"abcdef"])
+    steps = [sample.until(3)]
+    sample.begin(prompts(8)[6:], 2, [*"gh"])
+    steps += [sample.until(4), sample(prompts(1), 1, ["held out"]), sample.until(1)]
+    return [[(r.row["prompt"], r.ids.tolist()) for r in step] for step in steps], [*sample.open]
+
+
+def test_ranks_agree_on_the_first_groups(folder, mesh, tmp_path):
+    alone = groups_of_ranks(folder)
+    first, second = on_ranks(2, tmp_path, groups_of_ranks, folder)
+    assert alone[1] == first[1] == second[1] == []
+    for step, expected in enumerate(alone[0]):
+        parts = first[0][step], second[0][step]
+        if step == 2:                                           # each rank has sampled for itself
+            assert parts == (expected, expected)
+            continue
+        assert all(parts) or step == 3
+        assert sorted(map(str, sum(parts, []))) == sorted(map(str, expected))

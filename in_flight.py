@@ -1,0 +1,72 @@
+"""
+Groups of completions that outlast a step, for a script that does not wait for the longest ones
+(docs/recipes.md):
+
+    sample = InFlightSampler(settings, tokenizer, player, engine)       # in the place of rollout.Sampler
+    sample.begin(prompts, n, names)     begins a group of n completions for each prompt
+    sample.until(count)                 samples until that many groups are complete, and returns them
+    sample.abort()                      gives up the others; without it they go on in the next step
+
+Each rank plays its share of the prompts. The ranks take the steps of their engines together, so that they agree
+on which groups were complete first, and on a CPU a run repeats. A call of `sample`, as in an evaluation, samples
+besides, while open groups go on. If requests outlast a weight sync, the script needs the setting in_flight=True;
+on a GPU the engine then stays awake and keeps its memory.
+"""
+import torch.distributed as dist
+
+from episodes import Table, jobs_for
+from rollout import Sampler
+from runtime import distributed
+
+
+class InFlightSampler(Sampler):
+    """A Sampler whose groups may be incomplete when a step ends. begin, until and abort are collectives.
+
+    open: {name: data.Prompt} of the groups that were begun and neither returned nor given up, on all ranks.
+    complete: the names of those that are complete, in the order of completion. rollouts: {name: Rollouts} of
+    those on this rank.
+    """
+
+    def __init__(self, settings, tokenizer, player, engine):
+        if settings.vllm_tensor_parallel_size > 1:
+            raise ValueError("vllm_tensor_parallel_size has to be 1 if groups outlast a step")
+        super().__init__(settings, tokenizer, player, engine)
+        self.table = Table(player, engine)
+        self.open, self.complete, self.rollouts = {}, [], {}
+
+    def begin(self, prompts, n, names, temperature=None, length=None):
+        """Begin a group of n completions for each data.Prompt; every rank gets all prompts, and plays its share.
+
+        The other arguments are those of rollout.Sampler.
+        """
+        self.open |= zip(names, prompts)
+        seeds, sampling = self.requested(names, temperature, length)
+        for i in range(dist.get_rank(), len(prompts), dist.get_world_size()):
+            self.table.add(names[i], jobs_for([prompts[i]], n, [seeds[i]], *sampling))
+
+    def until(self, count):
+        """Sample until `count` groups are complete, over all ranks; return the Rollouts of those of this rank.
+
+        The first ones are returned; of those that the same step of the engines completed, those that were
+        begun first. Does not return if a signal has come. Raises ValueError if fewer groups are open.
+        """
+        if count > len(self.open):
+            raise ValueError(f"until({count}): only {len(self.open)} groups are open")
+        while len(self.complete) < count:
+            self.rollouts |= self.table.step()
+            self.engine.stop()
+            new = {*distributed.gathered([*self.rollouts])} - {*self.complete}
+            self.complete += [name for name in self.open if name in new]
+        returned = []
+        for name in self.complete[:count]:
+            returned += self.rollouts.pop(name, [])             # nothing for a group of another rank
+            del self.open[name]
+        del self.complete[:count]
+        self.engine.serve([], list)                             # without requests the engine may sleep
+        return returned
+
+    def abort(self):
+        """Give up all open groups."""
+        self.table.abort()
+        self.open, self.complete, self.rollouts = {}, [], {}
+        self.engine.serve([], list)

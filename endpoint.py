@@ -109,14 +109,14 @@ class AgentEpisode(Episode):
     not answered, pairs of a Future and a request, and in the end of None and the agent's outcome. longest:
     how many tokens may precede the first answer. full: whether a limit has refused or cut off a turn. asking:
     the Future of the request for which the engine samples, or None. unheard: how many answers were dropped
-    because their clients had left.
+    because their clients had left. refused: why its last refused request was refused.
     """
 
     def __init__(self, player, row, first):
         super().__init__(player, row, first)
         self.key, self.mail, self.rows, self.full = token_hex(), SimpleQueue(), [], False
         self.longest = max(self.settings.max_prompt_length, len(first.ids))
-        self.asking, self.unheard = None, 0
+        self.asking, self.unheard, self.refused = None, 0, ""
 
     @property
     def abandoned(self):
@@ -136,7 +136,8 @@ class AgentEpisode(Episode):
                     reply = yield from self._answer(json.loads(body), future)
                 # An agent may send anything.
                 except Exception as error:
-                    reply = refusal(400, shown(error))
+                    self.refused = shown(error)
+                    reply = refusal(400, self.refused)
                 deliver(future, reply)
         except (Failed, TimeUp) as late:
             raise Failed(f"took more than call_timeout={self.settings.call_timeout:g} seconds") from late
@@ -149,7 +150,10 @@ class AgentEpisode(Episode):
                     deliver(future, refusal(401, "the episode of this key has ended"))
         _, (self.score, error, _) = heard
         if error or not self.talk.spans:
-            raise error or Failed("never asked the policy, or did not wait for an answer")
+            problem = error or Failed("never asked the policy, or did not wait for an answer")
+            if self.refused:
+                raise Failed(f"{problem}; its last refused request: {self.refused}")
+            raise problem
         self.instance, self.ended = self, "length" if self.full else "stop"     # rewards read its score
 
     def _answer(self, body, future):

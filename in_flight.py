@@ -7,10 +7,10 @@ Groups of completions that outlast a step, for a script that does not wait for t
     sample.until(count)                 samples until that many groups are complete, and returns them
     sample.abort()                      gives up the others; without it they go on in the next step
 
-Each rank plays its share of the prompts. The ranks take the steps of their engines together, so that they agree
-on which groups were complete first, and on a CPU a run repeats. A call of `sample`, as in an evaluation, samples
-besides, while open groups go on. If requests outlast a weight sync, the script needs the setting in_flight=True;
-on a GPU the engine then stays awake and keeps its memory.
+Each rank plays its share of the prompts. The ranks take the steps of their engines together, so that they
+agree on which groups were complete first, and on a CPU a run repeats. A call of `sample`, for example by an
+evaluation, samples while open groups go on. If requests outlast a weight sync, the script needs the setting
+in_flight=True; on a GPU the engine then stays awake and keeps its memory.
 """
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ class InFlightSampler(Sampler):
         self.open, self.complete, self.rollouts = {}, [], {}
 
     def begin(self, prompts, n, names, temperature=None, length=None):
-        """Begin a group of n completions for each data.Prompt; every rank gets all prompts, and plays its share.
+        """Begin a group of n completions for each data.Prompt; all ranks get the same prompts.
 
         The other arguments are those of rollout.Sampler.
         """
@@ -45,10 +45,11 @@ class InFlightSampler(Sampler):
             self.table.add(names[i], jobs_for([prompts[i]], n, [seeds[i]], *sampling))
 
     def until(self, count):
-        """Sample until `count` groups are complete, over all ranks; return the Rollouts of those of this rank.
+        """Sample until `count` groups are complete, over all ranks; return those of this rank.
 
-        The first ones are returned; of those that the same step of the engines completed, those that were
-        begun first. Does not return if a signal has come. Raises ValueError if fewer groups are open.
+        These are the first ones; of those that the same step of the engines completed, those that were begun
+        first. Returned are Rollouts, adjacent for each group. Does not return if a signal has come. Raises
+        ValueError if fewer groups are open.
         """
         if count > len(self.open):
             raise ValueError(f"until({count}): only {len(self.open)} groups are open")

@@ -29,10 +29,18 @@ from torch.nn.utils.rnn import pad_sequence
 # A prompt whose scores are all equal gets advantages of exactly 0, except from reinforce++ and
 # reinforce++_baseline.
 
+def in_groups(values, num_generations):
+    """Return values [N] as [P, G]. Raises ValueError if N is no multiple of G."""
+    if len(values) % num_generations:
+        raise ValueError(f"{len(values)} rollouts are not groups of num_generations={num_generations}: each "
+                         "prompt has that many, side by side, and each is one row of tokens")
+    return values.view(-1, num_generations)
+
+
 def grouped(scores, num_generations):
     """Return three [P, G] tensors: scores, a mask of those that are not NaN, and score - group mean, which
     is 0 at NaN, and exactly 0 in a group of equal scores."""
-    groups = scores.double().view(-1, num_generations)            # [P, G]
+    groups = in_groups(scores.double(), num_generations)          # [P, G]
     # A mean of equal scores may be rounded. That of their distances from the lowest one is exactly 0.
     above = groups - groups.nan_to_num(math.inf).amin(1, keepdim=True)
     return groups, ~groups.isnan(), (above - above.nanmean(1, keepdim=True)).nan_to_num()
@@ -245,12 +253,13 @@ def sequence_weights(lengths, aggregation, update, num_generations, max_length):
     they are dealt and packed. Only their weights mean something.
     """
     num_tokens, num_sequences = lengths[update].sum(), len(update)
-    trained = torch.zeros_like(lengths)
-    trained[update] = lengths[update]
-    of_prompt = trained.view(-1, num_generations).sum(1)                # [P]; 0 if it is not in the update
     divisors = {"token_mean": num_tokens, "sequence_mean": lengths * num_sequences,
-                "constant_length": max_length * num_sequences, "sequence_sum": num_sequences,
-                "prompt_mean": of_prompt.repeat_interleave(num_generations) * (of_prompt > 0).sum()}
+                "constant_length": max_length * num_sequences, "sequence_sum": num_sequences}
+    if aggregation == "prompt_mean":
+        trained = torch.zeros_like(lengths)
+        trained[update] = lengths[update]
+        of_prompt = in_groups(trained, num_generations).sum(1)          # [P]; 0 if it is not in the update
+        divisors["prompt_mean"] = of_prompt.repeat_interleave(num_generations) * (of_prompt > 0).sum()
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 

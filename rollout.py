@@ -222,8 +222,8 @@ class Engine:
         unanswered requests raise RuntimeError."""
         if self.versions:
             if not self.in_flight:
-                raise RuntimeError(f"the weights of version {version} come while {len(self.versions)} requests "
-                                   "are unanswered: finish or abort these first, or set in_flight=True")
+                raise RuntimeError(f"the weights of version {version} come while {len(self.versions)} "
+                                   "requests are unanswered: finish or abort these, or set in_flight=True")
             so_far = self.so_far()
             for name, versions in self.versions.items():
                 versions[so_far.get(name, 0)] = version

@@ -127,6 +127,29 @@ def same_scores(samples):
     return "\n".join(texts)
 
 
+def odd_groups(rollouts, settings, told):
+    """Return texts, in lines of 80 columns, on what is odd about the groups of a step and `told`, a set, does
+    not hold; it holds them from then on.
+
+    rollouts: those of the step, of which num_generations adjacent ones are a group. settings: as for news.
+    Raises RuntimeError for groups with different rows if loss_aggregation is prompt_mean.
+    """
+    n, texts = settings.get("num_generations", 1), []
+    # An environment's reset or an agent may have changed the prompt.
+    tasks = [r.row | {"prompt": ""} for r in rollouts]
+    if any(task != tasks[i - i % n] for i, task in enumerate(tasks)):
+        texts.append(f"Rollouts of different rows stand where the num_generations={n} rollouts of one row "
+                     "should be. What compares the rollouts of a prompt is wrong.")
+        if settings.get("loss_aggregation") == "prompt_mean":
+            raise RuntimeError(texts[0])
+    if len({str(r.row) for r in rollouts[::n]}) < len(rollouts[::n]):
+        texts.append("Several groups of a step answer the same row. Do all ranks draw the same prompts, or is "
+                     "a group trained twice? A step with more prompts than rows does this as well.")
+    new = [filled(text) for text in texts if text not in told]
+    told.update(texts)
+    return new
+
+
 def filled(text):
     # The text in lines of 80 columns.
     return textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    ")

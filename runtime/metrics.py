@@ -23,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from configurator import fail
 from runtime import distributed, health
-from runtime.user_code import source_of, specs
+from runtime.user_code import shown, source_of, specs
 from tasks.check_answer import comparison, extract_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +117,7 @@ def rollout_metrics(rollouts, n, group_std, engines):
                "rewards/unscored": len(scores) - len(scored), **reward_means(rollouts, "rewards"),
                **part_means([r.extra for r in rollouts], "logged"),
                "rewards/timeouts": sum(r.problem.endswith("took too long (call_timeout)") for r in rollouts),
-               "completions/mean_length": np.mean(lengths).item(),
+               "completions/sampled_tokens": sum(lengths), "completions/mean_length": np.mean(lengths).item(),
                "completions/min_length": min(lengths), "completions/max_length": max(lengths),
                "completions/clipped_ratio": np.mean([r.finish_reason == "length" for r in rollouts]).item()}
     return figures | episode_metrics(rollouts, engines) if any(r.counts for r in rollouts) else figures
@@ -257,6 +257,12 @@ class RunLog:
             before, counted = summed.get(name, (0.0, 0))
             summed[name] = before + total, counted + count
         self.metrics = {name: total / (count or 1) for name, (total, count) in summed.items()} | self.metrics
+        if "entropy" in summed:                                 # it has a value for each token of each update
+            self.metrics["completions/trained_tokens"] = summed["entropy"][1]
+        for name, value in self.metrics.items():
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"log.metrics[{name!r}] is {shown(value)} and not a number: take its .item(),"
+                                f" or on rank 0 log.board.add_histogram({name!r}, values, step)")
         if not self.master:
             return
         self.lines.append({key: self.metrics[key] for key in self.metrics if health.READ.match(key)})
@@ -296,6 +302,8 @@ class RunLog:
                  r.row.get("answer")) for r in rollouts if not math.isnan(r.score)])
             if len(self.first_scores) == health.FIRST:
                 self.say(health.same_scores(sum(self.first_scores, [])))
+        for text in health.odd_groups(rollouts, self.settings, self.told):
+            self.say(text)
         shown = [f"{word} {self.metrics[key]:{form}}" for word, key, form in CONSOLE if key in self.metrics]
         self.say("  ".join([f"step {step:3d}", *shown, f"{seconds:.1f} s"]))
 

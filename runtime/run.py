@@ -236,8 +236,11 @@ class Run:
         if problems := [*filter(None, (r.counts.get("problem", r.problem) for r in rollouts))]:
             log.say(f"step {step}: {len(problems)} of {len(rollouts)} completions failed or took too long; "
                     f"the first: {problems[0]}")
-            if all(math.isnan(r.score) for r in rollouts):
+        if all(math.isnan(r.score) for r in rollouts):
+            if problems:
                 raise RuntimeError(f"nothing was scored; {problems[0]}")
+            log.say(f"step {step}: nothing was scored. Does the script call scorer(...), and does the reward "
+                    "return more than None?")
         samples = metrics.sample_lines(rollouts, G, self.tokenizer, step)
         log.write(samples)
         log.show(rollouts, samples, seconds)

@@ -456,6 +456,23 @@ def test_what_is_read_and_what_is_refused(write, capsys):
     assert "extra" in output and "max_tokens temperature" in output
 
 
+@pytest.mark.parametrize("agent, message", [
+    ("ask(base_url, api_key, [user('hi')], n=2)", "raised HTTPError: HTTP Error 400: Bad Request; its last refused "
+     "request: ValueError: n cannot be 2"),
+    ("""try:
+                ask(base_url, api_key, [user('x' * 300)])
+            except urllib.error.HTTPError:
+                return 0.0""", "never asked the policy, or did not wait for an answer; its last refused request: "
+     "ValueError: the maximum context length is"),
+    ("raise KeyError('x')", "raised KeyError: 'x'; the row is")])
+def test_the_console_says_why_a_request_was_refused(write, agent, message):
+    (r,) = played(player(write(f"""
+        def solve(base_url, api_key, row):
+            {agent}
+    """), max_prompt_length=100), [["abc<|end|>"]])
+    assert message in r.counts["problem"]
+
+
 def test_another_episodes_key_and_sockets_that_never_close(write):
     """A key opens its own episode, also from elsewhere, and no other; what listens is on 127.0.0.1."""
     agent = write("""

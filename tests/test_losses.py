@@ -365,6 +365,18 @@ def test_sequence_weights(aggregation):
         assert total == pytest.approx(expected, rel=1e-6)
 
 
+def test_rollouts_that_are_no_groups_are_refused_in_a_sentence():
+    """Where groups are needed: the weights of other aggregations are those of any rows."""
+    lengths, message = torch.tensor([3, 1, 5]), "3 rollouts are not groups of num_generations=2: each prompt has"
+    for kind in ("grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce++_baseline"):
+        with pytest.raises(ValueError, match=message):
+            losses.ADVANTAGES[kind](torch.tensor([1.0, 0.0, 1.0]), 2, lengths=lengths)
+    with pytest.raises(ValueError, match=message):
+        losses.sequence_weights(lengths, "prompt_mean", [0, 1, 2], 2, 8)
+    for kind, expected in (("token_mean", [1 / 9] * 3), ("sequence_mean", [1 / 9, 1 / 3, 1 / 15])):
+        assert losses.sequence_weights(lengths, kind, [0, 1, 2], 2, 8).tolist() == pytest.approx(expected)
+
+
 # ---------------------------------------------------------------- policy loss
 
 KINDS_OF_LOSS = ["clip", "gspo", "gmpo", "cispo", "sapo", "gpg", "dppo"]

@@ -51,6 +51,7 @@ def log_figures(out_dir):
     log.add(means={"big": torch.full((2 ** 20,), 0.1, dtype=torch.float64)})
     log.add(sums={"sum": torch.tensor(10.0 * rank, requires_grad=True)})
     log.add(sums={"sum of one rank" if rank else "sum": 4})
+    log.add(means={"entropy": torch.ones(3 + rank)})             # of each token of an update
     log.add(sums={"timeouts": 0}, means={"never": [], "mean": [], "skipped": torch.zeros(0)})
     keeps_graph = any(torch.is_tensor(total) and total.requires_grad for total, _ in log.totals.values())
     log.write()
@@ -63,7 +64,8 @@ def log_figures(out_dir):
 
 def test_figures_are_taken_over_all_ranks(tmp_path):
     expected = {"step": 0, "agreed": 0.5, "mean": 4.0, "share": 0.5, "of one rank": 3.5,
-                "big": pytest.approx(0.1), "sum": 17.0, "sum of one rank": 4.0, "timeouts": 0.0}
+                "big": pytest.approx(0.1), "sum": 17.0, "sum of one rank": 4.0, "timeouts": 0.0,
+                "entropy": 1.0, "completions/trained_tokens": 7}
     (tmp_path / "run").mkdir()
     for first, keeps_graph in on_ranks(2, tmp_path, log_figures, str(tmp_path / "run")):
         assert first == expected and not keeps_graph
@@ -81,7 +83,7 @@ def test_the_metrics_of_rollouts():
     assert found == {"reward": 0.5, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
                      "rewards/min": 0.0, "rewards/max": 1.0, "rewards/unscored": 1,
                      "rewards/right/mean": 0.5, "rewards/short/mean": 0.0, "rewards/timeouts": 1,
-                     "completions/mean_length": 4.0, "completions/min_length": 2,
+                     "completions/sampled_tokens": 12, "completions/mean_length": 4.0, "completions/min_length": 2,
                      "completions/max_length": 6, "completions/clipped_ratio": pytest.approx(1 / 3)}
     assert rollout_metrics([sampled(row, "c", math.nan, {"right": math.nan})], 1, group_std, 1)["reward"] == 0.0
 
@@ -154,7 +156,7 @@ def test_a_step_leaves_its_figures_and_a_sample_of_each_of_eight_prompts(mesh, t
     assert {name: value for name, value in written[1].items() if name not in timing} == {
         "step": 1, "reward": 0.5, "rewards/min": 0.0, "rewards/max": 1.0, "rewards/unscored": 0,
         "rewards/score/mean": 0.5, "rewards/timeouts": 1,
-        "completions/mean_length": 3.0, "completions/min_length": 3, "completions/max_length": 3,
+        "completions/mean_length": 3.0, "completions/sampled_tokens": 54, "completions/min_length": 3, "completions/max_length": 3,
         "completions/clipped_ratio": 0.0, "reward_std": pytest.approx(0.5 ** 0.5), "frac_reward_zero_std": 0.0,
         "num_tokens": 190}
     assert 0.05 < written[1]["perf/max_memory_allocated_gb"] < 100
@@ -224,6 +226,66 @@ def test_a_source_whose_scores_are_all_the_same_is_named_once(mesh, tmp_path, ca
         assert ("All 6 scores of the source olympiads in the first 3 steps are 0" in shown) == (step == 2)
         assert "where 'proof' is right, ends with 'Answer: 4'." in shown or step != 2
         assert "the source sums" not in shown
+
+
+def step_of(log, capsys, groups, n=2, **changed):
+    """What a step says whose groups have these rows and scores."""
+    log.settings = {"num_generations": n} | changed
+    capsys.readouterr()
+    end_step(log, [sampled(row, "x", score, {}) for row, *scores in groups for score in scores], n)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_odd_groups_are_named_once(mesh, tmp_path, capsys):
+    """Rows of an agent's episodes may stand where completions of one prompt should."""
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 9}, run_state())
+    first, second = ({"prompt": f"{i}?", "answer": str(i)} for i in range(2))
+    right = [(first, 1.0, 0.0), (second, 0.0, 1.0)]
+    mixed, equal = "Rollouts of different rows stand where the num_generations=2", "Several groups of a step answer"
+    output = step_of(log, capsys, right)
+    assert mixed not in output and equal not in output
+    # The prompt of an episode is another one if its environment says something.
+    assert mixed not in step_of(log, capsys, [(first, 1.0), (first | {"prompt": "0? Go."}, 0.0)] + right[1:])
+    assert equal in step_of(log, capsys, right[:1] * 2)
+    assert equal not in step_of(log, capsys, right[:1] * 2)
+    shifted = [(first, 1.0, 0.0, 1.0), (second, 1.0)]
+    assert mixed in step_of(log, capsys, shifted)
+    assert mixed not in step_of(log, capsys, shifted)
+    with pytest.raises(RuntimeError, match=mixed):
+        step_of(log, capsys, shifted, loss_aggregation="prompt_mean")
+    with pytest.raises(ValueError, match="3 rollouts are not groups of num_generations=2: each prompt has that many"):
+        step_of(log, capsys, [(first, 1.0, 0.0, 1.0)])
+    # With one completion for each prompt nothing is mixed.
+    log.told.clear()
+    output = step_of(log, capsys, [(first, 1.0), (second, 0.0)], n=1)
+    assert mixed not in output and equal not in output
+
+
+def test_a_step_without_any_score_says_so(mesh, tmp_path, capsys):
+    """As in a script that has lost its call of the scorer."""
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 9}, run_state())
+    row = {"prompt": "?", "answer": "1"}
+    for _ in range(3):
+        output = step_of(log, capsys, [(row, math.nan, math.nan)])
+        assert "nothing was scored. Does the script call scorer(...)" in output
+        assert "Does the reward read" not in output
+    assert "nothing was scored" not in step_of(log, capsys, [(row, math.nan, 0.0)])
+
+
+@pytest.mark.parametrize("value", [[0.5, 1.0], torch.tensor([0.5, 1.0]), torch.tensor(0.5), np.float32(0.5), "0.5"])
+def test_what_is_no_number_is_named(mesh, tmp_path, value):
+    (tmp_path / "run").mkdir()
+    log = RunLog(str(tmp_path / "run"), __file__, {"max_steps": 9}, run_state())
+    log.metrics |= {"train/mine": 1, "lengths": value, "flag": True, "infinite": math.inf}
+    with pytest.raises(TypeError, match=r"log.metrics\['lengths'\] is .* and not a number: .*"
+                                        r"log.board.add_histogram\('lengths', values, step\)"):
+        log.write()
+    assert not lines(tmp_path / "run")
+    log.metrics.pop("lengths")
+    log.write()
+    assert lines(tmp_path / "run")[0]["flag"] is True
 
 
 def test_samples_and_problems_of_episodes(mesh, tmp_path, capsys):

@@ -294,7 +294,7 @@ def parquet_rows(file):
 class Prompt(NamedTuple):
     row: dict
     ids: list               # token ids, including those that the chat template adds
-    number: int = 0         # of a drawn prompt: the number of its row among the training rows
+    number: int = 0         # of a prompt of Prompts: the number of its row
     epoch: int = 0          # of a drawn prompt: how many times all rows had been drawn before
 
 
@@ -354,8 +354,9 @@ class Prompts:
 
     def encoded(self, numbers):
         """Return a Prompt for each of the rows with these numbers."""
-        return encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
-                           self.s.system_prompt, self.tools)
+        prompts = encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
+                              self.s.system_prompt, self.tools)
+        return [prompt._replace(number=number) for prompt, number in zip(prompts, numbers)]
 
     def draw(self, position, count, seed):
         """Return the next `count` prompts that fit, the same on every rank, and the new position.
@@ -367,8 +368,7 @@ class Prompts:
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
             rows = [epoch_order(size, place // size, seed)[place % size] for place in places]
-            drawn += [prompt._replace(number=row, epoch=place // size)
-                      for prompt, row, place in zip(self.encoded(rows), rows, places)
+            drawn += [prompt._replace(epoch=place // size) for prompt, place in zip(self.encoded(rows), places)
                       if len(prompt.ids) <= self.s.max_prompt_length]
             position = places.stop
         return drawn, position

@@ -127,27 +127,24 @@ def same_scores(samples):
     return "\n".join(texts)
 
 
-def odd_groups(rollouts, settings, told):
-    """Return texts, in lines of 80 columns, on what is odd about the groups of a step and `told`, a set, does
-    not hold; it holds them from then on.
+def odd_groups(rollouts, settings):
+    """Return a text, in lines of 80 columns, if groups of a step have different rows or the same one, else "".
 
     rollouts: those of the step, of which num_generations adjacent ones are a group. settings: as for news.
-    Raises RuntimeError for groups with different rows if loss_aggregation is prompt_mean.
+    Raises RuntimeError for a group with different rows if loss_aggregation is prompt_mean.
     """
-    n, texts = settings.get("num_generations", 1), []
+    n, text = settings.get("num_generations", 1), ""
     # An environment's reset or an agent may have changed the prompt.
     tasks = [r.row | {"prompt": ""} for r in rollouts]
     if any(task != tasks[i - i % n] for i, task in enumerate(tasks)):
-        texts.append(f"Rollouts of different rows stand where the num_generations={n} rollouts of one row "
-                     "should be. What compares the rollouts of a prompt is wrong.")
+        text = (f"Rollouts of different rows stand where the num_generations={n} rollouts of one row should "
+                "be. What compares the rollouts of a prompt is wrong.")
         if settings.get("loss_aggregation") == "prompt_mean":
-            raise RuntimeError(texts[0])
-    if len({str(r.row) for r in rollouts[::n]}) < len(rollouts[::n]):
-        texts.append("Several groups of a step answer the same row. Do all ranks draw the same prompts, or is "
-                     "a group trained twice? A step with more prompts than rows does this as well.")
-    new = [filled(text) for text in texts if text not in told]
-    told.update(texts)
-    return new
+            raise RuntimeError(text)
+    elif len({str(r.row) for r in rollouts[::n]}) * n < len(rollouts):
+        text = ("Several groups of a step answer the same row. Do all ranks draw the same prompts, or is a group "
+                "trained twice? A step with more prompts than rows does this as well.")
+    return filled(text)
 
 
 def filled(text):

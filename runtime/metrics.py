@@ -302,8 +302,10 @@ class RunLog:
                  r.row.get("answer")) for r in rollouts if not math.isnan(r.score)])
             if len(self.first_scores) == health.FIRST:
                 self.say(health.same_scores(sum(self.first_scores, [])))
-        for text in health.odd_groups(rollouts, self.settings, self.told):
-            self.say(text)
+        odd = health.odd_groups(rollouts, self.settings)
+        if odd not in self.told:
+            self.told.add(odd)
+            self.say(odd)
         shown = [f"{word} {self.metrics[key]:{form}}" for word, key, form in CONSOLE if key in self.metrics]
         self.say("  ".join([f"step {step:3d}", *shown, f"{seconds:.1f} s"]))
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import data
+import runs
 from runs import load_rows, on_ranks, shut_down
 import rollout
 from episodes import Player, Table
@@ -380,3 +381,9 @@ def test_ranks_agree_on_the_first_groups(folder, mesh, tmp_path):
             continue
         assert all(parts) or step == 3
         assert sorted(map(str, sum(parts, []))) == sorted(map(str, expected))
+
+
+def test_no_other_run_opens_the_sampler(tmp_path):
+    (tmp_path / "opens.py").write_text(
+        "import sys\nimport episodes, placement, rollout\nfrom runtime import run\nassert 'in_flight' not in sys.modules\n")
+    runs.forked(tmp_path / "log", tmp_path / "opens.py")

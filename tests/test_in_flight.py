@@ -198,11 +198,12 @@ def jobs(count, length=12, seed=0):
 def test_two_tables_on_one_engine_get_their_own_answers(name, request, folder, model_of, mesh):
     """Also if one of them takes the step that answers the other."""
     engine = request.getfixturevalue("vllm") if name == "vllm" else made("hf", folder, model_of)
+    engine.max_seqs = 2                                         # of the plain engine
     plain = Player(SimpleNamespace(**SETTINGS), TOKENIZER, [TOKENIZER.eos_token_id])
-    alone = [Table(plain, engine).play(jobs(4, length, seed)) for length, seed in ((12, 0), (5, 7))]
+    alone = [Table(plain, engine).play(jobs(4, length, seed)) for length, seed in ((12, 0), (6, 7))]
     tables = [Table(plain, engine) for _ in range(2)]
     tables[0].add("all", jobs(4, 12, 0))
-    tables[1].add("all", jobs(4, 5, 7))
+    tables[1].add("all", jobs(4, 6, 7))
     found = [{}, {}]
     while not all(found):
         for i, table in enumerate(tables):

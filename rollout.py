@@ -38,9 +38,8 @@ from transformers import AutoConfig, DynamicCache
 from losses import head_logits
 from runtime import distributed
 from runtime.check_model import model_class
-from runtime.checkpoint import json_text
+from runtime.user_code import json_text
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
-
 
 # Fields of a Rollout that JSON may change: from_arrays restores two of them, and the others are users' data.
 LOOSE = "rewards", "versions", "row", "completion"

@@ -86,17 +86,6 @@ def remove_older(folder, scores, keep):
         shutil.rmtree(other, ignore_errors=True)
 
 
-def json_text(name, value):
-    """Return a value as JSON. Raises ValueError if it would be another one when it is read back."""
-    text = json.dumps(value, default=str, skipkeys=True)
-    read = json.loads(text)
-    # Not the values themselves: NaN is not equal to NaN, and a defaultdict is equal to a dict.
-    if repr(read) != repr(value):
-        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {read!r:.200}: checkpoints "
-                         "keep numbers of Python, text, lists, and dicts whose keys are text")
-    return text
-
-
 def write_state(folder, state, arrays={}):
     # Writes state.json, arrays.safetensors if there are arrays, and checksums.json with the CRC-32 of every
     # file, and waits until the disk has all.

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from configurator import check, check_suits, check_values, fail, given, input_errors, printable
 from runtime import checkpoint, distributed, metrics
 from runtime.check_model import forecast_note, located
+from runtime.user_code import json_text
 
 # A resumed run must have the same values for these settings; all other settings may change.
 SAME = ("model", "critic_model", "reference_model", "task", "train_prompts", "train_file",
@@ -63,7 +64,7 @@ def read_state(resumed, state, settings, script):
 def check_state(state, keys):
     """Stop the script if JSON would change one of these values, or if ranks differ in one. A collective."""
     with input_errors():
-        texts = {key: checkpoint.json_text(f"run.state[{key!r}]", state[key]) for key in keys}
+        texts = {key: json_text(f"run.state[{key!r}]", state[key]) for key in keys}
     for others in distributed.gathered([texts]):
         check(texts == others, f"the ranks differ in {[*dict(texts.items() ^ others.items())]} of run.state, "
                                "and a resumed run would have that of rank 0")

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import io
+import json
 import os
 import signal
 import subprocess
@@ -122,6 +123,17 @@ def as_float(value):
         if hasattr(value, "__float__") and abs(float(value)) <= 3.4e38:         # float32's largest
             return float(value)
     raise ValueError(f"{shown(value)} is not a finite number in float32")
+
+
+def json_text(name, value):
+    """Return a value as JSON. Raises ValueError if it would be another one when it is read back."""
+    text = json.dumps(value, default=str, skipkeys=True)
+    read = json.loads(text)
+    # Not the values themselves: NaN is not equal to NaN, and a defaultdict is equal to a dict.
+    if repr(read) != repr(value):
+        raise ValueError(f"{name} is {value!r:.200}, and a resumed run would read {read!r:.200}: checkpoints "
+                         "keep numbers of Python, text, lists, and dicts whose keys are text")
+    return text
 
 
 def logging_into(stores):

@@ -262,7 +262,6 @@ def test_rewards_of_steps():
     assert not alone[0].any() and not alone[1].any()
 
 
-@ONLY_ADDED
 def test_what_is_taken_off_a_score_is_taken_off_its_last_reward():
     rollouts = [SimpleNamespace(score=score, rewards=rewards) for score, rewards in (
         (0.75, {3: 0.25, 1: 0.5}), (1.0, {2: 1.0}), (0.5, {0: 0.5}), (math.nan, {}))]
@@ -271,6 +270,7 @@ def test_what_is_taken_off_a_score_is_taken_off_its_last_reward():
     assert rollouts[0].rewards == {3: 0.25, 1: 0.5}             # the rollouts keep what was scored
 
 
+@ONLY_ADDED
 def test_a_greedy_completion_without_a_score_is_no_baseline():
     greedy = torch.tensor([math.nan, 1.0])
     adv = advantages("remax", torch.tensor([0.0, 2, 0, 2]), 2, torch.ones(4), greedy)

@@ -316,7 +316,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     (holder,) = begin(logs[0], tmp_path / "holds.py")
     wait_for(lambda: said(logs[0]) == "in\n", holder)
     (waiter,) = begin(logs[1], tmp_path / "holds.py")
-    wait_for(lambda: said(logs[1]), waiter)
+    wait_for(lambda: str(said(logs[1])).endswith("\n"), waiter)
     assert said(logs[1]).endswith("another run is writing there; waiting for its end\n") and holder.is_alive()
     holder.kill()
     wait_for(lambda: said(logs[1]).endswith("in\n"), waiter)

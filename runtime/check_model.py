@@ -71,7 +71,7 @@ def check_model(path, key="model", tokenizer=True, length=0):
     """
     path = located(path)
     in_folder, what = os.path.isdir(path), f"{key}={path}"
-    if not os.path.exists(f"{path}/config.json") and [*Path(path).glob("*.gguf")]:
+    if in_folder and not os.path.exists(f"{path}/config.json") and [*Path(path).glob("*.gguf")]:
         raise ValueError(f"{what}: it holds GGUF files, which are for inference; training needs the folder "
                          "with config.json and safetensors that they were made of")
     # transformers would make an empty tokenizer.

@@ -14,6 +14,7 @@ checkpoint is written next to its final place, synced to disk and then renamed, 
 With lora_rank the folder holds an adapter (lora.py) instead of a model.
 """
 import atexit
+import contextlib
 import fcntl
 import json
 import os
@@ -262,6 +263,8 @@ def lock(out_dir):
     killed live on until the end of their step. Raises ValueError if that run does not end or the folder
     belongs to no run, and OSError if it cannot be written.
     """
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(out_dir)                                        # if its path is too long, makedirs recurses
     os.makedirs(out_dir, exist_ok=True)
     # A run's folder has a .lock from its first moment on.
     strangers = {name for name in os.listdir(out_dir) if not name.startswith("checkpoint-")}

@@ -26,7 +26,7 @@ row. In models with such layers each sequence gets a row of its own: S rows, pad
 """
 import math
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import torch
@@ -161,7 +161,7 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
         for row in rows:
             # The sequences are in order, so from one to the next a row's prefix only gets shorter.
             row.prefix = min(row.prefix, shared)
-        fitting = [row for row in rows if row.has_room(size)]
+        fitting = [row for row in rows if size - row.prefix <= row.room and size <= row.room_for_keys]
         if not fitting:
             fitting = [Row(token_budget, KEYS * token_budget)]
             rows += fitting
@@ -170,32 +170,29 @@ def pack(rollouts, chosen, token_budget, packed=True, multiple=1):
         best = next(row for row in fitting if row.prefix == longest)
         best.add(s, size)
     # The heaviest first on every rank, because under FSDP all ranks wait for the slowest.
-    rows.sort(key=Row.pairs, reverse=True)
+    rows.sort(key=attrgetter("pairs"), reverse=True)
     return [micro_batch(rollouts, row.members, multiple) for row in rows]
 
 
 class Row:
-    """A row in the making: its members (s, size, shared), the tokens and keys for which it has room, and how
-    many tokens the last member has in common with the sequence that comes next."""
+    """A row in the making: its members (s, size, shared), the tokens and keys for which it has room, how many
+    tokens the last member has in common with the sequence that comes next, and about how many pairs of tokens
+    there are in which one sees the other."""
 
     def __init__(self, room, room_for_keys):
         self.members = []
         self.room = room
         self.room_for_keys = room_for_keys
         self.prefix = 0
-
-    def has_room(self, size):
-        return size - self.prefix <= self.room and size <= self.room_for_keys
+        self.pairs = 0
 
     def add(self, s, size):
         self.members.append((s, size, self.prefix))
-        self.room -= size - self.prefix
+        added = size - self.prefix
+        self.room -= added
         self.room_for_keys -= size
+        self.pairs += added * size
         self.prefix = size
-
-    def pairs(self):
-        # At most how many pairs of tokens there are in which one sees the other.
-        return sum((size - shared) * size for _, size, shared in self.members)
 
 
 def micro_batch(rollouts, members, multiple):

@@ -174,8 +174,10 @@ for step in range(run.first_step, max_steps + 1):
     # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
     skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # pi_old is the policy before update 1, on-policy logp itself; if a rollout is older, it is what sampled.
-    by_engine = old_logprobs == "engine" or any(r.sampled_by != {step} for r in rollouts)
+    # pi_old is the policy before update 1, on-policy logp itself. If a rollout is older, pi_old is the policy
+    # that sampled, unless engine_correction weighs tokens for that.
+    stale = any(r.sampled_by != {step} for r in rollouts)
+    by_engine = old_logprobs == "engine" or stale and engine_correction == "none"
     on_policy = not by_engine and updates_per_step == 1
     with log.timed("old_log_prob"):
         old_logps = (engine_logps if on_policy or by_engine else token_logprobs(

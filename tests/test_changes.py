@@ -82,7 +82,8 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     arguments = small(folder, reward_file, "--max_steps=3", "--learning_rate=3e-3")
     forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/run")
     metrics = lines(tmp_path / "run")
-    kept = lambda step: from_arrays(load_file(tmp_path / f"run/checkpoint-{step}/trainer/arrays.safetensors"))
+    kept = lambda step, run="run": from_arrays(load_file(
+        tmp_path / f"{run}/checkpoint-{step}/trainer/arrays.safetensors"))
     # What step 2 has sampled, and step 1.
     rows = [vars(r) for r in kept(3) + kept(2)]
     assert [{v for _, v in row["versions"]} for row in rows] == [{2}] * 16 + [{1}] * 16
@@ -103,6 +104,18 @@ def test_rollouts_of_the_step_before(folder, reward_file, tmp_path):
     forked(tmp_path / "log", script, *arguments, "--old_logprobs=engine", f"--out_dir={tmp_path}/engine")
     for line, other in zip(lines(tmp_path / "engine")[:3], metrics):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+    # With a correction its weight does that, as in train_async.py, and on-policy the ratio is 1.
+    forked(tmp_path / "log", script, *arguments, "--engine_correction=token_truncate",
+           "--correction_high=1.01", f"--out_dir={tmp_path}/weighed")
+    policy, line = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/weighed/checkpoint-2"), lines(tmp_path / "weighed")[2]
+    rows, weights = [vars(r) for r in kept(3, "weighed") + kept(2, "weighed")], []
+    with torch.no_grad():
+        for row in rows:
+            weights.append((logprobs(policy, row) - torch.tensor(row["logprobs"])).exp().clamp(max=1.01))
+    tokens = sum(map(len, weights))
+    loss = -sum((torch.tensor(adv) * weight).sum() for adv, weight in zip(of_groups(rows), weights)) / tokens
+    assert line["sampling/correction_mean"] == pytest.approx(sum(w.sum().item() for w in weights) / tokens, abs=1e-5)
+    assert line["sampling/correction_mean"] < 0.999 and line["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
     # Nobody compares them with the engine by mistake.
     script = changed(tmp_path, diff=diff_with("run.arrays").replace("if s < len(fresh)", ""))
     output = forked(tmp_path / "log", script, *arguments, f"--out_dir={tmp_path}/refused", code=1)

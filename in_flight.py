@@ -67,7 +67,8 @@ class InFlightSampler(Sampler):
         return returned
 
     def abort(self):
-        """Give up all open groups."""
+        """Give up all open groups. Does not return if a signal has come."""
         self.table.abort()
+        self.engine.stop()                                      # which may have left requests unanswered
         self.open, self.complete, self.rollouts = {}, [], {}
         self.engine.serve([], list)

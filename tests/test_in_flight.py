@@ -322,6 +322,18 @@ def test_what_is_aborted_leaves_nothing_behind(vllm):
     assert [r.ids.tolist() for r in again] == [r.ids.tolist() for r in expected]
 
 
+def test_a_signal_while_groups_are_given_up_ends_the_run(folder, model_of, mesh):
+    """Or the next weights would find their requests unanswered."""
+    engine = made("hf", folder, model_of)
+    engine.max_seqs = 1
+    sample, _ = samplers(engine)
+    sample.begin(prompts(2), 1, ["a", "b"])
+    sample.until(1)
+    engine.signalled, engine.stop = True, sys.exit
+    with pytest.raises(SystemExit):
+        sample.abort()
+
+
 def test_an_environment_at_work_plays_no_other_episode_after_an_abort(folder, model_of, mesh, tmp_path):
     file = tmp_path / "slow.py"
     file.write_text("""

@@ -145,6 +145,8 @@ class AgentEpisode(Episode):
             # Listens to the agent no longer, and refuses what it has asked. In this order, because the
             # endpoint's thread may be about to add another request: see hear.
             del PLAYING[self.key]
+            if self.asking:                                     # the episode is aborted
+                deliver(self.asking, refusal(401, "the episode of this key has ended"))
             while not mail.empty():
                 if future := mail.get()[0]:
                     deliver(future, refusal(401, "the episode of this key has ended"))

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import endpoint
 import runs
+from episodes import Table, jobs_for
 from rewards import Scorer
 from runtime.metrics import rollout_metrics
 from runs import kept_rollouts, lines, refused, without_times
@@ -556,6 +557,24 @@ def test_a_request_of_an_episode_that_has_ended_is_refused(write):
     found["half"].settimeout(10)
     assert b" 401 " in found["half"].recv(100)
     assert until(lambda: gc.collect() >= 0 and found["episode"]() is None)
+
+
+def test_an_agent_hears_that_its_episode_was_aborted(write):
+    agent = write("""
+        codes = []
+        def solve(base_url, api_key, row):
+            try:
+                ask(base_url, api_key, row["prompt"])
+            except urllib.error.HTTPError as error:
+                codes.append(error.code)
+    """)
+    plays, engine = player(agent), Says(["abc<|end|>"])
+    engine.at_once = 0                                          # it has not answered yet
+    table = Table(plays, engine)
+    table.add("all", jobs_for(prompts_for([{}]), 1, [0], 5000, 1.0))
+    table.step()
+    table.abort()
+    assert until(lambda: plays.make.__globals__["codes"]) == [401]
 
 
 def test_a_request_that_comes_while_its_episode_ends_is_refused(monkeypatch):

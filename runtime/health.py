@@ -135,7 +135,7 @@ def odd_groups(rollouts, settings):
     """
     n, text = settings.get("num_generations", 1), ""
     # An environment's reset or an agent may have changed the prompt.
-    tasks = [r.row | {"prompt": ""} for r in rollouts]
+    tasks = [str(r.row | {"prompt": ""}) for r in rollouts]     # text, because NaN is not equal to NaN
     if any(task != tasks[i - i % n] for i, task in enumerate(tasks)):
         text = (f"Rollouts of different rows stand where the num_generations={n} rollouts of one row should "
                 "be. What compares the rollouts of a prompt is wrong.")
@@ -143,7 +143,7 @@ def odd_groups(rollouts, settings):
             raise RuntimeError(text)
     elif len({str(r.row) for r in rollouts[::n]}) * n < len(rollouts):
         text = ("Several groups of a step answer the same row. Do all ranks draw the same prompts, or is a group "
-                "trained twice? A step with more prompts than rows does this as well.")
+                "trained twice? A file that has a row twice, or that ends within a step, does this too.")
     return filled(text)
 
 

@@ -247,6 +247,9 @@ def test_odd_groups_are_named_once(mesh, tmp_path, capsys):
     assert mixed not in output and equal not in output
     # The prompt of an episode is another one if its environment says something.
     assert mixed not in step_of(log, capsys, [(first, 1.0), (first | {"prompt": "0? Go."}, 0.0)] + right[1:])
+    # A rank gets a NaN of its own from another rank.
+    missing = ({"prompt": "2?", "level": float("nan")} for _ in range(2))
+    assert mixed not in step_of(log, capsys, [(row, 1.0) for row in missing], loss_aggregation="prompt_mean")
     assert equal in step_of(log, capsys, right[:1] * 2)
     assert equal not in step_of(log, capsys, right[:1] * 2)
     shifted = [(first, 1.0, 0.0, 1.0), (second, 1.0)]

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,9 +65,9 @@ def read_state(resumed, state, settings, script):
 def check_state(state, keys):
     """Stop the script if JSON would change one of these values, or if ranks differ in one. A collective."""
     with input_errors():
-        texts = {key: json_text(f"run.state[{key!r}]", state[key]) for key in keys}
-    for others in distributed.gathered([texts]):
-        check(texts == others, f"the ranks differ in {[*dict(texts.items() ^ others.items())]} of run.state, "
+        sums = {key: zlib.crc32(json_text(f"run.state[{key!r}]", state[key]).encode()) for key in keys}
+    for others in distributed.gathered([sums]):                 # the texts may be long, and the ranks many
+        check(sums == others, f"the ranks differ in {[*dict(sums.items() ^ others.items())]} of run.state, "
                                "and a resumed run would have that of rank 0")
 
 

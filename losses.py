@@ -130,9 +130,9 @@ def shaped(rollouts, scores):
     """Return the rewards of each rollout, {token: reward}, whose sum is its score in `scores`: what a KL or a
     penalty has changed in the score is added to the last reward."""
     result = [dict(r.rewards) for r in rollouts]
-    for rewards, r, score in zip(result, rollouts, scores.tolist()):
+    for rewards, score in zip(result, scores.tolist()):
         if rewards:
-            rewards[max(rewards)] += score - r.score
+            rewards[max(rewards)] += score - sum(rewards.values())
     return result
 
 

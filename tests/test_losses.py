@@ -268,6 +268,9 @@ def test_what_is_taken_off_a_score_is_taken_off_its_last_reward():
     scores = torch.tensor([0.5, 1.0, -1.5, math.nan], dtype=torch.float64)
     assert losses.shaped(rollouts, scores) == [{3: 0.0, 1: 0.5}, {2: 1.0}, {0: -1.5}, {}]
     assert rollouts[0].rewards == {3: 0.25, 1: 0.5}             # the rollouts keep what was scored
+    # Also if the score of the rollout itself was changed.
+    rollouts[0].score = 0.5
+    assert losses.shaped(rollouts, scores)[0] == {3: 0.0, 1: 0.5}
 
 
 @ONLY_ADDED

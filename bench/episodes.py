@@ -68,6 +68,9 @@ class Paced:
         self.engine.add(request._replace(max_tokens=min(rng.randint(low, high), request.max_tokens)))
         self.asked += 1
 
+    def abort(self, names):
+        self.engine.abort(names)
+
     def step(self):
         answers = self.engine.step()
         while self.lockstep and len(answers) < self.asked:

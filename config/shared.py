@@ -23,7 +23,7 @@ lr_decay = "linear"             # after that: constant, or a linear or cosine fa
 grad_clip = 1.0                 # largest norm of the gradient; 0 does not clip the gradient
 dtype = "auto"                  # float32, bfloat16, float16 (with a loss scale), or auto: bfloat16 on CUDA;
                                 # master weights are float32
-torch_compile = False           # compile the layers: updates take a third less time on an H100 (docs/speed.md)
+torch_compile = False           # compile the layers; docs/speed.md says what that saved on an H100
 gradient_checkpointing = False  # recompute activations in the backward pass: half the memory, a third slower
 sequence_parallel_size = 1      # ranks that each hold a part of every micro-batch, for long sequences
 shard_ranks = 0                 # ranks that share a copy of the weights, such as a node's; with 0, all ranks

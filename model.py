@@ -8,7 +8,6 @@ Policy and critic: how they are loaded and sharded by FSDP2, and what they compu
     deal_to_ranks    which rollouts this rank computes
     micro_batches    rollouts as packed rows (packing.py), the same number on every rank
     token_logprobs   a policy's logprobs of the sampled tokens of rollouts, without gradient
-    compare_logprobs compares the trainer's logprobs with the engine's
 When a model is loaded, its logprobs of short sequences are compared with those of transformers, and a model
 whose logprobs differ is refused.
 T tokens in a micro-batch, C sampled tokens among them, H hidden size, V vocabulary.
@@ -28,14 +27,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from attention import Pick, cut_over, join, packed_attention
-from losses import LogprobsFromHidden, schedule
+from losses import schedule
 from packing import deal, micro_batch, pack
+from weights import full_weights
 from runtime import distributed
 from runtime.check_model import (check_reader, check_trainable, end_note, end_tokens, load_tokenizer,
                                  model_class, read_config, read_model, reading, write_model)
+from runtime.logprobs import LogprobsFromHidden
 
 
 # ---------------------------------------------------------------- policy and critic
@@ -45,8 +45,12 @@ class Network(nn.Module):
 
     def __init__(self, hf):
         super().__init__()
-        self.hf, self.decoder = hf, (text_model(hf),)   # in a tuple, or PyTorch would list its weights twice
-        self.loss_scale = None                                  # a number in float16
+        self.hf = hf
+        self.decoder = (text_model(hf),)        # in a tuple, or PyTorch would list its weights twice
+        self.packed = True                      # whether a row may hold several sequences: see check_same
+        self.sequence_group = None              # the ranks that share each row with this one, if there are any
+        self.adapters = None                    # a policy's lora.Adapters, which lora.adapt sets
+        self.loss_scale = None                  # a number in float16, which runtime/run.py sets
 
     def set_loss_scale(self, scale):
         """From now on, compute gradients `scale` times as large, and divide them by it once they are float32.
@@ -72,35 +76,19 @@ class Network(nn.Module):
             cut=batch.cut, use_cache=False).last_hidden_state                       # [1, T, H]
         return Pick.apply(hidden.flatten(0, 1), batch.index)
 
-    def full_weights(self, dtype=None, naming=None):
-        """Yield (name, whole tensor) one parameter at a time, cast to dtype if one is given.
-
-        naming: None yields each parameter under its name in the module. The others are for engines: of a
-        policy with adapters they yield the merged weights, and they leave out frozen parameters. "module" has
-        the same names; "checkpoint" has those of a checkpoint and splits tensors as there, because a module
-        may store several as one, such as the experts of a layer. A collective, so every rank has to run
-        through the whole iterator. It takes about two copies of the largest parameter.
-        """
-        # After a forward without backward FSDP2 leaves the root's parameters gathered.
-        self.reshard()
-        adapters = getattr(self, "adapters", None)
-        tensors = adapters.merged() if adapters and naming else (
-            # The cast comes before the gather, so that there is less to send.
-            (name, (parameter.detach().to(dtype) if dtype else parameter.detach()).full_tensor())
-            # The CPU build of vLLM refreshes its packed copy of a tied head only under the head's own name.
-            for name, parameter in self.hf.named_parameters(remove_duplicate=naming != "checkpoint")
-            # Frozen parameters, which read images, never change, and the engine may not have them.
-            if parameter.requires_grad or not (naming or adapters))
-        for name, tensor in tensors:
-            one = {name: tensor}
-            yield from (revert_weight_conversion(self.hf, one) if naming == "checkpoint" else one).items()
-
-    def save(self, folder, whole):
-        """Write the model, or its adapters, to a folder. whole: {name: tensor} of full_weights."""
-        if adapters := getattr(self, "adapters", None):
-            adapters.save(folder, whole)
+    def save(self, folder):
+        """Write the model, or its adapters, to a folder. Rank 0 writes, and holds the whole model in host
+        memory. A collective."""
+        tensors = {}
+        for name, tensor in full_weights(self):
+            if dist.get_rank() == 0:
+                tensors[name] = tensor.cpu()
+        if dist.get_rank() > 0:
+            return
+        if self.adapters:
+            self.adapters.save(folder, tensors)
         else:
-            write_model(self.hf, whole, folder)
+            write_model(self.hf, tensors, folder)
 
 
 class Policy(Network):
@@ -215,52 +203,6 @@ def per_token(network, forward, rollouts, chosen, token_budget):
     return found
 
 
-# ---------------------------------------------------------------- trainer and engine
-
-def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
-    """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
-
-    Both sides have the same weights. A mean gap over `bound` nats, or a NaN, therefore means a broken weight
-    sync, a wrong temperature, or a model that one side computes wrongly, and raises RuntimeError with the
-    worst tokens. So does a mean difference over half of `bound`: rounding goes both ways, but an engine
-    that samples from a part of the distribution (top_p) is always above the trainer. Pass an infinite bound
-    for weights that are known to differ. version: that of the policy; rollouts of another version raise
-    RuntimeError, because another policy sampled them. None accepts all.
-    docs/metrics.md explains the metrics. A collective, also for a rank without any logprobs.
-    """
-    stale = set().union(*(rollouts[s].sampled_by for s in logps)) - {version}
-    if stale and version is not None:
-        raise RuntimeError(f"step {version} compares rollouts of step {min(stale)}'s policy with its own: "
-                           "leave them out of compare_logprobs, or load the weights into the engine")
-    # On the CPU, where the engine's are, in one transfer.
-    theirs = torch.cat([torch.empty(0), *(torch.from_numpy(rollouts[s].logprobs) for s in logps)])      # [C]
-    own = torch.cat([*logps.values()] or [theirs]).cpu() - theirs
-    log_ratio = torch.cat(distributed.gathered([own]))                                  # [C] of all ranks
-    if len(log_ratio) == 0:                             # no rank compares a token, so nothing can be wrong
-        return {}
-    gap, ratio = log_ratio.abs(), log_ratio.exp()
-    if not (gap.mean() <= bound and abs(log_ratio.mean()) <= bound / 2 and gap.isfinite().all()):
-        raise RuntimeError(
-            f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}, "
-            f"or by {log_ratio.mean():+.2g} with their sign, over half of it. "
-            f"The worst tokens here:\n{worst_tokens(rollouts, logps, own.abs(), tokenizer)}")
-    return {f"sampling/{name}": value.item() for name, value in {
-        "sampling_logp_difference/mean": gap.mean(), "sampling_logp_difference/max": gap.max(),
-        "sampling_logp_difference/p99": gap.kthvalue(math.ceil(0.99 * len(gap))).values,
-        "importance_sampling_ratio/mean": ratio.mean(), "importance_sampling_ratio/max": ratio.max(),
-        "importance_sampling_ratio/min": ratio.min(), "kl": (ratio - 1 - log_ratio).mean(),
-        "effective_sample_size": ratio.mean().double() ** 2 / ratio.square().mean()}.items()}
-
-
-def worst_tokens(rollouts, logps, gap, tokenizer):
-    # A line for each of the eight tokens with the largest gap, [C]: the text before it and both logprobs.
-    tokens = [(rollouts[s], t, logp) for s in logps for t, logp in enumerate(logps[s].tolist())]
-    return "\n".join(
-        f"  {tokenizer.decode(r.sampled_ids[:t])!r} + {tokenizer.decode(r.sampled_ids[t])!r}: "
-        f"trainer {logp:.4f}, engine {r.logprobs[t]:.4f}"
-        for r, t, logp in (tokens[c] for c in gap.argsort(descending=True)[:8].tolist()))
-
-
 # ---------------------------------------------------------------- loading and sharding
 
 def open_folders(s, longest, clock=None):
@@ -310,7 +252,7 @@ def load_reference(path, policy, mesh, dtype):
 
     If `path` is the base of the policy's adapters, this is the policy without them, which takes no memory.
     """
-    if hasattr(policy, "adapters") and policy.hf.name_or_path == path:
+    if policy.adapters and policy.hf.name_or_path == path:
         return policy.adapters.base
     return load_policy(path, mesh, dtype, sequence_group=policy.sequence_group, trained=False)
 

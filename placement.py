@@ -95,7 +95,7 @@ class Bridge:
                 self.gloo.broadcast(tensor, 0).wait(FOREVER)
 
     def load_weights(self, named_tensors, version):
-        """Send all engines the tensors that Network.full_weights yields. A collective of the trainers."""
+        """Send all engines the tensors that weights.engine_weights yields. A collective of the trainers."""
         named_tensors = iter(named_tensors)
         while some := dict(itertools.islice(named_tensors, TOGETHER)):
             if self.speaks:

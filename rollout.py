@@ -1,6 +1,6 @@
 """
 Rollout: prompts in, sampled tokens and their logprobs out. Both engines have these methods, and the
-attributes name, naming (see Network.full_weights) and allocated (bytes):
+attributes name, naming (see weights.engine_weights) and allocated (bytes):
 
     add(request)                    queues a Request; raises ValueError if its row may exceed max_length
     step()                          samples for queued requests; returns the Answers that are finished
@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, DynamicCache
 
-from losses import head_logits
 from runtime import distributed
 from runtime.check_model import model_class
+from runtime.logprobs import head_logits
 from runtime.user_code import json_text
 from runtime.vllm_workarounds import compute_logits_in_float32, drop_kernels, share_the_machine
 

@@ -34,10 +34,11 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player, Table
-from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
-                   make_optimizer, micro_batches, open_folders, set_rates, token_logprobs)
+from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
+                   micro_batches, open_folders, set_rates, token_logprobs)
 from placement import Bridge, kept_ahead, sample_for_trainers, staleness
 from runtime.run import Run, check_run
+from weights import compare_logprobs, engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -142,6 +143,8 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
 bridge.take("ready", 0)                                     # engines that are being made take no weights
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
+if run.resumed and lora_rank:                   # the engine was loaded with the initial model
+    bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), run.first_step)
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older")
 
 
@@ -252,7 +255,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1: the version of these weights
-        bridge.load_weights(policy.full_weights(compute_dtype, bridge.naming), step + 1)
+        bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)

@@ -32,9 +32,10 @@ import rewards
 import rollout
 from configurator import configure, input_errors
 from episodes import Player
-from model import (compare_logprobs, deal_to_ranks, gathered_logprobs, load_policy, load_reference,
-                   make_optimizer, micro_batches, open_folders, set_rates, token_logprobs)
+from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
+                   micro_batches, open_folders, set_rates, token_logprobs)
 from runtime.run import Run
+from weights import compare_logprobs, engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # what everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
@@ -114,6 +115,8 @@ optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
 # Opens the log, prints what the run is, and loads the optimizer of a resumed run.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
+if run.resumed and lora_rank:                   # the engine was loaded with the initial model
+    rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
 sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # a call ends the run at a signal
 
 # ---------------------------------------------------------------- the loop
@@ -222,7 +225,7 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 6 weight sync
     with log.timed("sync"):                                     # step + 1: the version of these weights
-        rollout_engine.load_weights(policy.full_weights(compute_dtype, rollout_engine.naming), step + 1)
+        rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), step + 1)
 
     # ------------------------------------------------------------ 7 log
     run.end_step(rollouts, losses.group_std)

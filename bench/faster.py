@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import model
-from losses import LOGITS, head_logits
+from runtime.logprobs import LOGITS, head_logits
 
 WAYS = ("head", "host")
 
@@ -34,7 +34,7 @@ def gradient(logits, targets, lse, d_logp):
 
 
 class CompiledLogprobs(torch.autograd.Function):
-    """losses.LogprobsFromHidden for a head without bias, scale and softcap, and an entropy without gradient."""
+    """logprobs.LogprobsFromHidden for a head without bias, scale and softcap, and an entropy without gradient."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, *scale_and_softcap):

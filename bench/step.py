@@ -37,6 +37,7 @@ from configurator import check, configure
 from model import load_policy, micro_batches
 from runtime import distributed
 from runtime.check_model import forecast
+from weights import engine_weights
 # ------------------------------------------------------------------------------------------------------------
 # model
 model = ""                      # a folder or hub id; empty: a Qwen3 of the shape below, with random weights
@@ -219,7 +220,7 @@ if engine:
     sampler = rollout.engine_class(engine)(model, compute_dtype, prompt_length + completion_length, [],
                                            vllm_gpu_memory_utilization)
     sample = lambda: sampler.generate(asked, 1, range(sequences), completion_length, 1.0)
-    sync = lambda: sampler.load_weights(policy.full_weights(compute_dtype, sampler.naming), 1)
+    sync = lambda: sampler.load_weights(engine_weights(policy, sampler.naming, compute_dtype), 1)
     syncs = []
     for _ in range(repeats + 1):
         if engine == "vllm":

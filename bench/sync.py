@@ -24,6 +24,7 @@ from placement import Bridge
 from rollout import engine_class
 from runtime import distributed
 from tiny import pretrain
+from weights import engine_weights
 # ------------------------------------------------------------------------------------------------------------
 layers = 24
 hidden_size = 896
@@ -86,7 +87,7 @@ def make_engine(folder, apart):
 def colocated(folder):
     *_, mesh, _ = distributed.set_up()
     policy, one = load_policy(folder, mesh, torch.float32), make_engine(folder, apart=False)
-    measured("colocated", lambda _: one.load_weights(policy.full_weights(torch.float32, one.naming), 1))
+    measured("colocated", lambda _: one.load_weights(engine_weights(policy, one.naming, torch.float32), 1))
 
 
 def apart(folder):
@@ -99,7 +100,7 @@ def apart(folder):
         bridge.take("ready", 0)
 
         def publish(version):
-            bridge.load_weights(policy.full_weights(torch.float32, bridge.naming), version)
+            bridge.load_weights(engine_weights(policy, bridge.naming, torch.float32), version)
 
         measured("apart, trainer: gather and send", publish)
         bridge.take("loaded", 0)

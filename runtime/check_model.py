@@ -308,7 +308,7 @@ def forecast(s, ranks, memory, cuda):
     # Autograd keeps about 1.2 times what goes through the matrix products of layers such as Llama's.
     kept, inputs = 1.2 * b * m.through, b * m.H * m.depth
     recomputed, until_backward = (kept / m.depth, inputs) if s.gradient_checkpointing else (0, kept)
-    # Two chunks of logits (losses.LOGITS), or two gradients of the head; and two layers and the head, whole.
+    # Two chunks of logits (logprobs.LOGITS), or two gradients of the head; and two layers and the head, whole.
     logits = max(8 * min(2 ** 28 if cuda else 2 ** 24, m.V * T), 0 if s.lora_rank else 8 * head)
     update = state + T * until_backward + max(logits, T * recomputed) + b * (2 * m.whole / m.depth + head)
     resting = weights + adam

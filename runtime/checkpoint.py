@@ -61,9 +61,7 @@ def save_checkpoint(folder, networks, tokenizer, state, keep, arrays={}):
             if optimizer:
                 os.makedirs(trainer := os.path.join(part, place, "trainer"), exist_ok=True)
                 save_optimizer(trainer, model, optimizer)
-            whole = {name: x.cpu() for name, x in model.full_weights() if master}
-            if master:
-                model.save(os.path.join(part, place), whole)
+            model.save(os.path.join(part, place))
         dist.barrier()                                  # all ranks have written
         if master:
             tokenizer.save_pretrained(part)
@@ -177,7 +175,7 @@ def load_optimizers(folder, networks):
     """
     for place, (model, optimizer) in networks.items():
         own = os.path.join(folder, place) if place else folder
-        if not hasattr(model, "adapters") and model.hf.name_or_path != own:
+        if not model.adapters and model.hf.name_or_path != own:
             raise ValueError(f"resume={folder}: networks[{place!r}] was loaded from {model.hf.name_or_path}, "
                              f"not from {own}")
         if optimizer:

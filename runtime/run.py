@@ -150,8 +150,6 @@ class Run:
         for name in [place or "actor" for place in networks] if self.settings.dtype == "float16" else ():
             self._scale_loss(name, self.state["loss_scale"].get(name, FIRST_SCALE))
         engine.version, engine.stop = self.first_step, self.stop
-        if self.resumed and self.settings.lora_rank:            # the engine was loaded with the base model
-            engine.load_weights(policy.full_weights(naming=engine.naming), self.first_step)
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._signalled)
         return self.log

@@ -17,7 +17,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def compute_logits_in_float32(llm, head_logits):
-    """Let a vllm.LLM of version 0.25 compute its logits in float32, by losses.head_logits.
+    """Let a vllm.LLM of version 0.25 compute its logits in float32, by logprobs.head_logits.
 
     To be removed together with 0.25: later versions have the setting head_dtype.
     """

@@ -12,9 +12,10 @@ import rollout
 from attention import packed_attention
 from model import load_policy
 from packing import Segments, micro_batch, pack
-from losses import product
+from runtime.logprobs import product
 from runs import shut_down
 from test_packing import episode
+from weights import engine_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -142,7 +143,7 @@ def test_vllm_gives_its_memory_back_and_takes_new_weights(folder, mesh):
         with torch.no_grad():
             for p in policy.parameters():
                 p += 0.01 * torch.randn_like(p)
-        engine.load_weights(policy.full_weights(torch.bfloat16, engine.naming), cycle)
+        engine.load_weights(engine_weights(policy, engine.naming, torch.bfloat16), cycle)
         rollouts = engine.generate([[65, 66], [67]], 16, [cycle, 100 + cycle], 24, 1.0)
         used.append(in_use())
         assert gap(policy, rollouts) < 0.05

@@ -10,15 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
 import lora
-import losses
 import rollout
 import runs
 from bench.models import make
 from model import load_critic, load_policy, micro_batches, token_logprobs
 from runs import ROOT, forked, load_rows, on_ranks, shut_down, without_times
 from runtime.check_model import SHIPPED
+from runtime.logprobs import LogprobsFromHidden
 from test_packing import episode, random_parts
 from test_rollout import ENGINES
+from weights import engine_weights
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 4, "save_interval": 2, "warmup_steps": 0,
@@ -80,7 +81,7 @@ def test_a_frozen_head_costs_no_gradient(folder, mesh, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda *factors: made.append(1) or addmm(*factors))
     for frozen, per_chunk in ((False, 1), (True, 0)):
         hidden, weight = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(11, 8).bfloat16()
-        logp, _ = losses.LogprobsFromHidden.apply(hidden, weight.requires_grad_(not frozen), None,
+        logp, _ = LogprobsFromHidden.apply(hidden, weight.requires_grad_(not frozen), None,
                                                     torch.arange(5), 1.0)
         made.clear()
         logp.sum().backward()
@@ -154,7 +155,7 @@ def test_the_engine_computes_what_the_trainer_does(name, dtype, bound, mesh):
     for step, size in enumerate((0, 0.05)):
         for part in policy.adapters.layers.values():
             part.lora_B.data.to_local().normal_(0, 1).mul_(size)
-        sent = dict(policy.full_weights(None, engine.naming))
+        sent = dict(engine_weights(policy, engine.naming, torch.float32))
         assert all("_proj." in key and tensor.dtype == dtype for key, tensor in sent.items()), sent.keys()
         engine.load_weights(sent.items(), step)
         rollouts = engine.generate(prompts, 8, range(0, 160, 10), 32, 1.0)
@@ -208,7 +209,7 @@ def test_what_has_an_adapter_is_named_and_everything_else_frozen(name, kinds, me
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("lora_rank=3: ") and f"({kinds}); everything else is frozen" in said
     assert not any("vision" in key for key in policy.adapters.layers)
-    merged = dict(policy.full_weights(None, "module"))
+    merged = dict(engine_weights(policy, "module", torch.float32))
     plain = load_policy(str(tmp_path), mesh, torch.float32)
     rollouts, own = some_rollouts(256), dict(plain.hf.named_parameters())
     for key, tensor in merged.items():
@@ -227,7 +228,7 @@ def gradient_on_ranks(path):
             (policy(batch, 1.0)[0].sum() * dist.get_world_size()).backward()
     found = {key: p.grad.full_tensor() for key, p in policy.named_parameters() if p.requires_grad}
     held = sum(p.to_local().nbytes for p in policy.parameters())
-    return found, dict(policy.full_weights(None, "module")), held
+    return found, dict(engine_weights(policy, "module", torch.float32)), held
 
 
 # ---------------------------------------------------------------- runs

@@ -32,6 +32,7 @@ from rollout import Rollout
 from runs import ROOT, TORCHRUN, free_port, lines, on_ranks
 from configurator import SUITS_TINY
 from test_packing import episode
+from weights import engine_weights
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "train_prompts": 64,
          "eval_prompts": 4, "eval_samples": 1, "max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-3,
@@ -166,7 +167,7 @@ def loaded_rows(path, shape):
     policy.reshard()
     for name, x in policy.hf.named_parameters():
         assert torch.equal(x.to_local(), found[name][0])
-    same = [(name, x) for name, x in policy.named_buffers()], [*dict(policy.full_weights(None, "checkpoint"))]
+    same = [(name, x) for name, x in policy.named_buffers()], [*dict(engine_weights(policy, "checkpoint", torch.float32))]
     return found, same, policy.packed
 
 

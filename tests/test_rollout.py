@@ -16,9 +16,9 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma
                           GenerationConfig)
 
 import rollout
-from model import compare_logprobs
+from weights import compare_logprobs
 from runtime import check_model
-from losses import head_logits
+from runtime.logprobs import head_logits
 from runtime.vllm_workarounds import compute_logits_in_float32
 from runs import on_ranks, shut_down
 from test_packing import episode

@@ -1,0 +1,124 @@
+"""
+Weights from the trainer to the engine, and whether they arrived.
+
+    full_weights       the parameters of a sharded network, whole, one after the other
+    engine_weights     what an engine is handed: the trained weights, under the names that it knows them by
+    compare_logprobs   compares the engine's logprobs with the trainer's, and stops a run whose engine has
+                       other weights
+"""
+import math
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from runtime import distributed
+
+
+def full_weights(network):
+    """Yield (name, whole tensor) for each parameter of a Network, or with adapters for each of theirs: what a
+    checkpoint holds.
+
+    It takes about two copies of the largest parameter. A collective, so every rank has to run through the
+    whole iterator.
+    """
+    # After a forward without a backward, FSDP2 leaves the root's parameters gathered.
+    network.reshard()
+    for name, parameter in network.hf.named_parameters():
+        if parameter.requires_grad or not network.adapters:
+            yield name, parameter.detach().full_tensor()
+
+
+def engine_weights(policy, naming, dtype):
+    """Yield (name, whole tensor) for each weight of a Policy that training changes, for an engine.
+
+    naming: the names by which the engine knows weights. "module" stands for those of the Hugging Face module,
+    "checkpoint" for those of a checkpoint. A module may store several tensors of a checkpoint as one, such as
+    the experts of a layer. dtype: the one in which policy and engine compute. If the policy has adapters,
+    they are merged into the weights of their layers. A collective, so every rank has to run through the whole
+    iterator.
+    """
+    policy.reshard()
+    in_module = naming == "module"
+    if policy.adapters:
+        tensors = policy.adapters.merged()
+    else:
+        tensors = trained_weights(policy, dtype, remove_duplicate=in_module)
+    for name, tensor in tensors:
+        if in_module:
+            yield name, tensor
+        else:
+            yield from revert_weight_conversion(policy.hf, {name: tensor}).items()
+
+
+def trained_weights(policy, dtype, remove_duplicate):
+    """Yield (name, whole tensor) for each parameter that is not frozen. remove_duplicate: whether a parameter
+    with two names comes once. The CPU build of vLLM needs both: it refreshes its packed copy of a tied head
+    only under the head's own name."""
+    for name, parameter in policy.hf.named_parameters(remove_duplicate=remove_duplicate):
+        # Frozen parameters, which read images, never change, and the engine may not have them.
+        if parameter.requires_grad:
+            # The cast comes before the gather, so that there is less to send.
+            yield name, parameter.detach().to(dtype).full_tensor()
+
+
+def compare_logprobs(rollouts, logps, bound, tokenizer, version=None):
+    """Compare the trainer's logprobs, {s: [len]}, with the engine's for the same tokens; return metrics.
+
+    Both sides have the same weights. The gap of a token is |trainer - engine|, in nats. A mean gap over
+    `bound`, or a NaN, therefore means that the weights did not arrive, that a temperature is wrong, or that
+    one side computes the model wrongly. It raises RuntimeError, and the message shows the worst tokens. So
+    does a mean difference over half of `bound`: rounding goes both ways, but an engine that samples from a
+    part of the distribution (top_p) always gives its tokens more than the trainer does. The bound for
+    weights that are known to differ is infinite.
+
+    version: the version of the policy's weights. Rollouts that were sampled with another version raise
+    RuntimeError. None accepts all versions. docs/metrics.md explains the metrics. A collective, which a rank
+    without any logprobs also has to call.
+    """
+    versions = set()
+    for s in logps:
+        versions |= rollouts[s].sampled_by
+    stale = versions - {version}
+    if stale and version is not None:
+        raise RuntimeError(f"step {version} compares rollouts of step {min(stale)}'s policy with its own: "
+                           "leave them out of compare_logprobs, or load the weights into the engine")
+    engine_logps = [torch.from_numpy(rollouts[s].logprobs) for s in logps]
+    engine_logp = torch.cat([torch.empty(0), *engine_logps])                # [C] of this rank; C may be 0
+    trainer_logp = torch.cat([*logps.values()]).cpu() if logps else engine_logp
+    difference = trainer_logp - engine_logp
+    log_ratio = torch.cat(distributed.gathered([difference]))               # [C] of all ranks
+    if len(log_ratio) == 0:                             # no rank compares a token, so nothing can be wrong
+        return {}
+    gap = log_ratio.abs()
+    ratio = log_ratio.exp()
+    # A comparison with NaN is False.
+    if not (gap.mean() <= bound and abs(log_ratio.mean()) <= bound / 2 and gap.isfinite().all()):
+        raise RuntimeError(
+            f"engine and trainer logprobs differ by {gap.mean():.2g} on average, over logprob_gap={bound:g}, "
+            f"or by {log_ratio.mean():+.2g} with their sign, over half of it. "
+            f"The worst tokens here:\n{worst_tokens(rollouts, logps, difference.abs(), tokenizer)}")
+    metrics = {
+        "sampling_logp_difference/mean": gap.mean(),
+        "sampling_logp_difference/max": gap.max(),
+        "sampling_logp_difference/p99": gap.kthvalue(math.ceil(0.99 * len(gap))).values,
+        "importance_sampling_ratio/mean": ratio.mean(),
+        "importance_sampling_ratio/max": ratio.max(),
+        "importance_sampling_ratio/min": ratio.min(),
+        "kl": (ratio - 1 - log_ratio).mean(),
+        "effective_sample_size": ratio.mean().double() ** 2 / ratio.square().mean()}
+    return {f"sampling/{name}": value.item() for name, value in metrics.items()}
+
+
+def worst_tokens(rollouts, logps, gap, tokenizer):
+    """Return a line for each of the eight tokens with the largest gap, [C]: the text before it, and both
+    logprobs."""
+    places = []                                         # (s, t) of each token, in the order of gap
+    for s, logp in logps.items():
+        places += [(s, t) for t in range(len(logp))]
+    lines = []
+    for c in gap.argsort(descending=True)[:8].tolist():
+        s, t = places[c]
+        ids = rollouts[s].sampled_ids
+        lines.append(f"  {tokenizer.decode(ids[:t])!r} + {tokenizer.decode(ids[t])!r}: "
+                     f"trainer {logps[s][t]:.4f}, engine {rollouts[s].logprobs[t]:.4f}")
+    return "\n".join(lines)

@@ -167,7 +167,7 @@ def printable(text):
 # A script of your own may drop settings; the rules that read one of these are then left out.
 
 POSITIVE = """num_generations prompts_per_step max_completion_length token_budget updates_per_step num_epochs
-    max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
+    num_mini_batches max_steps eval_samples keep_checkpoints vllm_tensor_parallel_size vllm_gpu_memory_utilization samples
     top_p rollout_ranks sequence_parallel_size steps batch_size""".split()
 # Settings of your own may be negative.
 NOT_NEGATIVE = """learning_rate critic_learning_rate warmup_steps critic_warmup_steps grad_clip temperature
@@ -181,8 +181,8 @@ SUITS_TINY = {"learning_rate": 1e-4, "critic_learning_rate": 2e-3, "max_prompt_l
               "max_completion_length": 64}
 
 # The parameters of a rule are the settings that it reads. Where it is false, the script stops with the first
-# of them and the message. For a training script four numbers are added to the settings: the ranks that train
-# (trainers) and that sample (samplers), the engines, and the passes over a step's completions.
+# of them and the message. For a training script three numbers are added to the settings: the ranks that train
+# (trainers) and that sample (samplers), and the engines.
 RULES = (
     (lambda task, train_file, eval_file: task == "file" or not train_file and not eval_file,
      ": train_file={train_file} and eval_file={eval_file} are read only with --task=file"),
@@ -208,11 +208,10 @@ RULES = (
      " does not divide the {trainers} ranks that train"),
     (lambda prompts_per_step, engines: prompts_per_step % engines == 0, " is no multiple of {engines}"),
     # updates
-    (lambda num_epochs, updates_per_step: updates_per_step % num_epochs == 0,
-     " does not divide updates_per_step={updates_per_step}"),
-    (lambda updates_per_step, prompts_per_step, num_generations, passes:
-     passes * prompts_per_step * num_generations % updates_per_step == 0,
-     " does not divide the completions per step"),
+    (lambda updates_per_step, prompts_per_step, num_generations:
+     prompts_per_step * num_generations % updates_per_step == 0, " does not divide the completions per step"),
+    (lambda num_mini_batches, prompts_per_step, num_generations:
+     prompts_per_step * num_generations % num_mini_batches == 0, " does not divide the completions per step"),
     (lambda critic_warmup_steps, max_steps: critic_warmup_steps < max_steps, " leaves the policy no step"),
     # the loss
     (lambda engine_correction, old_logprobs: old_logprobs == "trainer" or engine_correction == "none",

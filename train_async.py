@@ -40,7 +40,7 @@ from placement import Bridge, kept_ahead, sample_for_trainers, staleness
 from runtime.run import Run, check_run
 from weights import compare_logprobs, engine_weights
 # ------------------------------------------------------------------------------------------------------------
-# what everybody sets first
+# settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
                                 # algebra:3 is harder, and suits a model of 1 B parameters
@@ -58,7 +58,11 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
+# config/shared.py and --help explain the other settings that are used below: timeout=3600.0, lora_rank=0,
+# sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
+# offload_optimizer=False, warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4,
+# save_interval=20.
+from config.shared import *
 # placement: docs/placement.md
 rollout_ranks = 1               # the last ranks, which are engines; the others are trainers
 max_staleness = 1               # steps that the trained policy is ahead of the one that sampled
@@ -86,18 +90,21 @@ engine_correction = "token_truncate"    # weights tokens by the ratio of trainer
                                 # out: token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
                                 # geometric_mask; or none; see losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
-correction_high = 2.0           # a mask gives weight 0 to one above this; a truncation lowers it to this
+correction_high = 2.0           # a mask gives weight 0 to a ratio above this; a truncation lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
 
 # ---------------------------------------------------------------- set-up of both roles
 check_run(settings, trainers=int(os.environ.get("WORLD_SIZE", 1)) - rollout_ranks)
-bridge = Bridge(settings)                                       # this rank's role, and the way to the other
-# Rank and world size are those of the role.
+# torchrun starts a process for each device. bridge knows the role of this one, and joins it to the others.
+# rank, world_size and mesh are those of the role. FSDP2 shards the weights over the mesh of devices. With
+# sequence_parallel_size above 1, a sequence_group shares each micro-batch.
+bridge = Bridge(settings)
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks, bridge.join)
-if bridge.trains:                                               # the trainers know how the run begins
+if bridge.trains:
+    # Run opens the run's folder. The trainers tell the engines how the run begins.
     run = Run(settings, __file__, ahead=[])
     bridge.sampled |= kept_ahead(run, settings)
     resumed, clock = run.resumed, run.state["clock"]
@@ -105,68 +112,80 @@ if bridge.trains:                                               # the trainers k
 else:
     resumed, clock, version, position, kept = bridge.begin()
 G = num_generations                                             # completions per prompt
-longest = max_prompt_length + max_completion_length             # tokens in a row
-compute_dtype = distributed.compute_dtype(dtype)
+longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
+compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # Of the models; no weights are read yet. A chat template that prints the date prints the run's first day.
+    # folders has the paths of the models and the tokenizer, but no weights yet. A chat template that prints a
+    # date prints that of clock, when the run began.
     folders = open_folders(settings, longest, clock)
-    tokenizer, eos_ids = folders.tokenizer, folders.eos_ids
-    player = Player(settings, tokenizer, eos_ids)               # of single answers, or with an environment
-    # Training prompts to draw from, a list of held-out prompts, and a sentence about both.
+    tokenizer = folders.tokenizer
+    player = Player(settings, tokenizer, folders.eos_ids)       # for single answers, or with an environment
+    # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
-    # With lora_rank a resumed run starts from the initial model as well, and run.adapter adds its adapters.
+    # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
+    # load_policy adds the adapters, which run.adapter names.
     start = resumed if resumed and not lora_rank else folders.policy
 
 # ---------------------------------------------------------------- the engines
 if not bridge.trains:
     with input_errors():
+        # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
         scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-        # With a training prompt and a held-out one, a broken environment or reward shows now.
+        # The reward must be able to score made-up completions of two prompts.
         scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
-        rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, eos_ids, apart=True)
-    # The base model, which an engine with lora_rank was loaded with, is version 0, so that all of its ranks
-    # switch to the version to begin with.
-    rollout_engine.version, rollout_engine.incoming = 0 if lora_rank else version, bridge.weights
+        rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids,
+                                             apart=True)
+    # With lora_rank the engine still has the initial model, version 0, and takes the newest one first.
+    rollout_engine.version = 0 if lora_rank else version
+    rollout_engine.incoming = bridge.weights
     bridge.send("ready", 0, [])
     table = Table(player, rollout_engine)
-    rollout_engine.serve([], lambda _: sample_for_trainers(                             # until the run ends
-        bridge, settings, table, scorer, train_set, eval_set, version, position, kept))
+
+    def serve(_):
+        """Sample and score for the trainers until the run ends."""
+        sample_for_trainers(bridge, settings, table, scorer, train_set, eval_set, version, position, kept)
+
+    rollout_engine.serve([], serve)                             # does not return
 
 # ---------------------------------------------------------------- the trainers
 player.close()                                                  # only the engines play
 with input_errors():
-    run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
+    # A resumed run must have the prompts that it began with.
+    run.check_data(folders, train_set, eval_set)
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
-networks = {"": (policy, optimizer)}                            # "": a checkpoint's own folder
-bridge.take("ready", 0)                                     # engines that are being made take no weights
+networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
+bridge.take("ready", 0)                                         # waits until all engines are made
+# begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
-if run.resumed and lora_rank:                   # the engine was loaded with the initial model
+if run.resumed and lora_rank:                                   # the engines still have the initial model
     bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), run.first_step)
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older")
 
 
 def save():
-    """Save a checkpoint, with what was sampled for the next steps, so that a resume has it."""
+    """Save a checkpoint, with what was sampled for the next steps, so that a resumed run has it."""
     next_step = run.state["step"]
-    # In flight nobody knows how far the engines are.
-    later = [] if in_flight else range(next_step, min(next_step + max_staleness, max_steps))
+    later = range(next_step, min(next_step + max_staleness, max_steps))
+    if in_flight:                                               # nobody knows how far the engines are
+        later = []
     with log.timed("wait_for_rollouts"):
         run.state["ahead"], run.arrays = bridge.ahead(later)
     run.save()                                                  # not if the run has just begun
 
 
 # ---------------------------------------------------------------- the loop
-# Shapes and names are those of train_grpo.py: N rollouts in a step, C sampled tokens in a micro-batch.
+# train_grpo.py explains rollouts, per-token values in the forms {s: [len]} and [C], and micro-batches.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 stop, evaluate, save
     run.stop(save)                                              # if a signal has come, on any rank
     if run.due(eval_interval):
         with log.timed("eval"):
             held_out = bridge.take("eval", step, eval_set)      # sampled as in training, with the same seeds
-            # A gap over gap_bound stops the run: the engines have not the policy's weights.
+            # Trainers and engines have the same weights. The run stops if the mean |logp - engine_logp| of 32
+            # rollouts per rank is over gap_bound.
             few = range(rank, min(32 * world_size, len(held_out)), world_size)
             logps = token_logprobs(policy, held_out, few, token_budget, temperature)
             compare_logprobs(held_out, logps, run.gap_bound, tokenizer)
@@ -178,54 +197,62 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout, 2 reward: by the engines
     with log.timed("wait_for_rollouts"):
-        picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        rollouts = bridge.take("step", step, picked)            # of all engines, on every rank
+        prompts, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
+        rollouts = bridge.take("step", step, prompts)           # of all engines, G adjacent ones per prompt
     log.metrics |= staleness(rollouts, step)
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)             # [N]; NaN: no score
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
-    engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
+    engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}    # {s: [len]}
 
     # ------------------------------------------------------------ 3 advantage
     if reference:
         with log.timed("ref"):
             ref_logps = gathered_logprobs(reference, rollouts, token_budget, temperature)       # {s: [len]}
-            # The KL is that of the trained policy, which is not the one that sampled.
-            logps = (gathered_logprobs(policy, rollouts, token_budget, temperature) if max_staleness
-                     else engine_logps)                                                 # {s: [len]}
-        kls = {s: logps[s] - ref_logps[s] for s in range(N)}                    # k1 of each token, {s: [len]}
+            # The KL is that of the trained policy, which need not be the one that sampled.
+            logps = engine_logps                                                                # {s: [len]}
+            if max_staleness:
+                logps = gathered_logprobs(policy, rollouts, token_budget, temperature)
+        kls = {s: logps[s] - ref_logps[s] for s in range(N)}            # k1, by the trained policy
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
+    # [N], or {s: [len]} if each token has its own; 0 without a score. grpo reads only scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
-    order = random.Random(f"{seed} {step}").sample(range(N), N)
-    updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
-    skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
+    shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
+    updates = [shuffled[u::updates_per_step] for u in range(updates_per_step)]          # lists of s
+    # Skipped rollouts are not computed, but the loss's denominator counts them. shares: this rank's updates.
+    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # By default pi_old is the policy before update 1. On-policy that is logp itself; nobody reads old_logps.
-    on_policy = old_logprobs == "trainer" and updates_per_step == 1
-    with log.timed("old_log_prob"):
-        old_logps = (engine_logps if on_policy or old_logprobs == "engine" else token_logprobs(
-            policy, rollouts, sum(shares, []), token_budget, temperature))              # {s: [len]}
+    # The ratio compares the policy with pi_old: the policy before the first update. If a rollout is older,
+    # engine_correction makes up for its age.
+    if old_logprobs == "engine":
+        old_logps = engine_logps
+    elif updates_per_step > 1:
+        with log.timed("old_log_prob"):
+            my_share = sum(shares, [])                          # of all updates
+            old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)   # {s: [len]}
+    else:
+        old_logps = None                                        # in the only update pi_old is the policy
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
+        # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # [N]: 1 / a count over the whole update, on all ranks. So dealing and packing change no gradient.
+            # [N]. With token_mean it is 1 / the sampled tokens of the update, on all ranks together, so how
+            # rollouts are dealt to ranks and packed into micro-batches does not change the gradient.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
-            new_logps = {}                                      # {s: [len]}, to compare with the engine's
+            new_logps = {}                                      # {s: [len]}
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
-                old_logp = logp.detach() if on_policy else batch.flat(old_logps)        # [C]
+                old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
@@ -244,7 +271,7 @@ for step in range(run.first_step, max_steps + 1):
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # A gap stops the run only if the policy is the one that sampled. In flight nobody knows which
+                # A gap stops the run only if the policy itself has sampled. With in_flight nobody knows which
                 # weights read the prompts.
                 bound = math.inf if in_flight or log.metrics["async/staleness/max"] else run.gap_bound
                 log.metrics |= compare_logprobs(rollouts, new_logps, bound, tokenizer)
@@ -254,9 +281,9 @@ for step in range(run.first_step, max_steps + 1):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # step + 1: the version of these weights
+    with log.timed("sync"):                                     # step + 1 is the version of these weights
         bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, losses.group_std)
-run.end()
+    run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples
+run.end()                                                       # writes report.html

@@ -37,7 +37,7 @@ from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference
 from runtime.run import Run
 from weights import compare_logprobs, engine_weights
 # ------------------------------------------------------------------------------------------------------------
-# what everybody sets first
+# settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
                                 # algebra:3 is harder, and suits a model of 1 B parameters
@@ -55,7 +55,11 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
+# config/shared.py and --help explain the other settings that are used below: timeout=3600.0, lora_rank=0,
+# sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
+# offload_optimizer=False, warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4,
+# save_interval=20.
+from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 advantage = "grpo"              # grpo, dr_grpo (no std), grpo_batch, grpo_process, rloo,
@@ -74,66 +78,78 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # the trainer's probabilities differ a little from the engine's; this weights
-                                # tokens by the ratio of the two or leaves tokens out: token_truncate (TIS),
-                                # token_mask, sequence_truncate, sequence_mask, geometric_mask; or none; see
-                                # losses.CORRECTIONS
+engine_correction = "none"      # weights tokens by trainer's / engine's probability, or leaves tokens out:
+                                # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
+                                # geometric_mask; or none; see losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
-correction_high = 2.0           # a mask gives weight 0 to one above this; a truncation lowers it to this
+correction_high = 2.0           # a mask gives weight 0 to a ratio above this; a truncation lowers it to this
 entropy_coef = 0.0              # weight of the entropy bonus
 # ------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device; FSDP2 shards over the mesh. With sequence_parallel_size above 1, the ranks of a
-# sequence_group compute each micro-batch together.
+# torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
+# the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings. run.resumed is the checkpoint to resume, or None. run.state is saved with each
-# checkpoint; its "position" counts the training rows that were drawn, over all epochs.
+# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
+# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
 run = Run(settings, __file__)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
-compute_dtype = distributed.compute_dtype(dtype)
+compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # The models' folders, without weights. clock: when the run began, for chat templates that print a date.
+    # folders has the paths of the models and the tokenizer, but no weights yet. A chat template that prints a
+    # date prints that of run.state["clock"], when the run began.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
+    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
     # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
+    # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
-    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run loads the initial model, and load_policy adds the trained adapters to it.
+    # Mistakes show before weights are loaded: a resumed run must have the prompts that it began with, and the
+    # reward must be able to score made-up completions of two prompts.
+    run.check_data(folders, train_set, eval_set)
+    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
+    # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
+    # load_policy adds the adapters, which run.adapter names.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
     reference = load_reference(folders.reference, policy, mesh, compute_dtype) if kl_coef > 0 else None
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
-networks = {"": (policy, optimizer)}        # {subfolder of a checkpoint: what is saved there}; "" is its root
-# Opens the log, prints what the run is, and loads the optimizer of a resumed run.
+networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" is the checkpoint's own folder
+# begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
 log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-if run.resumed and lora_rank:                   # the engine was loaded with the initial model
+if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # a call ends the run at a signal
+# sample(prompts, G, names) returns rollouts. A Ctrl-C ends the run there, and saves the state with which the
+# step began. A second Ctrl-C ends the run at once.
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
 
 # ---------------------------------------------------------------- the loop
-# N rollouts per step, of all ranks together; s is the number of a rollout. A rollout r has r.ids (prompt and
-# completion), r.logprobs (of the sampled tokens, by the engine), r.row (of the data set), r.score, r.rewards
-# ({number of a sampled token: its part of the score}) and r.parts ({name: value}). {s: [len]} stands for a
-# dict: rollout s has a tensor, with an entry for each sampled token. A plural, such as old_logps, is of this
-# form, and its singular, old_logp, is [C].
-# log.metrics takes figures that all ranks agree on, log.add those to be summed or averaged over the ranks.
-# A micro-batch is one packed row of tokens, in which completions share the tokens of their prompt
-# (packing.py). It predicts C sampled tokens. With the rollouts 0 and 1 of N = 3, two sampled tokens in each:
-#     batch.flat({0: [a, b], 1: [c, d], ...})  -> [a, b, c, d]              {s: [len]} to [C]
-#     batch.flat([x, y, z])                    -> [x, x, y, y]              [N] to [C]
-#     batch.split([a, b, c, d])                -> {0: [a, b], 1: [c, d]}    [C] to {s: [len]}
-#     batch.mean([1, 3, 5, 9])                 -> [2, 2, 7, 7]              [C] to [C]: mean of the rollout
-# C may be 0: a rank with fewer micro-batches than another gets empty ones, because forward and backward are
-# collectives. And of the ranks of a sequence_group, which share a micro-batch, only one gets its C results.
+# A step has N rollouts, those of all ranks together. The loop calls them by their index s, from 0 to N - 1.
+# A rollout r has these attributes:
+#     r.ids        the tokens of its row: the prompt, the sampled ones, and those that an environment inserted
+#     r.logprobs   the engine's logprob of each sampled token; prompt and inserted tokens have none
+#     r.row        the row of the data set that it answers
+#     r.score      the sum that the rewards gave it; NaN if it was not scored
+#     r.rewards    {index of a sampled token: the part of the score that this token earned}
+# Per-token values have two forms. {s: [len]} is a dict with one tensor per rollout, one entry for each of its
+# sampled tokens; such names are plural, as in old_logps. [C] is one tensor with the entries of a whole
+# micro-batch, one rollout after the other; such names are singular, as in old_logp. A micro-batch is a row of
+# tokens in which several rollouts are packed (packing.py). It converts between the two forms. If it holds the
+# rollouts 0 and 1, with two sampled tokens each, then C = 4, and
+#     batch.flat({0: [a, b], 1: [c, d]})  returns [a, b, c, d]              {s: [len]} becomes [C]
+#     batch.flat([x, y])                  returns [x, x, y, y]              [N] becomes [C]
+#     batch.split([a, b, c, d])           returns {0: [a, b], 1: [c, d]}    [C] becomes {s: [len]}
+#     batch.mean([1, 3, 5, 9])            returns [2, 2, 7, 7]              the mean of each rollout, [C]
+# C may be 0. All ranks must call forward and backward equally often, so a rank with fewer micro-batches gets
+# empty ones. In a sequence_group one rank gets the results and has the loss; on the others C = 0, but the
+# backward pass reaches their part of the row.
+# log.metrics takes figures that all ranks agree on; log.add takes figures to sum or average over the ranks.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
@@ -145,18 +161,19 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
-        picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's; each has a text for its seeds
-        own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
+        prompts, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
+        mine = range(rank * B, (rank + 1) * B)                  # the indices of this rank's prompts
+        names = [f"{step} {i}" for i in mine]                   # the seeds of the rollouts come from these
+        my_rollouts = sample([prompts[i] for i in mine], G, names)                      # B * G
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
-        scorer(own_rollouts)                                    # sets the score of each
-    rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
+        scorer(my_rollouts)                                     # sets r.score and r.rewards
+    rollouts = distributed.gathered(my_rollouts)                # of all ranks, G adjacent ones per prompt
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)             # [N]; NaN: no score
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
-    engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}         # {s: [len]}
+    engine_logps = {s: torch.from_numpy(r.logprobs) for s, r in enumerate(rollouts)}    # {s: [len]}
 
     # ------------------------------------------------------------ 3 advantage
     if reference:
@@ -166,38 +183,43 @@ for step in range(run.first_step, max_steps + 1):
         log.metrics["kl"] = torch.cat([*kls.values()]).mean().item()
         if kl_estimator == "k1_reward":
             scores = scores - kl_coef * torch.stack([kls[s].sum() for s in range(N)])
-    # One advantage per rollout, [N], or per token, {s: [len]}; 0 without a score. grpo reads scores and G.
+    # [N], or {s: [len]} if each token has its own; 0 without a score. grpo reads only scores and G.
     adv = losses.ADVANTAGES[advantage](scores, G, lengths=lengths, rewards=losses.shaped(rollouts, scores))
     if reference and kl_estimator == "k1_advantage":
         adv = {s: adv[s] - kl_coef * kls[s] for s in range(N)}
 
     # ------------------------------------------------------------ 4 split into updates; old logprobs
-    order = random.Random(f"{seed} {step}").sample(range(N), N)
-    updates = [order[u::updates_per_step] for u in range(updates_per_step)]
-    # What is skipped stays in the denominator of the loss. shares: this rank's part of each update.
-    skipped = {s for s in range(N) if skip_zero_advantage and entropy_coef == 0 and not adv[s].any()}
+    shuffled = random.Random(f"{seed} {step}").sample(range(N), N)
+    updates = [shuffled[u::updates_per_step] for u in range(updates_per_step)]          # lists of s
+    # Skipped rollouts are not computed, but the loss's denominator counts them. shares: this rank's updates.
+    skipped = {s for s in range(N) if skip_zero_advantage and not adv[s].any()}
     shares = deal_to_ranks(rollouts, [[s for s in update if s not in skipped] for update in updates])
-    # pi_old is the policy before update 1, on-policy logp itself. If a rollout is older, pi_old is the policy
-    # that sampled, unless engine_correction weighs tokens for that.
+    # The ratio compares the policy with pi_old: the policy before the first update, or if a rollout is older,
+    # the policy that sampled it, unless engine_correction makes up for its age.
     stale = any(r.sampled_by != {step} for r in rollouts)
-    by_engine = old_logprobs == "engine" or stale and engine_correction == "none"
-    on_policy = not by_engine and updates_per_step == 1
-    with log.timed("old_log_prob"):
-        old_logps = (engine_logps if on_policy or by_engine else token_logprobs(
-            policy, rollouts, sum(shares, []), token_budget, temperature))              # {s: [len]}
+    if old_logprobs == "engine" or stale and engine_correction == "none":
+        old_logps = engine_logps
+    elif updates_per_step > 1:
+        with log.timed("old_log_prob"):
+            my_share = sum(shares, [])                          # of all updates
+            old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)   # {s: [len]}
+    else:
+        old_logps = None                                        # in the only update pi_old is the policy
 
     # ------------------------------------------------------------ 5 update
     with log.timed("update_actor"):
+        # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
         log.metrics |= set_rates(optimizer, "learning_rate", step, max_steps, lr_decay, warmup_steps)
         for u, (update, share) in enumerate(zip(updates, shares)):
-            # [N]: 1 / a count over the whole update, on all ranks. So dealing and packing change no gradient.
+            # [N]. With token_mean it is 1 / the sampled tokens of the update, on all ranks together, so how
+            # rollouts are dealt to ranks and packed into micro-batches does not change the gradient.
             weight = losses.sequence_weights(lengths, loss_aggregation, update, G, max_completion_length)
-            new_logps = {}                                      # {s: [len]}, to compare with the engine's
+            new_logps = {}                                      # {s: [len]}
             for batch in micro_batches(policy, rollouts, share, token_budget):
                 logp, entropy = policy(batch, temperature)                              # [C], [C]
                 new_logps |= batch.split(logp.detach())
                 engine_logp = batch.flat(engine_logps)                                  # [C]
-                old_logp = logp.detach() if on_policy else batch.flat(old_logps)        # [C]
+                old_logp = logp.detach() if old_logps is None else batch.flat(old_logps)        # [C]
                 token_loss, clipped_low, clipped_high = losses.LOSSES[loss_type](       # [C] each
                     logp, old_logp, batch.flat(adv), engine_logp=engine_logp, mean=batch.mean,
                     epsilon=epsilon, epsilon_high=epsilon_high)
@@ -216,7 +238,8 @@ for step in range(run.first_step, max_steps + 1):
                         means={"entropy": entropy, "sampling/correction_mean": correction}
                         | losses.clip_ratios(clipped_low, clipped_high))
             if u == 0:
-                # Before the first update the engine has the same weights: a gap over gap_bound stops the run.
+                # Trainer and engine still have the same weights. The run stops before these move if the mean
+                # |logp - engine_logp| is over gap_bound, in float32 1e-3 nats, or other weights sampled.
                 log.metrics |= compare_logprobs(rollouts, new_logps, run.gap_bound, tokenizer, version=step)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("actor", norm.item()):              # logs the norm; False if it is not finite
@@ -224,9 +247,9 @@ for step in range(run.first_step, max_steps + 1):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # step + 1: the version of these weights
+    with log.timed("sync"):                                     # step + 1 is the version of these weights
         rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, losses.group_std)
-run.end()
+    run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples
+run.end()                                                       # writes report.html

@@ -14,7 +14,7 @@ It reads like train_grpo.py; read that one first. What differs, as in Ziegler et
    from the reward of each token, and the loss has no KL term.
 3. Advantages come from GAE over the sampled tokens and are whitened over the global batch. A completion that
    was cut off ends like any other: no value is assumed for what would have followed.
-4. Each step makes one or more passes of several updates over its rollouts, with clipped ratios and values.
+4. Each step makes num_epochs * num_mini_batches updates of policy and critic, with clipped ratios and values.
 5. There is no engine_correction, and no variant of the loss.
 """
 import math
@@ -34,7 +34,7 @@ from model import (deal_to_ranks, load_critic, load_policy, load_reference, make
 from runtime.run import Run
 from weights import compare_logprobs, engine_weights
 # ------------------------------------------------------------------------------------------------------------
-# what everybody sets first
+# settings that everybody sets first
 model = "tiny"                  # a folder, a hub id, or tiny: the small model that comes with the repository
 task = "algebra"                # algebra, compose, guess, arithmetic, gsm8k, or file for your own rows;
                                 # algebra:3 is harder, and suits a model of 1 B parameters
@@ -53,7 +53,11 @@ token_budget = 8192             # tokens per micro-batch: memory grows with it, 
 seed = 0                        # of generated problems, order of prompts, sampling, split into updates
 out_dir = ""                    # the run's folder; if empty, that of the resumed checkpoint, or a new one
 resume = ""                     # a checkpoint, or auto for the newest one in out_dir if there is one
-from config.shared import *     # all other settings used below, such as dtype and eval_interval: see --help
+# config/shared.py and --help explain the other settings that are used below: timeout=3600.0, lora_rank=0,
+# sequence_parallel_size=1, shard_ranks=0, dtype="auto", gradient_checkpointing=False, torch_compile=False,
+# offload_optimizer=False, warmup_steps=5, lr_decay="linear", grad_clip=1.0, eval_interval=10, eval_samples=4,
+# save_interval=20.
+from config.shared import *
 # algorithm
 temperature = 1.0               # engine and trainer divide their logits by it
 critic_model = ""               # a folder or hub id that the critic starts from; if empty, the model
@@ -61,8 +65,8 @@ critic_warmup_steps = 5         # steps that train the critic alone, at the begi
 kl_coef = 0.0                   # weight of the KL to the reference model; 0 loads no such model
 reference_model = ""            # a folder or hub id; if empty, the initial model
 lam = 1.0                       # lambda of GAE, from 0 (one step) to 1 (Monte Carlo)
-updates_per_step = 2            # optimizer updates per step, of policy and critic
-num_epochs = 1                  # passes over a step's rollouts; each makes an equal part of the updates
+num_mini_batches = 2            # updates per pass over a step's rollouts, which are split evenly among them
+num_epochs = 1                  # passes over a step's rollouts, each in an order of its own
 epsilon = 0.2                   # the lower clip bound of the ratio is 1 - epsilon
 epsilon_high = 0.2              # the upper clip bound is 1 + epsilon_high; DAPO takes 0.28
 value_clip = 0.5                # values are clipped to this distance from the old ones; 0 does not clip them
@@ -73,27 +77,32 @@ entropy_coef = 0.0              # weight of the entropy bonus
 settings = configure(globals(), choices=losses.CHOICES)     # overrides by config files and --key=value
 
 # ---------------------------------------------------------------- set-up: processes, data, models, engine
-# One process per device; FSDP2 shards over the mesh. With sequence_parallel_size above 1, the ranks of a
-# sequence_group compute each micro-batch together.
+# torchrun starts a process for each device; rank is the number of this process. FSDP2 shards the weights over
+# the mesh of devices. With sequence_parallel_size above 1, a sequence_group shares each micro-batch.
 rank, world_size, device, mesh, sequence_group = distributed.set_up(
     timeout, sequence_parallel_size, shard_ranks)
-# Run checks the settings. run.resumed is the checkpoint to resume, or None. run.state is saved with each
-# checkpoint; its "position" counts the training rows that were drawn, over all epochs.
+# Run checks the settings and opens the run's folder. run.resumed is the checkpoint that the run resumes, or
+# None. run.state is saved with each checkpoint; its "position" counts the training rows drawn so far.
 run = Run(settings, __file__, critic=True)
 B, G = prompts_per_step // world_size, num_generations          # prompts per rank, completions per prompt
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
-compute_dtype = distributed.compute_dtype(dtype)
+compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # The models' folders, without weights. clock: when the run began, for chat templates that print a date.
+    # folders has the paths of the models and the tokenizer, but no weights yet. A chat template that prints a
+    # date prints that of run.state["clock"], when the run began.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for episodes with an environment or tools
+    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
     # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
+    # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    run.check_data(folders, train_set, eval_set)                # refuses other prompts than the resumed run's
-    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])     # a broken reward shows now
-    # With lora_rank a resumed run loads the initial model, and load_policy adds the trained adapters to it.
+    # Mistakes show before weights are loaded: a resumed run must have the prompts that it began with, and the
+    # reward must be able to score made-up completions of two prompts.
+    run.check_data(folders, train_set, eval_set)
+    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
+    # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
+    # load_policy adds the adapters, which run.adapter names.
     start = run.resumed if run.resumed and not lora_rank else folders.policy
     policy = load_policy(start, mesh, compute_dtype, gradient_checkpointing, torch_compile,
                          sequence_group, run.adapter)
@@ -104,31 +113,47 @@ with input_errors():                                            # a ValueError b
     rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids)
 optimizer = make_optimizer(policy, learning_rate, offload_optimizer)
 critic_optimizer = make_optimizer(critic, critic_learning_rate, offload_optimizer)
-networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}      # in checkpoints, by subfolder
-# Opens the log, prints what the run is, and loads the optimizer of a resumed run.
-log = run.begin(networks, rollout_engine, data_note, updates=f"{updates_per_step} optimizer step(s)")
-if run.resumed and lora_rank:                   # the engine was loaded with the initial model
+# These are by subfolder of a checkpoint; "" is the checkpoint's own folder.
+networks = {"": (policy, optimizer), "critic": (critic, critic_optimizer)}
+# begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
+log = run.begin(networks, rollout_engine, data_note,
+                updates=f"{num_epochs * num_mini_batches} optimizer step(s)")
+if run.resumed and lora_rank:                                   # the engine still has the initial model
     rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), run.first_step)
-sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)    # a call ends the run at a signal
+# sample(prompts, G, names) returns rollouts. A Ctrl-C ends the run there, and saves the state with which the
+# step began. A second Ctrl-C ends the run at once.
+sample = rollout.Sampler(settings, tokenizer, player, rollout_engine)
+
+
+def flat_on_cpu(tensors, chosen):
+    """Return {s: [len]} as one tensor [C], for s in chosen, on the CPU, because a GPU would wait for three
+    launches per token of gae."""
+    return torch.cat([tensors[s] for s in chosen] or [torch.empty(0)]).cpu()
 
 
 def critic_metrics(value, ret, raw_adv, adv, token_rewards):
     """Return figures of a critic that has not seen the batch yet; all [C] of this rank, adv whitened.
     token_rewards: for each rollout the rewards of its tokens, [len]."""
     mean = distributed.mean
-    error_variance, variance = (mean(x ** 2) - mean(x) ** 2 for x in (ret - value, ret))
-    extremes = distributed.gathered([x.item() for x in adv.nan_to_num(0.0).aminmax()] if len(adv) else [])
-    return {"critic/vf_explained_var": 1 - error_variance / variance if variance > 1e-8 else 0.0,
-            "critic/values/mean": mean(value), "critic/returns/mean": mean(ret),
+    error = ret - value
+    error_variance = mean(error ** 2) - mean(error) ** 2
+    variance = mean(ret ** 2) - mean(ret) ** 2
+    explained = 1 - error_variance / variance if variance > 1e-8 else 0.0
+    bounds = []
+    if len(adv):
+        bounds = [x.item() for x in adv.nan_to_num(0.0).aminmax()]
+    bounds = distributed.gathered(bounds)
+    return {"critic/vf_explained_var": explained,
+            "critic/values/mean": mean(value),
+            "critic/returns/mean": mean(ret),
             "critic/rewards/mean": mean([x.sum() for x in token_rewards]),
             "critic/advantages/mean": mean(raw_adv),
-            "critic/advantages/max": max(extremes, default=0.0),
-            "critic/advantages/min": min(extremes, default=0.0)}
+            "critic/advantages/max": max(bounds, default=0.0),
+            "critic/advantages/min": min(bounds, default=0.0)}
 
 
 # ---------------------------------------------------------------- the loop
-# Shapes as in train_grpo.py: N rollouts in a step, on all ranks; C sampled tokens, of a micro-batch or of all
-# that this rank computes; {s: [len]} has a tensor for the sampled tokens of each rollout s.
+# train_grpo.py explains rollouts, per-token values in the forms {s: [len]} and [C], and micro-batches.
 for step in range(run.first_step, max_steps + 1):
     # ------------------------------------------------------------ 0 evaluate, save
     if run.due(eval_interval):
@@ -140,55 +165,70 @@ for step in range(run.first_step, max_steps + 1):
 
     # ------------------------------------------------------------ 1 rollout
     with log.timed("gen"):
-        picked, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
-        own = range(rank * B, (rank + 1) * B)                   # this rank's; each has a text for its seeds
-        own_rollouts = sample([picked[i] for i in own], G, [f"{step} {i}" for i in own])        # B * G
+        prompts, run.state["position"] = train_set.draw(run.state["position"], prompts_per_step, seed)
+        mine = range(rank * B, (rank + 1) * B)                  # the indices of this rank's prompts
+        names = [f"{step} {i}" for i in mine]                   # the seeds of the rollouts come from these
+        my_rollouts = sample([prompts[i] for i in mine], G, names)                      # B * G
 
     # ------------------------------------------------------------ 2 reward
     with log.timed("reward"):
-        scorer(own_rollouts)                                    # sets the score of each
-    rollouts = distributed.gathered(own_rollouts)               # in the order of prompts, on every rank
+        scorer(my_rollouts)                                     # sets r.score and r.rewards
+    rollouts = distributed.gathered(my_rollouts)                # of all ranks, G adjacent ones per prompt
     N = len(rollouts)
-    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)  # [N]; NaN: not scored
+    scores = torch.tensor([r.score for r in rollouts], dtype=torch.float64)             # [N]; NaN: no score
     lengths = torch.tensor([len(r.logprobs) for r in rollouts])                         # [N], sampled tokens
 
-    # ------------------------------------------------------------ 3 shares; old logprobs, values, reference
-    order = random.Random(f"{seed} {step}").sample(range(N), N)
-    updates = [order[u::updates_per_step // num_epochs] for u in range(updates_per_step // num_epochs)]
-    shares = deal_to_ranks(rollouts, updates)
-    all_shares = sum(shares, [])
+    # ------------------------------------------------------------ 3 split into updates; old logprobs, values
+    draw = random.Random(f"{seed} {step}")
+    updates = []                                                                        # lists of s
+    for _ in range(num_epochs):
+        shuffled = draw.sample(range(N), N)
+        updates += [shuffled[u::num_mini_batches] for u in range(num_mini_batches)]
+    # shares: this rank's part of each update. A rank has old logprobs, values and advantages only of the
+    # rollouts that the first epoch deals to it, so the later epochs deal it the same ones.
+    shares = deal_to_ranks(rollouts, updates[:num_mini_batches])
+    my_share = sum(shares, [])
+    here = set(my_share)
+    shares += [[s for s in update if s in here] for update in updates[num_mini_batches:]]
     with log.timed("old_log_prob"):
-        old_logps = token_logprobs(policy, rollouts, all_shares, token_budget, temperature)     # {s: [len]}
-    log.metrics |= compare_logprobs(rollouts, old_logps, run.gap_bound, tokenizer, step)
+        old_logps = token_logprobs(policy, rollouts, my_share, token_budget, temperature)       # {s: [len]}
+    # Trainer and engine still have the same weights. The run stops before these move if the mean
+    # |logp - engine_logp| is over gap_bound, in float32 1e-3 nats, or other weights sampled.
+    log.metrics |= compare_logprobs(rollouts, old_logps, run.gap_bound, tokenizer, version=step)
     with log.timed("values"):
-        old_values = token_values(critic, rollouts, all_shares, token_budget)           # {s: [len]}
-    with log.timed("ref"):
-        ref_logps = (token_logprobs(reference, rollouts, all_shares, token_budget, temperature)
-                     if reference else old_logps)                                       # {s: [len]}
+        old_values = token_values(critic, rollouts, my_share, token_budget)             # {s: [len]}
+    ref_logps = old_logps                                                               # {s: [len]}
+    if reference:
+        with log.timed("ref"):
+            ref_logps = token_logprobs(reference, rollouts, my_share, token_budget, temperature)
 
     # ------------------------------------------------------------ 4 rewards to advantages
-    # On the CPU, because a GPU would wait for three launches per token of gae.
-    flat = lambda tensors: torch.cat([tensors[s] for s in all_shares] or [torch.empty(0)]).cpu()
-    old_logp, ref_logp, value = map(flat, (old_logps, ref_logps, old_values))       # [C] each
-    lens = lengths[all_shares].tolist()
-    kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                # [C]
+    # Here [C] has the sampled tokens of all of this rank's rollouts.
+    old_logp = flat_on_cpu(old_logps, my_share)                                         # [C]
+    ref_logp = flat_on_cpu(ref_logps, my_share)                                         # [C]
+    value = flat_on_cpu(old_values, my_share)                                           # [C]
+    lens = lengths[my_share].tolist()
+    kl = losses.kl_penalty(old_logp, ref_logp, "k1")                                    # [C]
     # The score of a single answer is the reward of its last token; turns and steps have their own.
-    token_reward = losses.token_rewards([rollouts[s].rewards for s in all_shares], kl, kl_coef, lens)
-    raw_adv, ret = losses.gae(token_reward, value, lens, gamma=1.0, lam=lam)        # [C], [C]
-    adv = losses.whiten(raw_adv, distributed.mean)                                  # [C]
+    token_reward = losses.token_rewards([rollouts[s].rewards for s in my_share], kl, kl_coef, lens)     # [C]
+    raw_adv, ret = losses.gae(token_reward, value, lens, gamma=1.0, lam=lam)            # [C], [C]
+    adv = losses.whiten(raw_adv, distributed.mean)                                      # [C]
     # A rollout without a score is NaN in adv and ret. Its weight below is 0, but every count includes it.
-    advs, rets = (dict(zip(all_shares, x.nan_to_num(0.0).split(lens))) for x in (adv, ret))
+    advs = dict(zip(my_share, adv.nan_to_num(0.0).split(lens)))                         # {s: [len]}
+    rets = dict(zip(my_share, ret.nan_to_num(0.0).split(lens)))                         # {s: [len]}
     log.metrics |= critic_metrics(value, ret, raw_adv, adv, token_reward.split(lens))
     if reference:
         log.metrics["kl"] = distributed.mean(kl)
 
     # ------------------------------------------------------------ 5 update
     policy_step = step - critic_warmup_steps                    # below 0 only the critic is trained
+    # The rate rises from learning_rate / warmup_steps to learning_rate, then falls to almost 0.
     log.metrics |= set_rates(optimizer, "learning_rate", policy_step, max_steps - critic_warmup_steps,
                              lr_decay, warmup_steps)
     log.metrics |= set_rates(critic_optimizer, "critic/lr", step, max_steps, lr_decay, warmup_steps)
-    for update, share in num_epochs * list(zip(updates, shares)):
-        # The whole update counts, on all ranks: the gradient depends on neither ranks nor micro-batches.
+    for update, share in zip(updates, shares):
+        # [N]. With token_mean it is 1 / the sampled tokens of the update, on all ranks together, so how
+        # rollouts are dealt to ranks and packed into micro-batches does not change the gradient.
         weight = scores.isfinite() * losses.sequence_weights(
             lengths, loss_aggregation, update, G, max_completion_length)                # [N]
         with log.timed("update_critic"):
@@ -198,7 +238,7 @@ for step in range(run.first_step, max_steps + 1):
                     new_value, batch.flat(old_values), batch.flat(rets), value_clip)        # [C] each
                 vf_loss = (batch.flat(weight) * value_losses).sum()
                 (vf_loss * world_size).backward()               # FSDP averages over ranks: undo that
-                log.add(sums={"critic/vf_loss": vf_loss / updates_per_step},
+                log.add(sums={"critic/vf_loss": vf_loss / len(updates)},
                         means={"critic/vf_clipfrac": value_clipped})
             norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), grad_clip or math.inf).full_tensor()
             if run.may_step("critic", norm.item()):             # False if the norm is infinite or NaN
@@ -216,7 +256,7 @@ for step in range(run.first_step, max_steps + 1):
                     token_loss = token_loss - entropy_coef * entropy
                 loss = (batch.flat(weight) * token_loss).sum()
                 (loss * world_size).backward()
-                log.add(sums={"loss": loss / updates_per_step},         # the mean over the updates
+                log.add(sums={"loss": loss / len(updates)},         # the mean over the updates
                         means={"actor/ppo_kl": losses.kl_penalty(batch.flat(old_logps), logp.detach(), "k3"),
                                "entropy": entropy} | losses.clip_ratios(clipped_low, clipped_high))
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or math.inf).full_tensor()
@@ -225,9 +265,9 @@ for step in range(run.first_step, max_steps + 1):
             optimizer.zero_grad()
 
     # ------------------------------------------------------------ 6 weight sync
-    with log.timed("sync"):                                     # step + 1: the version of these weights
+    with log.timed("sync"):                                     # step + 1 is the version of these weights
         rollout_engine.load_weights(engine_weights(policy, rollout_engine.naming, compute_dtype), step + 1)
 
     # ------------------------------------------------------------ 7 log
-    run.end_step(rollouts, losses.group_std)
-run.end()
+    run.end_step(rollouts, losses.group_std)                    # writes the step's figures and some samples
+run.end()                                                       # writes report.html

@@ -42,7 +42,7 @@ def check_run(settings, trainers):
                         "(torchrun --nproc_per_node=2 train_async.py has two)")
     engines = samplers // (settings.vllm_tensor_parallel_size or 1) or trainers
     check_values(SimpleNamespace(**vars(settings), trainers=trainers, samplers=samplers or trainers,
-                                 engines=engines, passes=getattr(settings, "num_epochs", 1)))
+                                 engines=engines))
 
 
 def read_state(resumed, state, settings, script):

@@ -99,7 +99,7 @@ def test_what_is_not_scored_teaches_nothing(plain_run, folder, tmp_path):
 
 def test_kl_in_the_reward(folder, reward_file, tmp_path):
     metrics = train(folder, tmp_path / "run", reward_file, kl_coef=0.1, max_steps=4, num_epochs=2,
-                    updates_per_step=4, entropy_coef=0.01, lam=0.95)
+                    num_mini_batches=2, entropy_coef=0.01, lam=0.95)
     # The policy is the reference.
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)
     line = metrics[3]
@@ -109,7 +109,7 @@ def test_kl_in_the_reward(folder, reward_file, tmp_path):
 
 
 def test_values_that_move_far_are_clipped(folder, reward_file, tmp_path):
-    metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, updates_per_step=8,
+    metrics = train(folder, tmp_path / "run", reward_file, num_epochs=4, num_mini_batches=2,
                     value_clip=1e-3)
     assert all(0.05 < line["critic/vf_clipfrac"] < 0.95 for line in metrics[:3])
 
@@ -143,7 +143,7 @@ class SlowAdam:
 def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
     """Step 2 of two ranks: after the critic's warm-up, in the decay, with a KL, two passes of two updates."""
     metrics = runs.train("train_ppo.py", tmp_path / "run", [reward_file], SMALL | {
-        "model": folder, "temperature": 0.7, "num_epochs": 2, "updates_per_step": 4, "kl_coef": 0.2,
+        "model": folder, "temperature": 0.7, "num_epochs": 2, "num_mini_batches": 2, "kl_coef": 0.2,
         "lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "value_clip": 0.02,
         "entropy_coef": 0.01, "save_interval": 1, "eval_prompts": 4, "eval_samples": 1}, ranks=2)[0][2]
     rows, checkpoint = kept_rollouts(tmp_path / "run", 2), tmp_path / "run" / "checkpoint-2"
@@ -178,8 +178,10 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
         own = torch.tensor(row["raw"], dtype=torch.float64)
         row["adv"], row["return"] = (own - raw.mean()) / raw.std(correction=0), own + row["value"]
 
-    order, figures = random.Random("0 2").sample(range(16), 16), []
-    for update in 2 * [order[0::2], order[1::2]]:
+    draw, figures = random.Random("0 2"), []
+    orders = [draw.sample(range(16), 16) for _ in range(2)]
+    assert orders[0] != orders[1]
+    for update in [order[u::2] for order in orders for u in range(2)]:
         tokens, loss, vf_loss = sum(rows[s]["length"] for s in update), 0.0, 0.0
         clipped, entropies, divergences = [], [], []
         for row in (rows[s] for s in update):
@@ -221,8 +223,7 @@ def test_a_step_is_that_of_slow_loops_in_float64(folder, reward_file, tmp_path):
 @pytest.mark.parametrize("arguments, message", [
     (["--lam=1.5"], "lam=1.5: must be from 0 to 1"), (["--lam=-0.1"], "lam=-0.1: must not be negative"),
     (["--epsilon=-1"], "epsilon=-1.0: must not be negative"), (["--value_clip=-1"], "value_clip=-1.0"),
-    (["--updates_per_step=3"], "updates_per_step=3 does not divide"), (["--num_epochs=0"], "num_epochs=0"),
-    (["--num_epochs=3"], "num_epochs=3 does not divide updates_per_step=2"),
+    (["--num_mini_batches=3"], "num_mini_batches=3 does not divide"), (["--num_epochs=0"], "num_epochs=0"),
     (["--critic_warmup_steps=50"], "no step"),
     (["--reference_model=tiny"], "reference_model=tiny needs a kl_coef above 0"),
     (["--critic_model=BAD"], "vocabulary of 77 for one of"), (["--critic_model=BAD/nothing"], "no such folder"),

@@ -86,8 +86,8 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "token_truncate"    # weights tokens by the ratio of trainer to engine, or leaves tokens
-                                # out: token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
+engine_correction = "token_truncate"  # weights tokens by trainer's / engine's probability, or drops tokens:
+                                # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
                                 # geometric_mask; or none; see losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
 correction_high = 2.0           # a mask gives weight 0 to a ratio above this; a truncation lowers it to this
@@ -115,11 +115,11 @@ G = num_generations                                             # completions pe
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the paths of the models and the tokenizer, but no weights yet. A chat template that prints a
-    # date prints that of clock, when the run began.
+    # folders has the models' paths and the tokenizer. A chat template that prints the date prints that of the
+    # clock, when the run began. Weights are read further down.
     folders = open_folders(settings, longest, clock)
     tokenizer = folders.tokenizer
-    player = Player(settings, tokenizer, folders.eos_ids)       # for single answers, or with an environment
+    player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
     # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
@@ -131,7 +131,7 @@ if not bridge.trains:
     with input_errors():
         # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
         scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-        # The reward must be able to score made-up completions of two prompts.
+        # The reward must be able to score made-up completions of two prompts, or the run stops here.
         scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids,
                                              apart=True)
@@ -160,7 +160,7 @@ networks = {"": (policy, optimizer)}        # by subfolder of a checkpoint; "" i
 bridge.take("ready", 0)                                         # waits until all engines are made
 # begin opens the log, prints what the run is, and loads the optimizer's state if the run is resumed.
 log = run.begin(networks, bridge, data_note, updates=f"{updates_per_step} optimizer step(s)")
-if run.resumed and lora_rank:                                   # the engines still have the initial model
+if run.resumed and lora_rank:                                   # the engine still has the initial model
     bridge.load_weights(engine_weights(policy, bridge.naming, compute_dtype), run.first_step)
 log.say(f"Engines sample with weights that are at most {max_staleness} steps older")
 

@@ -79,7 +79,7 @@ skip_zero_advantage = False     # leave out rollouts whose advantage is 0: faste
                                 # long as the loss has neither a KL nor an entropy bonus
 loss_aggregation = "token_mean" # token_mean (DAPO), sequence_mean (GRPO), constant_length (Dr. GRPO),
                                 # sequence_sum (RLOO), prompt_mean; see losses.AGGREGATIONS
-engine_correction = "none"      # weights tokens by trainer's / engine's probability, or leaves tokens out:
+engine_correction = "none"      # weights tokens by trainer's / engine's probability, or drops tokens:
                                 # token_truncate (TIS), token_mask, sequence_truncate, sequence_mask,
                                 # geometric_mask; or none; see losses.CORRECTIONS
 correction_low = 0.5            # a mask gives weight 0 to a ratio below this
@@ -100,8 +100,8 @@ B, G = prompts_per_step // world_size, num_generations          # prompts per ra
 longest = max_prompt_length + max_completion_length             # in tokens; the engine takes nothing longer
 compute_dtype = distributed.compute_dtype(dtype)                # "auto": bfloat16 on a GPU, float32 elsewhere
 with input_errors():                                            # a ValueError becomes a one-line message
-    # folders has the paths of the models and the tokenizer, but no weights yet. A chat template that prints a
-    # date prints that of run.state["clock"], when the run began.
+    # folders has the models' paths and the tokenizer. A chat template that prints the date prints that of the
+    # clock, when the run began. Weights are read further down.
     folders = open_folders(settings, longest, run.state["clock"])
     tokenizer = folders.tokenizer
     player = Player(settings, tokenizer, folders.eos_ids)       # for an environment, tools or an agent
@@ -109,9 +109,9 @@ with input_errors():                                            # a ValueError b
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
-    # Mistakes show before weights are loaded: a resumed run must have the prompts that it began with, and the
-    # reward must be able to score made-up completions of two prompts.
+    # A resumed run must have the prompts that it began with.
     run.check_data(folders, train_set, eval_set)
+    # The reward must be able to score made-up completions of two prompts, or the run stops here.
     scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
     # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
     # load_policy adds the adapters, which run.adapter names.

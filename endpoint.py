@@ -23,7 +23,8 @@ from secrets import token_hex
 
 from aiohttp import web
 
-from episodes import Conversation, Episode, in_thread
+from conversation import Conversation
+from episodes import Episode, in_thread
 from runtime.chat_template import Template, read_call, tool_call
 from runtime.user_code import Failed, TimeUp, outcome, shown
 
@@ -174,7 +175,7 @@ class AgentEpisode(Episode):
                            if (row.opponent, row.template.tools) == (opponent, template.tools)
                            and row.read == read[:len(row.read)]), None):
             row = copy.copy(before)
-            fits = row.extend(read[len(before.read):])
+            fits = row.add_reply(read[len(before.read):])
         else:
             # The author of the agent wrote what the system says, but anybody may have written the rest.
             safe = [one if one["role"] == "system" else json.loads(template.defused(json.dumps(
@@ -201,7 +202,7 @@ class AgentEpisode(Episode):
             self.counts["calls"] + i, call["function"]["name"], json.dumps(call["function"]["arguments"]))
             for i, (call, _) in enumerate(calls)]}
         said |= {"tool_calls": [call for call, _ in calls]} if calls else {}
-        row.answer(answer, said)
+        row.add_turn(answer, said)
         row.read, row.before = read + as_read([said]), before
         self.rows.append(row)
         if not row.opponent and len(row.logprobs) > len(self.talk.logprobs):

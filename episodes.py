@@ -21,7 +21,6 @@ episode are a Conversation, which knows no environment.
 import inspect
 import os
 import math
-import zlib
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import deepcopy
 from functools import cached_property, partial
@@ -30,60 +29,21 @@ from threading import Semaphore, Thread
 import numpy as np
 from transformers.utils import get_json_schema
 
+from conversation import Conversation
 from runtime.chat_template import Template, result_of
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, accepted, as_float, closing, load_from,
                                logging_into, name_of, outcome, shown, specs)
 from rollout import Answer, Engine, Request, Rollout, text_of
 
 
-# ------------------------------------------------------------------------------------------------------------
-# a conversation as tokens
-
-
-class Conversation:
-    """A row of tokens in the making: a prompt, turns as they were sampled, and what stands between them.
-
-    first: the Request for the first turn; its max_tokens counts all that follows the prompt. ids: the row so
-    far. longest: how many tokens it may have. messages: what follows the prompt. template: a
-    chat_template.Template, which only `extend` needs. spans, logprobs and versions are as in rollout.Rollout,
-    versions as a dict. Nothing of it changes in place, so that copies of a row may share it.
-    """
-
-    def __init__(self, first, template=None):
-        self.first, self.template, self.longest = first, template, len(first.ids) + first.max_tokens
-        self.ids, self.spans, self.logprobs, self.versions, self.messages = list(first.ids), [], [], {}, []
-
-    def request(self, turn):
-        """Return the Request for the next turn, which may take all that is left.
-
-        turn: its number, from 1, which gives it a seed of its own.
-        """
-        seed = self.first.seed if turn == 1 else zlib.crc32(f"{self.first.seed} {turn}".encode())
-        return self.first._replace(ids=self.ids, seed=seed, max_tokens=self.longest - len(self.ids))
-
-    def answer(self, answer, message):
-        """Append the turn that an engine sampled; message: the turn as a message."""
-        self.spans = [*self.spans, (len(self.ids), len(self.ids) + len(answer.ids))]
-        self.versions = self.versions | {len(self.logprobs) + t: version for t, version in answer.versions}
-        self.ids, self.logprobs = self.ids + answer.ids, self.logprobs + answer.logprobs
-        self.messages = [*self.messages, message]
-
-    def extend(self, messages):
-        """Append messages after a turn, as the chat template writes them, to where the next turn begins.
-
-        Return whether there was room for that and for one token more; if not, nothing is appended.
-        """
-        inserted = self.template.between(self.messages[-1], messages)
-        if fits := len(self.ids) + len(inserted) < self.longest:
-            self.ids, self.messages = self.ids + inserted, self.messages + messages
-        return fits
-
-    def rollout(self, finish_reason, row, **fields):
-        """Return the Rollout of what was said so far."""
-        said = self.messages[0]["content"] if isinstance(row["prompt"], str) else self.messages
-        return Rollout(np.array(self.ids, np.int32), np.array(self.spans, np.int32),
-                       np.array(self.logprobs, np.float32), finish_reason, row, said,
-                       versions=tuple(self.versions.items()), **fields)
+def rollout_of(conversation, finish_reason, row, **fields):
+    """Return a conversation as a Rollout. fields: further fields of the Rollout."""
+    completion = conversation.messages
+    if isinstance(row["prompt"], str):
+        completion = completion[0]["content"]
+    return Rollout(np.array(conversation.ids, np.int32), np.array(conversation.spans, np.int32),
+                   np.array(conversation.logprobs, np.float32), finish_reason, row, completion,
+                   versions=tuple(conversation.versions.items()), **fields)
 
 
 def read_step(returned):
@@ -155,7 +115,7 @@ class Episode:
                 yield from self._turn()
             if self.ended == "error":
                 self.rewards = {self.last: math.nan}
-            rollout = self.talk.rollout(self.ended, self.row, counts=self.counts, extra=self.extra,
+            rollout = rollout_of(self.talk, self.ended, self.row, counts=self.counts, extra=self.extra,
                                         rewards=self.rewards if player.rewards_as else {})
             if player.judge and self.ended not in ("timeout", "error"):
                 player.judge(rollout, self.instance)
@@ -202,7 +162,7 @@ class Episode:
         answer = yield talk.request(len(talk.spans) + 1)
         text, said, calls = self._read(talk, answer)
         cut = answer.finish_reason == "length"
-        talk.answer(answer, said)
+        talk.add_turn(answer, said)
         self.rewards[self.last] = 0.0
         if self.ended:
             return
@@ -217,7 +177,7 @@ class Episode:
                 reply.append((yield from self._result(call, problem)))
         if not (ended or cut) and len(talk.spans) == self.settings.max_turns:
             ended = "turns"
-        if cut or not (ended or talk.extend(reply)):
+        if cut or not (ended or talk.add_reply(reply)):
             ended = "length"
         self.ended = ended
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import data
 import episodes
 import rollout
+from conversation import Conversation
 from tiny import pretrain
 from rewards import Scorer
 from rollout import Answer, Request
@@ -478,19 +479,19 @@ def test_a_conversation_needs_no_environment(games):
     plays, engine = player(games, "Script", max_turn_length=7), Says(["on<|end|>", "y<|end|>"])
     (prompt,) = prompts_for([row])
     (r,) = plays.play(engine, [prompt], 1, [9], 21, 1.0)
-    talk = episodes.Conversation(Request(0, prompt.ids, 9, 21), plays.template)
+    talk = Conversation(Request(0, prompt.ids, 9, 21), plays.template)
     for turn, (text, expected) in enumerate(zip(("on<|end|>", "y<|end|>"), engine.asked), 1):
         request = talk.request(turn)
         assert request == expected
         ids = TOKENIZER(text).input_ids
         said, calls = plays.template.read(request.ids, ids, text.removesuffix("<|end|>"))
         assert said == {"role": "assistant", "content": text.removesuffix("<|end|>")} and calls == []
-        talk.answer(Answer(0, ids, [-0.5] * len(ids), "stop", ((0, 4), (1, 5))), said)
-        assert talk.extend([{"role": "user", "content": "no"}])
+        talk.add_turn(Answer(0, ids, [-0.5] * len(ids), "stop", ((0, 4), (1, 5))), said)
+        assert talk.add_reply([{"role": "user", "content": "no"}])
     # Five tokens have no room where five are left, because a token of an answer has to fit as well.
-    talk.ids, talk.messages, talk.longest = talk.ids[:-5], talk.messages[:-1], len(talk.ids)
-    assert not talk.extend([{"role": "user", "content": "no"}]) and len(talk.ids) == talk.longest - 5
-    same = talk.rollout("stop", r.row, rewards=r.rewards)
+    talk.ids, talk.messages, talk.max_length = talk.ids[:-5], talk.messages[:-1], len(talk.ids)
+    assert not talk.add_reply([{"role": "user", "content": "no"}]) and len(talk.ids) == talk.max_length - 5
+    same = episodes.rollout_of(talk, "stop", r.row, rewards=r.rewards)
     assert identical([same], [r]) and same.row is r.row and same.rewards == r.rewards
     assert same.completion == r.completion
     assert same.versions == ((0, 4), (1, 5), (3, 4), (4, 5))

@@ -9,7 +9,10 @@ The process whose engine steps serves the endpoint in a thread and answers the r
 together; the key says which episode speaks. A request whose messages continue an earlier one of its episode,
 with the answer as it was returned, continues that row of tokens, where all that was sampled stays as it was.
 Any other request begins a row of its own. The longest row of an episode is trained, and the others are not.
-Neither are rows of the model "opponent", which is the policy as another player.
+Nor is any row of the model "opponent", which is the policy as another player.
+
+Two threads meet in an AgentSession. The endpoint's thread puts requests into its `mail` and waits for their
+Futures. The thread that drives the engine takes them out one after the other and answers them.
 """
 import asyncio
 import contextlib
@@ -17,206 +20,336 @@ import copy
 import json
 import socket
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from queue import SimpleQueue
 from secrets import token_hex
+from threading import Thread
+from typing import NamedTuple
 
 from aiohttp import web
 
 from conversation import Conversation
-from episodes import Episode, in_thread
-from runtime.chat_template import Template, read_call, tool_call
+from runtime.chat_template import Template, call_id, read_call, tool_call
 from runtime.user_code import Failed, TimeUp, outcome, shown
 
-ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
-# The fields of a request that are read. Those of ONLY can have no other values, because the policy is sampled
-# as it is.
-ONLY = {"n": (None, 1), "response_format": (None, {"type": "text"}), "tool_choice": (None, "auto")}
-READ = {"messages", "tools", "model", "stream", "stream_options", "parallel_tool_calls", *ONLY}
+# The roles of OpenAI's messages, and what chat templates call them.
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# The policy is sampled as it is, so these fields of a request can have no other values.
+FIXED = {"n": (None, 1), "response_format": (None, {"type": "text"}), "tool_choice": (None, "auto")}
+READ = {"messages", "tools", "model", "stream", "stream_options", "parallel_tool_calls", *FIXED}
+
+SESSIONS = {}                           # {key: AgentSession} of the episodes that are being played
+print_once = cache(print)               # prints the same words only once
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the endpoint
+
+
+@cache
+def start():
+    """Begin to listen to the agents of all episodes, once, and return the base URL."""
+    app = web.Application(client_max_size=2**22)                # bytes of a request
+    app.add_routes([web.post("/v1/chat/completions", handle)])
+    listener = socket.create_server(("127.0.0.1", 0))
+    # If a client leaves, its `handle` is cancelled.
+    run = partial(web.run_app, app, sock=listener, print=None, access_log=None, handle_signals=False,
+                  handler_cancellation=True)
+    Thread(target=run, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+
+async def handle(request):
+    """Hand a request to the session of its key, and wait for the answer."""
+    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    session = SESSIONS.get(key)
+    if session:
+        # A request is read only if it has a key, because it takes memory.
+        question = Question(Future(), await request.read())
+        session.mail.put(question)
+        # If the session closes after this line, it finds the question; if it has closed, it may have missed it.
+        if key in SESSIONS:
+            return await asyncio.wrap_future(question.future)
+    return refusal(401, "this key belongs to no episode that is being played")
 
 
 def refusal(status, text):
     return web.json_response({"error": {"message": text, "type": "invalid_request_error"}}, status=status)
 
 
-def as_read(messages):
-    # Messages as the chat template reads them, without thoughts. The ids of calls are those of any other
-    # episode, whatever the agent was told or says.
-    messages_read, ids = [], []                 # ids: those that the calls of the last turn have in the request
-    for message in messages:
-        content, calls = message.get("content") or "", message.get("tool_calls") or ()
-        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        read = {"role": ROLES[message["role"]], "content": text}
-        if calls:
-            ids = [call.get("id") for call in calls]
-            read["tool_calls"] = [read_call({}, i, call["function"])[0] for i, call in enumerate(calls)]
-        if read["role"] == "tool":
-            # The results of a turn may come in any order.
-            call_id = message.get("tool_call_id")
-            number = ids.index(call_id) if call_id in ids else 0
-            read["tool_call_id"] = tool_call(number, "", {})["id"]
-        messages_read.append(read)
-    return messages_read
+class Question(NamedTuple):
+    """A request of an agent: its bytes, and the Future that gets the response."""
+    future: Future
+    body: bytes
+
+    def respond(self, response):
+        with contextlib.suppress(InvalidStateError):            # the client has left
+            self.future.set_result(response)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the agent of one episode
+
+
+@dataclass(eq=False)
+class AgentRow:
+    """A row of tokens, from its prompt to one of the answers in it."""
+    conversation: Conversation
+    messages: list              # the messages of the prompt, the turns and the replies, as in for_template
+    opponent: bool              # whether its turns are the opponent's, which is not trained
+    continues: object           # the AgentRow with which it begins, or None if it begins with its prompt
+    continued: bool = False     # whether a later row continues this one
+
+
+class AgentSession:
+    """What an agent asks in one episode. Its requests are answered one after the other, as they come.
+
+    episode      the episodes.Episode; the session sets its row, conversation, finish_reason and asking
+    key          the key that the agent shows
+    mail         Questions that are not answered, and at the end what user_code.outcome returned for the agent
+    longest      how many tokens may precede the first answer of a row
+    answers      how many answers were sampled, also those whose clients had left
+    rows         an AgentRow for each answered request
+    sampled      how many tokens were sampled in the rows that are not the opponent's
+    full         whether a limit has refused a turn, or has cut off the last one of the longest row
+    refused      why the last refused request was refused
+    score        what the agent returned
+    """
+
+    def __init__(self, episode):
+        self.episode = episode
+        self.key = token_hex()
+        self.mail = SimpleQueue()
+        self.longest = max(episode.player.settings.max_prompt_length, len(episode.conversation.ids))
+        self.answers = 0
+        self.rows = []
+        self.sampled = 0
+        self.full = False
+        self.refused = ""
+        self.score = None
+
+    def play(self):
+        """Answer the agent's requests until it returns; a generator like Episode.play.
+
+        Raises Failed or TimeUp if the agent fails.
+        """
+        episode = self.episode
+        mail = self.mail
+        solve = partial(episode.player.make, start(), self.key, copy.deepcopy(episode.row))
+        timeout = episode.player.settings.call_timeout
+        SESSIONS[self.key] = self
+        # This thread may never end. It holds the mail and not the session, so that the session can be freed.
+        Thread(target=lambda: mail.put(outcome(solve)), daemon=True).start()
+        try:
+            message = yield from episode.call(mail.get, timeout=timeout or None)
+            while isinstance(message, Question):
+                if not message.future.cancelled():
+                    response = yield from self._response(message)
+                    message.respond(response)
+                message = yield from episode.call(mail.get, timeout=timeout or None)
+        except (Failed, TimeUp) as error:
+            raise Failed(f"took more than call_timeout={timeout:g} seconds") from error
+        finally:
+            self._close()
+        self.score, error, _ = message
+        if not (error or episode.conversation.spans):
+            error = Failed("never asked the policy, or did not wait for an answer")
+        if error and self.refused:
+            error = Failed(f"{error}; its last refused request: {self.refused}")
+        if error:
+            raise error
+        episode.finish_reason = "length" if self.full else "stop"
+
+    def _close(self):
+        """Listen to the agent no longer, and refuse what it has asked."""
+        # In this order, because the endpoint's thread may be about to put a question: see `handle`.
+        del SESSIONS[self.key]
+        unanswered = [self.episode.asking]                      # if the episode is aborted
+        while not self.mail.empty():
+            unanswered.append(self.mail.get())
+        for message in unanswered:
+            if isinstance(message, Question):
+                message.respond(refusal(401, "the episode of this key has ended"))
+
+    def _response(self, question):
+        """Answer a question, and return the response, or None if nobody waits for it any more."""
+        try:
+            body = json.loads(question.body)
+            check_fields(body)
+            row = self._row_for(body)
+            answer = yield from self._sample(row, question)
+            if answer is None:
+                return None
+            message = self._add_answer(row, answer)
+            return self._completion(row, message, answer.finish_reason, body.get("stream"))
+        # An agent may send anything.
+        except Exception as error:
+            self.refused = shown(error)
+            return refusal(400, self.refused)
+
+    def _row_for(self, body):
+        """Return an AgentRow of a request's messages, up to where the policy speaks.
+
+        It continues an earlier row, or begins a new one. Raises ValueError if there is no room for an answer.
+        """
+        player = self.episode.player
+        first = self.episode.conversation.first
+        template = template_for(player, tools_of(body))
+        messages = for_template(body["messages"])
+        opponent = body.get("model") == "opponent"
+        earlier = self._earlier_row(messages, template.tools, opponent)
+        if earlier:
+            conversation = copy.copy(earlier.conversation)
+            fits = conversation.add_reply(messages[len(earlier.messages):])
+        else:
+            ids = template.opening([defused(message, template) for message in messages])
+            conversation = Conversation(first._replace(ids=ids), template)
+            fits = len(ids) <= self.longest
+        if not fits:
+            self.full = True
+            raise ValueError(f"the maximum context length is {self.longest} + {first.max_tokens} tokens")
+        return AgentRow(conversation, messages, opponent, earlier)
+
+    def _earlier_row(self, messages, tools, opponent):
+        """Return the longest row that these messages continue, or None."""
+        earlier = None
+        length = 0
+        # The newest row comes first. It is most often the one, and shorter rows need no comparison then.
+        for row in reversed(self.rows):
+            if len(row.messages) >= length and row.messages == messages[:len(row.messages)] and (
+                    row.opponent == opponent and row.conversation.template.tools == tools):
+                earlier = row
+                length = len(row.messages)
+        return earlier
+
+    def _sample(self, row, question):
+        """Return the Answer that the engine samples, or None if the client has left in the meantime."""
+        self.episode.asking = question
+        # The number of the turn counts the answers in all rows, so that no two have the same seed.
+        answer = yield row.conversation.request(self.answers + 1)
+        self.episode.asking = None
+        self.answers += 1
+        # If this is True, the client can no longer take its request back.
+        if question.future.set_running_or_notify_cancel():
+            return answer
+        return None
+
+    def _add_answer(self, row, answer):
+        """Append an answer to its row, count it, and return it as a message.
+
+        The row is kept, and becomes the row of the episode if it is the longest.
+        """
+        episode = self.episode
+        counts = episode.counts
+        conversation = row.conversation
+        text, message, calls = episode.player.read_turn(conversation, answer)
+        problems = [problem for _, problem in calls if problem]
+        if problems:                            # a call that cannot be made stays a text
+            message = {"role": "assistant", "content": text}
+            counts["calls"] += len(problems)
+            counts["failures"] += len(problems)
+        elif calls:
+            message["tool_calls"] = [call for call, _ in calls]
+            counts["calls"] += len(calls)
+        conversation.add_turn(answer, message)
+        row.messages = row.messages + for_template([message])
+        self.rows.append(row)
+        if row.continues:
+            row.continues.continued = True
+        if not row.opponent:
+            self.sampled += len(answer.ids)
+            if len(conversation.logprobs) > len(episode.conversation.logprobs):
+                episode.conversation = conversation
+                episode.row = episode.row | {"prompt": row.messages[:-len(conversation.messages)]}
+                self.full = answer.finish_reason == "length"
+        counts["requests"] = len(self.rows)
+        counts["rows"] = sum(not (row.opponent or row.continued) for row in self.rows)
+        counts["untrained_tokens"] = self.sampled - len(episode.conversation.logprobs)
+        return message
+
+    def _completion(self, row, message, finish_reason, stream):
+        """Return the response with an answer, in a single chunk if it is to be streamed."""
+        calls = []
+        turn_calls = message.get("tool_calls", [])
+        for i, call in enumerate(turn_calls):
+            finish_reason = "tool_calls"
+            number = self.episode.counts["calls"] - len(turn_calls) + i         # in the whole episode
+            arguments = json.dumps(call["function"]["arguments"])
+            calls.append({"index": i} | tool_call(number, call["function"]["name"], arguments))
+        start, end = row.conversation.spans[-1]
+        completion = {
+            "id": f"chatcmpl-{len(self.rows)}", "created": 0, "model": "policy",
+            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "choices": [{"index": 0, "finish_reason": finish_reason,
+                         "delta" if stream else "message": message | {"tool_calls": calls}}],
+            "usage": {"prompt_tokens": start, "completion_tokens": end - start, "total_tokens": end}}
+        if not stream:
+            return web.json_response(completion)
+        return web.Response(text=f"data: {json.dumps(completion)}\n\ndata: [DONE]\n\n",
+                            content_type="text/event-stream")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# what a request says
+
+
+def check_fields(body):
+    """Raise ValueError for a field with a value that is not possible; print the names of unread fields."""
+    for key, values in FIXED.items():
+        if body.get(key) not in values:
+            raise ValueError(f"{key} cannot be {shown(body[key])}")
+    unread = sorted(key for key in body.keys() - READ if body[key] is not None)
+    if unread:
+        print_once("agent: the run's settings replace these fields of its requests:", *unread)
+
+
+def tools_of(body):
+    """Return the tools of a request as JSON, with the fields that OpenAI's clients may leave out."""
+    tools = body.get("tools") or None
+    for tool in tools or ():
+        parameters = tool["function"].setdefault("parameters", {"type": "object"})
+        parameters.setdefault("properties", {})
+    return json.dumps(tools)
 
 
 @lru_cache(maxsize=64)
 def template_for(player, tools):
-    # Returns the Template for tools that are given as JSON.
+    """Return the Template for tools that are given as JSON."""
     template = Template(player.tokenizer, player.eos_ids, json.loads(tools))
     template.check([{"role": "user", "content": "?"}])
     return template
 
 
-PLAYING = {}                            # {key: AgentEpisode}
+def for_template(messages):
+    """Return messages of OpenAI as the chat template reads them, without thoughts.
 
-
-@cache
-def serve():
-    """Begin to listen to the agents of all episodes, once, and return the URL."""
-    app = web.Application(client_max_size=2**22)                # bytes of a request
-    app.add_routes([web.post("/v1/chat/completions", hear)])
-    listener = socket.create_server(("127.0.0.1", 0))
-    in_thread(partial(web.run_app, app, sock=listener, print=None, access_log=None, handle_signals=False,
-                      handler_cancellation=True))               # cancels `hear` if its client leaves
-    return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-
-
-async def hear(request):
-    """Hand a request to the episode of its key, and wait for the answer."""
-    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    if episode := PLAYING.get(key):
-        # Only what has a key is read, because it takes memory.
-        episode.mail.put((future := Future(), await request.read()))
-        # If the episode ends from here on, _begin finds the future; otherwise it may have missed it.
-        if key in PLAYING:
-            return await asyncio.wrap_future(future)
-    return refusal(401, "this key belongs to no episode that is being played")
-
-
-def deliver(future, reply):
-    with contextlib.suppress(InvalidStateError):                # its client has left
-        future.set_result(reply)
-
-
-print_once = cache(print)               # the same words only once
-
-
-class AgentEpisode(Episode):
-    """An episode that an agent plays. Its requests are answered one after the other, as they come.
-
-    score: what the agent returned. rows: the Conversation of each answered request, up to its answer. Each
-    also has the attributes opponent, read (the messages of its prompt and its own, each through as_read) and
-    before (the Conversation that it continues, or None). key: what the agent shows. mail: what came and is
-    not answered, pairs of a Future and a request, and in the end of None and the agent's outcome. longest:
-    how many tokens may precede the first answer. full: whether a limit has refused or cut off a turn. asking:
-    the Future of the request for which the engine samples, or None. unheard: how many answers were dropped
-    because their clients had left. refused: why its last refused request was refused.
+    The ids of calls become those of any other episode, whatever ids the agent was told or uses.
     """
+    messages_read = []
+    ids = []                                    # the ids of the last turn's calls in the request
+    for message in messages:
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(part["text"] for part in content)
+        read = {"role": ROLES[message["role"]], "content": content}
+        if message.get("tool_calls"):
+            ids = [call.get("id") for call in message["tool_calls"]]
+            read["tool_calls"] = [read_call((), i, call["function"])[0]
+                                  for i, call in enumerate(message["tool_calls"])]
+        if read["role"] == "tool":
+            # The results of a turn may come in any order. An unknown id is taken for the first call's.
+            number = ids.index(message["tool_call_id"]) if message.get("tool_call_id") in ids else 0
+            read["tool_call_id"] = call_id(number)
+        messages_read.append(read)
+    return messages_read
 
-    def __init__(self, player, row, first):
-        super().__init__(player, row, first)
-        self.key, self.mail, self.rows, self.full = token_hex(), SimpleQueue(), [], False
-        self.longest = max(self.settings.max_prompt_length, len(first.ids))
-        self.asking, self.unheard, self.refused = None, 0, ""
 
-    @property
-    def abandoned(self):
-        return self.asking is not None and self.asking.cancelled()
+def defused(message, template):
+    """Return a message of for_template without control tokens in its texts.
 
-    def _begin(self):
-        # All that the agent does. Its thread, which may never end, does not keep the episode.
-        PLAYING[self.key], mail = self, self.mail
-        solve = partial(self.player.make, serve(), self.key, copy.deepcopy(self.row))
-        in_thread(lambda: mail.put((None, outcome(solve))))
-        try:
-            while (heard := (yield from self._call(mail.get, timeout=self.settings.call_timeout or None)))[0]:
-                future, body = heard
-                if future.cancelled():
-                    continue
-                try:
-                    reply = yield from self._answer(json.loads(body), future)
-                # An agent may send anything.
-                except Exception as error:
-                    self.refused = shown(error)
-                    reply = refusal(400, self.refused)
-                deliver(future, reply)
-        except (Failed, TimeUp) as late:
-            raise Failed(f"took more than call_timeout={self.settings.call_timeout:g} seconds") from late
-        finally:
-            # Listens to the agent no longer, and refuses what it has asked. In this order, because the
-            # endpoint's thread may be about to add another request: see hear.
-            del PLAYING[self.key]
-            if self.asking:                                     # the episode is aborted
-                deliver(self.asking, refusal(401, "the episode of this key has ended"))
-            while not mail.empty():
-                if future := mail.get()[0]:
-                    deliver(future, refusal(401, "the episode of this key has ended"))
-        _, (self.score, error, _) = heard
-        if error or not self.talk.spans:
-            problem = error or Failed("never asked the policy, or did not wait for an answer")
-            if self.refused:
-                raise Failed(f"{problem}; its last refused request: {self.refused}")
-            raise problem
-        self.instance, self.ended = self, "length" if self.full else "stop"     # rewards read its score
-
-    def _answer(self, body, future):
-        # Samples an answer in the row that a request continues, or in a new one, and returns what the agent
-        # gets, or None if it no longer waits. Raises an error if there can be no answer.
-        if refused := [key for key, values in ONLY.items() if body.get(key) not in values]:
-            raise ValueError(f"{refused[0]} cannot be {shown(body[refused[0]])}")
-        if strange := sorted({key for key, value in body.items() if value is not None} - READ):
-            print_once("agent: the run's settings replace these fields of its requests:", *strange)
-        for tool in body.get("tools") or ():                    # OpenAI's clients may leave these out
-            tool["function"].setdefault("parameters", {"type": "object"}).setdefault("properties", {})
-        template = template_for(self.player, json.dumps(body.get("tools") or None))
-        opponent, read = body.get("model") == "opponent", as_read(body["messages"])
-        # The longest first: if the agent says all that was said each time, there is one comparison.
-        if before := next((row for row in sorted(self.rows, key=lambda row: -len(row.read))
-                           if (row.opponent, row.template.tools) == (opponent, template.tools)
-                           and row.read == read[:len(row.read)]), None):
-            row = copy.copy(before)
-            fits = row.add_reply(read[len(before.read):])
-        else:
-            # The author of the agent wrote what the system says, but anybody may have written the rest.
-            safe = [one if one["role"] == "system" else json.loads(template.defused(json.dumps(
-                one, ensure_ascii=False))) for one in read]
-            row = Conversation(self.talk.first._replace(ids=template.opening(safe)), template)
-            row.opponent, fits = opponent, len(row.ids) <= self.longest
-        self.full = self.full or not fits
-        if not fits:
-            raise ValueError(f"the maximum context length is {self.longest} + {row.first.max_tokens} tokens")
-        # Of all answers in all rows, so that no two have the same seed. What was refused takes none.
-        self.asking = future
-        answer = yield row.request(len(self.rows) + self.unheard + 1)
-        self.asking = None
-        # From here on the client can no longer take its request back.
-        if not future.set_running_or_notify_cancel():
-            self.unheard += 1
-            return None
-        n, m, cut = len(row.ids), len(answer.ids), answer.finish_reason == "length"
-        text, said, calls = self._read(row, answer)
-        wrong = sum(bool(problem) for _, problem in calls)
-        if wrong:                                               # a call that cannot be made stays a text
-            said, calls = {"role": "assistant", "content": text}, []
-        told = said | {"tool_calls": [{"index": i} | tool_call(
-            self.counts["calls"] + i, call["function"]["name"], json.dumps(call["function"]["arguments"]))
-            for i, (call, _) in enumerate(calls)]}
-        said |= {"tool_calls": [call for call, _ in calls]} if calls else {}
-        row.add_turn(answer, said)
-        row.read, row.before = read + as_read([said]), before
-        self.rows.append(row)
-        if not row.opponent and len(row.logprobs) > len(self.talk.logprobs):
-            self.talk, self.full, self.row = row, cut, self.row | {"prompt": row.read[:-len(row.messages)]}
-        own = [one for one in self.rows if not one.opponent]
-        sampled = sum(end - start for one in own for start, end in one.spans[-1:])
-        self.counts |= {"requests": len(self.rows), "rows": len({*own} - {one.before for one in own}),
-                        "untrained_tokens": sampled - len(self.talk.logprobs),
-                        "calls": self.counts["calls"] + len(calls) + wrong,
-                        "failures": self.counts["failures"] + wrong}
-        reason, stream = "length" if cut else "tool_calls" if calls else "stop", body.get("stream")
-        reply = {"id": f"chatcmpl-{len(self.rows)}", "created": 0, "model": "policy",
-                 "object": "chat.completion" + ".chunk" * bool(stream), "choices": [
-                     {"index": 0, "delta" if stream else "message": told, "finish_reason": reason}],
-                 "usage": {"prompt_tokens": n, "completion_tokens": m, "total_tokens": n + m}}
-        return web.Response(text=f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n",
-                            content_type="text/event-stream") if stream else web.json_response(reply)
+    The author of the agent writes what the system says, but anybody may have written other messages.
+    """
+    if message["role"] == "system":
+        return message
+    return json.loads(template.defused(json.dumps(message, ensure_ascii=False)))

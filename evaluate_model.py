@@ -62,7 +62,10 @@ with input_errors():
     scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
     scorer.budget = math.inf                                    # it scores all completions at once
     # A broken environment or reward shows now. Completions of a prompt of one's own are not scored.
-    (player if prompt else scorer).check_with(prompts[:1])
+    if prompt:
+        player.trial_episodes(prompts[:1])
+    else:
+        scorer.check_with(prompts[:1])
     # The length is known only now.
     check_model(base, length=longest)
     print(f"loading {base} into the engine", flush=True)

@@ -14,7 +14,7 @@ in_flight=True; on a GPU the engine then stays awake and keeps its memory.
 """
 import torch.distributed as dist
 
-from episodes import Table, jobs_for
+from episodes import OpenEpisodes, jobs_for
 from rollout import Sampler
 from runtime import distributed
 
@@ -31,7 +31,7 @@ class InFlightSampler(Sampler):
         if settings.vllm_tensor_parallel_size > 1:
             raise ValueError("vllm_tensor_parallel_size has to be 1 if groups outlast a step")
         super().__init__(settings, tokenizer, player, engine)
-        self.table = Table(player, engine)
+        self.table = OpenEpisodes(player, engine)
         self.open, self.complete, self.rollouts = {}, [], {}
 
     def begin(self, prompts, n, names, temperature=None, length=None):

@@ -278,7 +278,7 @@ class Scorer:
         self.judging = [reward for reward, _ in rewards if reward.environments and player.make]
         self.rewards = [(reward, process) for reward, process in rewards if reward not in self.judging]
         if self.judging:
-            player.judge = self._judge
+            player.score_ended = self._judge
         if s.reward_model:
             # Only those who use a reward model wait for this import.
             from runtime.reward_model import RewardModel
@@ -340,13 +340,13 @@ class Scorer:
             r.problem = r.problem or problem
 
     def check_with(self, prompts):
-        """Score what Player.check_with plays, so that what is broken shows before training.
+        """Score what Player.trial_episodes plays, so that what is broken shows before training.
 
         prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
         the reward model cannot be used.
         """
         for _ in range(1 if self.settings.reward_errors == "stop" else 3):  # a judge may fail now and then
-            trial = self.player.check_with(prompts)
+            trial = self.player.trial_episodes(prompts)
             results = self._score(trial)
             if not all(r.problem for r in trial):
                 break

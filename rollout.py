@@ -195,7 +195,7 @@ class Engine:
     of a version, for switch; train_async.py sets it. max_length: how many tokens a row may have. in_flight:
     whether weights may change in the middle of requests. signalled: whether a signal has come, after which
     sampling returns no rollouts; stop: ends the run if so; see Run. versions: {name of an unanswered request:
-    its versions, as in Rollout}. numbers: names for requests. tables: {name: the episodes.Table that asks}.
+    its versions, as in Rollout}. numbers: names for requests. tables: {name: the episodes.OpenEpisodes that asks}.
     """
     version, incoming, max_length, in_flight = 0, None, math.inf, False
     signalled, stop = False, staticmethod(lambda: None)

@@ -33,7 +33,7 @@ import losses
 import rewards
 import rollout
 from configurator import configure, input_errors
-from episodes import Player, Table
+from episodes import OpenEpisodes, Player
 from model import (deal_to_ranks, gathered_logprobs, load_policy, load_reference, make_optimizer,
                    micro_batches, open_folders, set_rates, token_logprobs)
 from placement import Bridge, kept_ahead, sample_for_trainers, staleness
@@ -139,7 +139,7 @@ if not bridge.trains:
     rollout_engine.version = 0 if lora_rank else version
     rollout_engine.incoming = bridge.weights
     bridge.send("ready", 0, [])
-    table = Table(player, rollout_engine)
+    table = OpenEpisodes(player, rollout_engine)
 
     def serve(_):
         """Sample and score for the trainers until the run ends."""

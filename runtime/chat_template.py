@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 from copy import deepcopy
+from itertools import pairwise
 from os.path import commonprefix
 
 from runtime.check_model import reading
@@ -17,14 +18,15 @@ from runtime.check_model import reading
 # Marks where a text is cut before it is encoded: characters of Unicode's private use area that nobody writes
 # in this order.
 CUT = "\ue000\uf8ff\ue001\uf8fe"
-# What to try a template with, by the tag with which it ends a thought. With tools, Gemma 4's template writes
-# what a turn says after the result of its call, and its thinking before the call.
+# A template is tried with a turn of the policy that has a thought. {the tag with which the template ends a
+# thought: the turn}. With tools, Gemma 4's template writes the content of a turn after the result of its call,
+# and the thought before the call.
 THOUGHTFUL = {"</think>": {"content": "<think>\nwhy\n</think>\n\nbecause"},
               "<channel|>": {"content": "<|channel>thought\nwhy\n<channel|>because"}}
-WITH_TOOLS = {"<channel|>": {"content": "", "reasoning_content": "why"}}
-# How Qwen and many other models write thoughts and calls: a response template for tokenizers that have none.
-# It is read from a thought that the prompt has begun, or else from the end of the prompt. What is not closed
-# reaches to the end.
+THOUGHTFUL_WITH_TOOLS = THOUGHTFUL | {"<channel|>": {"content": "", "reasoning_content": "why"}}
+# A response template, for tokenizers that have none: how Qwen and many other models write thoughts and calls.
+# It reads from a thought that the prompt has begun, or else from the end of the prompt. A thought or a call
+# that is not closed reaches to the end.
 COMMON = {"start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)", "fields": {
     "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True,
@@ -33,26 +35,35 @@ COMMON = {"start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)", "fields": {
 
 
 class Template:
-    """A tokenizer's chat template for conversations with these tools (JSON schemas, or None for none).
+    """A tokenizer's chat template for conversations with these tools.
 
-    eos_ids: the tokens that end a turn.
+    eos_ids       the tokens that end a turn
+    tools         JSON schemas, or None if there are no tools
+    tool_names    the names of the tools
+    control_ids   the tokens that no text may spell, because they control the conversation
+    sample_turn   a turn of the policy with which the template is tried, without calls
     """
 
     def __init__(self, tokenizer, eos_ids, tools):
-        self.tokenizer, self.eos_ids, self.tools = tokenizer, set(eos_ids), tools
-        self.names = [tool["function"]["name"] for tool in tools or ()]
+        self.tokenizer = tokenizer
+        self.eos_ids = set(eos_ids)
+        self.tools = tools
+        self.tool_names = [tool["function"]["name"] for tool in tools or ()]
         # Tokenizers also add runs of spaces and line ends, which control nothing.
-        self.control = {one for text, one in tokenizer.get_added_vocab().items() if len(text.strip()) > 1}
-        # Where the template itself ends the thinking before a turn, the policy does not think.
-        asked = tokenizer.decode(self.opening([{"role": "user", "content": "?"}])).rstrip()
-        tried = {} if asked.endswith("</think>") else THOUGHTFUL | (WITH_TOOLS if tools else {})
-        self.turn = next((turn for tag, turn in tried.items() if tag in str(tokenizer.chat_template)),
-                         {"content": "because"})
+        self.control_ids = {token for text, token in tokenizer.get_added_vocab().items()
+                            if len(text.strip()) > 1}
+        self.sample_turn = {"content": "because"}
+        question = tokenizer.decode(self.opening([{"role": "user", "content": "?"}]))
+        if not question.rstrip().endswith("</think>"):      # otherwise the policy is not to think
+            turns = THOUGHTFUL_WITH_TOOLS if tools else THOUGHTFUL
+            tags = [tag for tag in turns if tag in str(tokenizer.chat_template)]
+            if tags:
+                self.sample_turn = turns[tags[0]]
 
-    def opening(self, messages, asked=True):
-        """Return the ids of messages and, if the policy is asked for a turn, of what stands before it."""
+    def opening(self, messages, ask=True):
+        """Return the ids of messages and, with ask, of what stands before the policy's turn."""
         with reading(f"with the chat template {messages!r:.500}"):
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked,
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask,
                                                       tools=self.tools)
         # The texts before and after a CUT are encoded one by one, so some tokenizers put a space between them.
         return sum(self.tokenizer(text.split(CUT), add_special_tokens=False).input_ids, [])
@@ -61,90 +72,108 @@ class Template:
         """Return the ids after the end token of a turn, up to where the next turn begins.
 
         turn: a message, of which only ids and names of its tool calls matter. reply: the messages that follow
-        it. A result of a call gets the call's name.
+        it. The result of a call gets the name of the tool that was called.
         """
-        calls = {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", [])}
-        # The policy may have made up a name, and with it a control token.
-        names = [name if name in self.names else "unknown" for name in calls.values()]
-        messages, asked, said = self._until_end((*names,))
-        before = asked + said
-        called = {key: {"name": name} for key, name in zip(calls, names)}
-        reply = [message | {"content": self.defused(text_in(message["content"]))}
-                 | called.get(message.get("tool_call_id"), {}) for message in reply]
-        after = self.opening(messages + reply)
+        names = {}                                          # {id of a call: name}
+        for call in turn.get("tool_calls", ()):
+            name = call["function"]["name"]
+            # The policy may have made up a name, and with it a control token.
+            names[call["id"]] = name if name in self.tool_names else "unknown"
+        messages, question, sampled = self._until_end(tuple(names.values()))
+        for message in reply:
+            message = message | {"content": self.defused(text_in(message["content"]))}
+            if message.get("tool_call_id") in names:
+                message["name"] = names[message["tool_call_id"]]
+            messages = [*messages, message]
+        before = question + sampled
+        after = self.opening(messages)
         self._expect(before, after[:len(before)])
         return after[len(before):]
 
     def read(self, before, sampled, text):
-        """Return a turn as a message, and its calls: each as transformers writes it, with its problem, or "".
+        """Return a turn as a message without its calls, and a list with its calls.
 
+        A call is a pair: the call as transformers writes it, and what is wrong with it, or "".
         before: the ids before the turn. sampled, text: ids and text of the turn.
         """
-        said, own = {"role": "assistant", "content": text}, getattr(self.tokenizer, "response_template", None)
-        if not (own or self.tools):
-            return said, []
-        turn, form, prompt = (sampled, own, before) if own else (text, COMMON, before[-99:])
+        message = {"role": "assistant", "content": text}
+        response_template = getattr(self.tokenizer, "response_template", None)
+        if not (response_template or self.tools):
+            return message, []
+        if not response_template:
+            response_template = COMMON
+            sampled = text
+            before = before[-99:]                           # the end says whether a thought has begun
         try:
-            parsed = self.tokenizer.parse_response(turn, form, prefix=prompt, tools=self.tools)
-            found = [call["function"] for call in parsed.pop("tool_calls", None) or []]
-            said |= parsed | {"content": parsed.get("content") or ""}
+            parsed = self.tokenizer.parse_response(sampled, response_template, prefix=before,
+                                                   tools=self.tools)
+            functions = [call["function"] for call in parsed.pop("tool_calls", None) or ()]
+            message |= parsed | {"content": parsed.get("content") or ""}
         # A parser may raise anything for text that is not as it expects.
         except Exception as error:
-            return said, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
-        return said, [read_call(self.names, number, one) for number, one in enumerate(found)]
+            return message, [(tool_call(0, "unknown", {}), f"this is no call of a tool: {error!r}")]
+        return message, [read_call(self.tool_names, i, function) for i, function in enumerate(functions)]
 
     def defused(self, text):
         """Return the text with a CUT inside everything in it that is encoded as a control token."""
-        return broken_up(text, self.tokenizer, self.control, CUT)
+        return broken_up(text, self.tokenizer, self.control_ids, CUT)
 
     def check(self, messages):
         """Raise ValueError if the template cannot be used for several turns after these messages."""
-        reply, calls = {"role": "user", "content": "forty-two"}, self.names[:1]
-        if calls:
-            if self.opening(messages) == Template(self.tokenizer, self.eos_ids, None).opening(messages):
+        names = self.tool_names[:1]
+        opening = self.opening(messages)
+        reply = {"role": "user", "content": "forty-two"}
+        if names:
+            if opening == Template(self.tokenizer, self.eos_ids, None).opening(messages):
                 raise ValueError("the chat template has no place for tools")
-            reply |= {"role": "tool", "name": calls[0], "tool_call_id": tool_call(0, "", {})["id"]}
-        turn, (_, question, said) = turn_of(self.turn, calls), self._until_end((*calls,))
-        again = said + (inserted := self.between(turn, [reply]))
-        # The first of two turns, which is an earlier one then, and the second stay as each would be alone.
-        first, whole = self.opening(messages) + again, self.opening([*messages, turn, reply, turn, reply])
-        self._expect(first, whole[:len(first)])
-        self._expect(again, whole[-len(again):])
-        text = self.tokenizer.decode(said[:-1])
+            reply |= {"role": "tool", "name": names[0], "tool_call_id": call_id(0)}
+        turn = turn_of(self.sample_turn, names)
+        _, question, sampled = self._until_end(tuple(names))
+        inserted = self.between(turn, [reply])
+        # Of two turns, the first is rewritten if the template rewrites earlier turns. Both have to stay as
+        # each would be alone.
+        one_turn = sampled + inserted
+        two_turns = self.opening([*messages, turn, reply, turn, reply])
+        self._expect(opening + one_turn, two_turns[:len(opening + one_turn)])
+        self._expect(one_turn, two_turns[-len(one_turn):])
+        text = self.tokenizer.decode(sampled[:-1])
         if "why" in str(turn) and "why" not in text:
             raise ValueError(f"the chat template drops what a turn has thought: it writes {text!r:.200} for "
                              f"{turn['content']!r}")
         if reply["content"] not in self.tokenizer.decode(inserted):
             raise ValueError(f"the chat template has no place for a message of the role {reply['role']}")
-        if calls:
+        if names:
             # The policy may make up a tool, and make several calls at once.
-            self.between(turn_of({}, ["unknown", *calls]), [reply] * 2)
-            if [call["function"]["name"] for call, _ in self.read(question, said, text)[1]] != calls:
+            self.between(turn_of({}, ["unknown", *names]), [reply] * 2)
+            _, calls = self.read(question, sampled, text)
+            if [call["function"]["name"] for call, _ in calls] != names:
                 raise ValueError(f"no call is found in {text!r:.300}, which the chat template writes: it "
                                  "needs the form <tool_call>JSON</tool_call>, or a response_template")
 
     @functools.lru_cache(maxsize=64)
-    def _until_end(self, calls):
-        # A question and a turn with calls of these tools: the messages, the ids of the question, and the
-        # others to the end of the turn.
-        messages = [{"role": "user", "content": "?"}, turn_of(self.turn, calls)]
+    def _until_end(self, names):
+        """Return a question and a turn that calls these tools, as messages and as ids.
+
+        The ids are those of the question, up to where the turn begins, and those of the turn to its end token.
+        """
+        messages = [{"role": "user", "content": "?"}, turn_of(self.sample_turn, names)]
         begin = len(self.opening(messages[:1]))
         try:
-            ids = self.opening(messages, asked=False)
+            ids = self.opening(messages, ask=False)
         except ValueError:
-            if len(calls) < 2:
+            if len(names) < 2:
                 raise
             # Llama's template refuses several calls. Their results follow a turn with the first, as in TRL.
-            return self._until_end(calls[:1])
-        # The token that begins a question may be one of the tokens that end a turn.
-        ends = [place for place in range(begin, len(ids)) if ids[place] in self.eos_ids]
+            return self._until_end(names[:1])
+        # The question itself may begin with a token that ends a turn.
+        ends = [end for end in range(begin + 1, len(ids) + 1) if ids[end - 1] in self.eos_ids]
         if not ends:
             raise ValueError("the chat template ends a turn with none of the tokens that end a completion: "
                              f"{self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))}")
-        return messages, ids[:begin], ids[begin:ends[-1] + 1]
+        return messages, ids[:begin], ids[begin:ends[-1]]
 
     def _expect(self, before, after):
-        # Raises ValueError unless these ids are the same.
+        """Raise ValueError unless these ids are the same."""
         if before != after:
             before, after = self.tokenizer.batch_decode([before, after])
             start = max(0, len(commonprefix([before, after])) - 40)
@@ -153,25 +182,30 @@ class Template:
                              f"{after[start:start + 120]!r}")
 
 
-def broken_up(text, tokenizer, control, mark):
-    """Return the text with a mark inside everything in it that is encoded as one of the ids `control`.
+def broken_up(text, tokenizer, control_ids, mark):
+    """Return the text with a mark inside everything in it that is encoded as one of control_ids.
 
-    What has a single character stays, and half a surrogate pair becomes a question mark.
+    A single character stays as it is, and half a surrogate pair becomes a question mark.
     """
     text = text.encode(errors="replace").decode()
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # A tokenizer that normalises makes a control token of other characters as well.
-    cuts = [(start + end) // 2 for one, (start, end) in zip(found.input_ids, found.offset_mapping)
-            if one in control and end - start > 1]
-    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None])]
-    # Two that overlap take two rounds.
-    return mark.join(broken_up(part, tokenizer, control, mark) for part in parts) if cuts else text
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # The offsets are needed because a tokenizer that normalises makes a control token of other characters too.
+    cuts = [(start + end) // 2 for token, (start, end) in zip(encoded.input_ids, encoded.offset_mapping)
+            if token in control_ids and end - start > 1]
+    if not cuts:
+        return text
+    # Where two control tokens overlap, the second shows only when the first is broken up.
+    return mark.join([broken_up(text[start:end], tokenizer, control_ids, mark)
+                      for start, end in pairwise([0, *cuts, None])])
 
 
 def result_of(value):
-    """Return what a tool returned as the content of a message: a list or an object in values that JSON has,
-    for rewards, and anything else as text."""
+    """Return what a tool returned as the content of a message, for the policy and for rewards.
+
+    A list or an object stays one, with values that JSON has. Anything else becomes text.
+    """
     if isinstance(value, (list, dict)):
+        # What is nested so deeply that others could not copy it becomes text as well.
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             return deepcopy(json.loads(json.dumps(value, default=str)))
     return str(value)
@@ -179,39 +213,54 @@ def result_of(value):
 
 def text_in(content):
     """Return the content of a message as the policy reads it: blocks of text are joined, as in TRL."""
-    if isinstance(content, list) and content and all(
-            isinstance(one, dict) and one.get("type") == "text" and "text" in one for one in content):
-        return "".join(str(one["text"]) for one in content)
+    if isinstance(content, list) and content:
+        texts = [block["text"] for block in content
+                 if isinstance(block, dict) and block.get("type") == "text" and "text" in block]
+        if len(texts) == len(content):
+            return "".join(map(str, texts))
     return str(content)
+
+
+def call_id(number):
+    """Return the id of a turn's call, which counts from 0. Some templates want nine letters or digits."""
+    return f"call{number:05}"
 
 
 def tool_call(number, name, arguments):
     """Return a turn's tool call as transformers writes it in a message; number: its place in the turn."""
-    # Some templates want an id of nine letters or digits.
-    return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_call(tools, number, found):
-    """Return a call as transformers writes it, and its problem, or "".
+def read_call(tool_names, number, function):
+    """Return a call as transformers writes it, and what is wrong with it, or "".
 
-    tools: names. number: its place in the turn. found: {"name": ..., "arguments": ...}, or this as JSON.
+    number: its place in the turn. function: {"name": ..., "arguments": ...}, or this as JSON.
     """
-    name, arguments, problem = "unknown", {}, ""
+    name = "unknown"
+    arguments = {}
+    problem = ""
     try:
-        found = json.loads(found) if isinstance(found, str) else found
-        name, given = str(found["name"]), found.get("arguments") or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        # What is nested so deeply that others could not copy or send it is refused.
-        deepcopy(functools.reduce(lambda inside, _: [inside], range(200), given))
-        arguments, problem = (given, "") if isinstance(given, dict) else ({}, "the arguments are no object")
-        if name not in tools:
-            problem = f"there is no tool {name}; there are {', '.join(tools)}"
+        if isinstance(function, str):
+            function = json.loads(function)
+        name = str(function["name"])
+        value = function.get("arguments") or {}
+        if isinstance(value, str):
+            value = json.loads(value)
+        # Arguments that are nested so deeply that others could not copy or send them are refused.
+        deepcopy(functools.reduce(lambda inside, _: [inside], range(200), value))
+        if isinstance(value, dict):
+            arguments = value
+        else:
+            problem = "the arguments are no object"
+        if name not in tool_names:
+            problem = f"there is no tool {name}; there are {', '.join(tool_names)}"
     except Exception as error:
         problem = f"this is no call of a tool: {error!r}"
     return tool_call(number, name, arguments), problem
 
 
-def turn_of(said, names):
-    # A turn of the policy that says this and calls these tools.
+def turn_of(message, names):
+    """Return a turn of the policy with what stands in the message, and with calls of these tools."""
     calls = [tool_call(number, name, {}) for number, name in enumerate(names)]
-    return {"role": "assistant", "content": ""} | said | ({"tool_calls": calls} if calls else {})
+    turn = {"role": "assistant", "content": ""} | message
+    return turn | {"tool_calls": calls} if calls else turn

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import endpoint
 import runs
-from episodes import Table, jobs_for
+from episodes import OpenEpisodes, jobs_for
 from rewards import Scorer
 from runtime.metrics import rollout_metrics
 from runs import kept_rollouts, lines, refused, without_times
@@ -227,8 +227,8 @@ def test_a_message_is_read_once_per_request(write, monkeypatch):
             for turn in range(20):
                 messages += [ask(base_url, api_key, messages), user(str(turn))]
     """)
-    read, as_read = [], endpoint.as_read
-    monkeypatch.setattr(endpoint, "as_read", lambda messages: read.extend(messages) or as_read(messages))
+    read, for_template = [], endpoint.for_template
+    monkeypatch.setattr(endpoint, "for_template", lambda messages: read.extend(messages) or for_template(messages))
     plays = player(agent)
     (r,) = played(plays, [[f"{turn}<|end|>" for turn in range(20)]])
     assert r.counts["rows"] == 1 and len(r.spans) == 20 and len(r.completion) == 39
@@ -501,9 +501,9 @@ def test_another_episodes_key_and_sockets_that_never_close(write):
     plays = player(agent, max_environments=1)
     first, second = played(plays, [["abc<|end|>"], ["d<|end|>"]], n=2)
     assert parts_of(first)[1:] == ["abc<|end|>"] and parts_of(second)[1:] == ["d<|end|>"]
-    assert second.score == 1.0 and endpoint.PLAYING == {}
-    assert endpoint.serve().startswith("http://127.0.0.1:")
-    port = int(endpoint.serve().split(":")[2].split("/")[0])
+    assert second.score == 1.0 and endpoint.SESSIONS == {}
+    assert endpoint.start().startswith("http://127.0.0.1:")
+    port = int(endpoint.start().split(":")[2].split("/")[0])
     with pytest.raises(OSError):                                # it listens on one address
         socket.create_connection(("127.0.0.2", port), timeout=2)
 
@@ -530,17 +530,17 @@ def test_a_request_of_an_episode_that_has_ended_is_refused(write):
     """)
     plays = player(agent)
     its, found = plays.make.__globals__, {}
-    address = "127.0.0.1", int(endpoint.serve().split(":")[2].split("/")[0])
+    address = "127.0.0.1", int(endpoint.start().split(":")[2].split("/")[0])
 
     def second(key):
         try:
-            its["ask"](endpoint.serve(), key, [its["user"]("b")])
+            its["ask"](endpoint.start(), key, [its["user"]("b")])
         except urllib.error.HTTPError as error:
             found["code"], found["told"] = error.code, json.load(error)["error"]["message"]
 
     class Late(Says):
         def step(self):
-            (key, episode), = endpoint.PLAYING.items()
+            (key, episode), = endpoint.SESSIONS.items()
             found["episode"] = weakref.ref(episode)
             found["half"] = socket.create_connection(address)
             found["half"].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
@@ -573,7 +573,7 @@ def test_an_agent_hears_that_its_episode_was_aborted(write):
     """)
     plays, engine = player(agent), Says(["abc<|end|>"])
     engine.at_once = 0                                          # it has not answered yet
-    table = Table(plays, engine)
+    table = OpenEpisodes(plays, engine)
     table.add("all", jobs_for(prompts_for([{}]), 1, [0], 5000, 1.0))
     table.step()
     table.abort()
@@ -586,9 +586,9 @@ def test_a_request_that_comes_while_its_episode_ends_is_refused(monkeypatch):
         return b"{}"
 
     episode = SimpleNamespace(mail=SimpleQueue())
-    monkeypatch.setattr(endpoint, "PLAYING", type("Ending", (dict,), {"get": lambda self, key: episode})())
+    monkeypatch.setattr(endpoint, "SESSIONS", type("Ending", (dict,), {"get": lambda self, key: episode})())
     request = SimpleNamespace(headers={"Authorization": "Bearer x"}, method="POST", read=read)
-    assert asyncio.run(asyncio.wait_for(endpoint.hear(request), 10)).status == 401
+    assert asyncio.run(asyncio.wait_for(endpoint.handle(request), 10)).status == 401
 
 
 # ---------------------------------------------------------------- docs/agents.md

@@ -263,7 +263,7 @@ def test_an_environment_that_is_still_busy_in_a_thread_is_asked_for_nothing(writ
         ''')
     plays = player(f"{source}:Busy", call_timeout=0.2, call_workers=2)
     judged = []
-    plays.judge = lambda rollout, environment: judged.append(rollout)
+    plays.score_ended = lambda rollout, environment: judged.append(rollout)
     (slow, quick), _ = played(plays, [["slow<|end|>"], ["quick<|end|>"]])
     assert [*slow.rewards.values()] == [0.0] and [*quick.rewards.values()] == [101.0]
     assert [id(one) for one in judged] == [id(quick)]
@@ -459,7 +459,7 @@ def test_a_call_in_a_turn_that_is_cut_off_stays_what_was_said(write):
 def test_functions_are_tools_without_a_class(write):
     source = write(DESK)
     plays = player(tools=f"{source}:add,{source}:later")
-    plays.check_with(prompts_for([{}], plays.tools))
+    plays.trial_episodes(prompts_for([{}], plays.tools))
     turns = [call("add", '{"a": 2, "b": 3}') + call("later", '{"a": 4}') + "<|end|>",
              call("add", '{"a": -1}') + call("sub") + "<|end|>", "5<|end|>"]
     (r,), _ = played(plays, [turns])

@@ -446,7 +446,7 @@ def test_an_environment_without_tools_scores_one_answer(tmp_path):
     (tmp_path / "game.py").write_text("class Game:\n    def reset(self, **row):\n        pass\n"
                                       "    def get_reward(self):\n        return 3.0")
     plays = player(tmp_path / "game.py", "Game")
-    plays.check_with(prompts_for([{}]))
+    plays.trial_episodes(prompts_for([{}]))
     (r,) = plays.play(Says(["a<|end|>"]), prompts_for([{}]), 1, [0], 9, 1.0)
     assert (r.finish_reason, [*r.rewards.values()], parts_of(r)[1]) == ("stop", [3.0], "a<|end|>")
 
@@ -491,10 +491,8 @@ def test_a_conversation_needs_no_environment(games):
     # Five tokens have no room where five are left, because a token of an answer has to fit as well.
     talk.ids, talk.messages, talk.max_length = talk.ids[:-5], talk.messages[:-1], len(talk.ids)
     assert not talk.add_reply([{"role": "user", "content": "no"}]) and len(talk.ids) == talk.max_length - 5
-    same = episodes.rollout_of(talk, "stop", r.row, rewards=r.rewards)
-    assert identical([same], [r]) and same.row is r.row and same.rewards == r.rewards
-    assert same.completion == r.completion
-    assert same.versions == ((0, 4), (1, 5), (3, 4), (4, 5))
+    assert talk.ids == r.ids.tolist() and talk.logprobs == r.logprobs.tolist() and talk.messages == r.completion
+    assert [*map(list, talk.spans)] == r.spans.tolist() and talk.versions == {0: 4, 1: 5, 3: 4, 4: 5}
 
 
 def test_what_reset_returns_is_added_to_the_last_message(games):
@@ -906,7 +904,7 @@ def test_the_engine_goes_on_while_an_environment_works(games):
 
 
 def test_a_thread_that_hangs_leaves_the_others_theirs():
-    table = episodes.Table(player("", call_workers=2, call_timeout=1.0), Says())
+    table = episodes.OpenEpisodes(player("", call_workers=2, call_timeout=1.0), Says())
     threads, release = ThreadPoolExecutor(4), threading.Event()
     calls = [threads.submit(table._call, function) for function in (
         lambda: release.wait(60), lambda: 1, lambda: 2 / 0, lambda: 3)]
@@ -919,7 +917,7 @@ def test_a_thread_that_hangs_leaves_the_others_theirs():
 
 def test_a_call_has_its_own_time_however_late_the_engine_looks():
     """As after a long step of an engine: one call has long ended, one took too long, and one still runs."""
-    table = episodes.Table(player("", call_workers=3, call_timeout=0.3), Says())
+    table = episodes.OpenEpisodes(player("", call_workers=3, call_timeout=0.3), Says())
     threads, release = ThreadPoolExecutor(3), threading.Event()
     calls = [threads.submit(table._call, function) for function in (
         lambda: 1, lambda: time.sleep(0.5), lambda: release.wait(60))]
@@ -1017,7 +1015,7 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
     plays = player(tmp_path / "game.py", "Game", call_timeout=0.3 if "timeout" in told else 10.0)
     prompts = prompts_for([{"secret": 7}])
     with pytest.raises(ValueError) as error:
-        plays.check_with(prompts)
+        plays.trial_episodes(prompts)
     assert str(error.value).startswith("environment=") and ":Game, " in str(error.value) and told in str(error.value), str(error.value)
     assert "column" in told or str(error.value).endswith(
         "; the row is {'prompt': [{'role': 'user', 'content': 'Go.'}], 'secret': 7}")
@@ -1033,10 +1031,10 @@ def test_an_environment_that_fails_is_refused_by_a_trial(tmp_path, source, told)
 def test_a_trial_plays_after_every_prompt(games, name, row):
     """Also where the first episode ends after its first turn; and what it plays has no effect."""
     plays = player(games, name)
-    plays.check_with(prompts_for([row, row], plays.tools))
+    plays.trial_episodes(prompts_for([row, row], plays.tools))
     broken = {"opening": 3, "start": "x"} if name == "Script" else {"start": "x"}
     with pytest.raises(ValueError, match="(Script, .* turn: reset returned 3|Counter, .*: raised ValueError)"):
-        plays.check_with(prompts_for([row, row | broken], plays.tools))
+        plays.trial_episodes(prompts_for([row, row | broken], plays.tools))
 
 
 CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -1053,5 +1051,5 @@ def test_prompts_and_tokenizers_without_a_chat_are_refused(games, row, chat, tem
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=told) as error:
         plays = player(games, "Script", tokenizer, chat=chat)
-        plays.check_with(prompts_for([{"replies": [LAST]} | row]))
+        plays.trial_episodes(prompts_for([{"replies": [LAST]} | row]))
     assert template == CONTENTS or str(error.value).startswith(f"environment={games}:Script ")

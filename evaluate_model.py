@@ -59,13 +59,13 @@ with input_errors():
     longest = max(max_prompt_length, *(len(prompt.ids) for prompt in prompts)) + max_completion_length
     compute_dtype = distributed.compute_dtype(dtype)
     settings.reward_model = ""                                  # a setting of a training run
-    scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player)
     scorer.budget = math.inf                                    # it scores all completions at once
     # A broken environment or reward shows now. Completions of a prompt of one's own are not scored.
     if prompt:
         player.trial_episodes(prompts[:1])
     else:
-        scorer.check_with(prompts[:1])
+        scorer.check_rewards(prompts[:1])
     # The length is known only now.
     check_model(base, length=longest)
     print(f"loading {base} into the engine", flush=True)

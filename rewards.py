@@ -1,11 +1,11 @@
 """Rewards: one score for each completion, from a verifier of final answers or from a function of yours.
 
-    load_reward   finds the task's own reward, math_verify, or a function of yours ("file.py:function")
-    score         calls a reward on completions and checks what it returns
-    Scorer        scores rollouts by the rewards and the reward model that a run's settings name
+    load_reward          finds the task's own reward, math_verify, or a function of yours ("file.py:function")
+    score_completions    calls a reward on completions, in the process that runs your code
+    apply_reward_errors  decides what happens when a reward raises or takes too long
+    Scorer               scores rollouts by what a run's settings name; what a score is made of stands there
 """
 import bisect
-import contextlib
 import copy
 import inspect
 import math
@@ -16,19 +16,23 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from tasks.check_answer import check_answer, extract_answer
 from runtime.user_code import (STARTED_IN, Failed, TimeUp, UserProcess, accepted, as_float, load_from,
                                logging_into, name_of, outcome, shown, source_of, specs)
 
 # ------------------------------------------------------------------------------------------------------------
-# rewards. A reward is a function of prompts=, completions= and the rows' columns. It returns one value for
-# each completion: a number; None if the completion is not to be scored; a dict of named parts, where the
-# score is the part "score", or the sum of the parts if none has that name; or a list of pairs (character,
-# score), where the token that holds the character gets the score (a process reward). As in TRL, a completion
-# is a string if its prompt is a string, and if the prompt is a list of messages it is the list of the
-# messages that follow.
+# rewards. A reward is a function of prompts=, completions= and the columns of the rows, all of them lists. As
+# in TRL, a completion is a string if its prompt is a string; if the prompt is a list of messages, the
+# completion is the list of the messages that follow. The reward returns a list with a value per completion:
+#     a number    its score
+#     None        if the completion is not to be scored
+#     a dict      of named parts: the score is the part "score", or the sum if no part has that name
+#     a list      of pairs (character, score), for a process reward: the token that holds this character of
+#                 the completion gets the score, and the score of the completion is their sum
 
 
 def content(completion):
@@ -43,8 +47,8 @@ NUMBER = re.compile(r"(?:answer:|\\boxed\{)[\s*$]*(?:[a-z]\s*=\s*)?"
 
 def number_of(completion):
     """Return the number with which a completion ends as its answer, as a Fraction, or None."""
-    found = NUMBER.search(content(completion))
-    return Fraction(found[1]) if found else None
+    match = NUMBER.search(content(completion))
+    return Fraction(match[1]) if match else None
 
 
 def accuracy(prompts, completions, answer, **columns):
@@ -67,23 +71,28 @@ def math_verify(prompts, completions, answer, **columns):
             for completion, truth in zip(completions, answer)]
 
 
-# The rewards of tasks that do not take exact_accuracy.
-OWN = {"algebra": accuracy, "arithmetic": accuracy}
-GYM = "tasks.reasoning_gym:gym_score"               # of the tasks that begin with reasoning_gym:
-
-
-TRL = {"prompts", "completions", "completion_ids"}      # one of them is in each function of TRL's form
+# Tasks whose own reward is not exact_accuracy.
+TASK_REWARDS = {"algebra": accuracy, "arithmetic": accuracy}
 
 
 @dataclass
 class Reward:
     """A reward function, and how it is called."""
-    name: str                   # under which it is logged
-    function: object            # its spec, or a function of the task's
-    form: str = "TRL"           # or verl, for one completion, or verl batch
-    at_once: bool = False       # it is async: each completion has a call, and many run at the same time
+    name: str                   # the name under which it is logged
+    function: object = None     # None if the process that calls it loads it
+    spec: str = ""              # file.py:function, from which it is loaded
+    form: str = "TRL"           # whose arguments it takes: TRL, verl (one completion's), or verl batch
+    at_once: bool = False       # it is async: each completion has a call, and many calls run at the same time
     environments: bool = False  # it reads the environments of the episodes, as in TRL
-    alone: bool = False         # a call for several completions has failed, so each has a call of its own
+    batch_failed: bool = False  # a call for several completions has failed, so each now has a call of its own
+
+
+class Result(NamedTuple):
+    """What a reward gave a completion."""
+    parts: dict                 # {name: value}; NaN stands for a part that is None
+    steps: list = ()            # pairs (character, value) of a process reward, whose only part is their sum
+    logged: dict = {}           # {name: value}, what the reward logged
+    problem: str = ""           # why the reward failed, or ""
 
 
 def load_reward(spec, task):
@@ -94,145 +103,155 @@ def load_reward(spec, task):
     completions and completion_ids. Raises ValueError if there is no such function, if its file raises, or if
     the package of math_verify is missing.
     """
+    if not spec and task.startswith("reasoning_gym:"):
+        # Only the runs that use the package import this.
+        from tasks.reasoning_gym import gym_score
+        return Reward("gym_score", gym_score)
     if not spec:
-        return Reward("accuracy", OWN.get(task.partition(":")[0], exact_accuracy))
+        return Reward("accuracy", TASK_REWARDS.get(task.partition(":")[0], exact_accuracy))
     if spec == "math_verify":
-        load_from("math_verify:parse", "reward", "function")    # the package is installed
+        load_from("math_verify:parse", "reward", "function")    # raises if the package is not installed
         spec = "rewards:math_verify"
-    spec += ":compute_score" if spec.endswith(".py") else ""
+    if spec.endswith(".py"):
+        spec += ":compute_score"
     function = load_from(spec, "reward", "function", " or math_verify")
     parameters = inspect.signature(function).parameters.keys()
-    forms = {"solution_str": "verl", "solution_strs": "verl batch"}
-    verl_forms = [] if TRL & parameters else [forms[key] for key in forms if key in parameters]
-    form = verl_forms[0] if verl_forms else "TRL"
-    at_once = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
-    return Reward(name_of(function), spec, form, at_once, "environments" in parameters)
+    form = "TRL"
+    if not parameters & {"prompts", "completions", "completion_ids"}:
+        if "solution_str" in parameters:
+            form = "verl"
+        elif "solution_strs" in parameters:
+            form = "verl batch"
+    at_once = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
+    return Reward(name_of(function), None, spec, form, at_once, "environments" in parameters)
 
 
-def verl_arguments(row):
-    # Returns verl's arguments for a row with its completion. The last truth counts; if a model scores verl's
-    # row, reward_model holds none.
-    model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
-    truths = row.get("answer"), row.get("ground_truth"), model.get("ground_truth")
-    return {"data_source": row.get("data_source") or row.get("source"),
-            "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {},
-            **{"ground_truth": truth for truth in truths if truth is not None}}
+# ------------------------------------------------------------------------------------------------------------
+# calling a reward. `columns` is {name: a list with a value for each completion}.
 
 
-def only(columns, i):
-    # Returns the columns of one completion.
+def columns_of(rollouts, settings):
+    """Return the columns that a reward may take, as in TRL; those of the data set that all rows have."""
+    rows = [r.row for r in rollouts]
+    columns = {}
+    for key in rows[0]:
+        if key != "prompt" and all(key in row for row in rows):
+            columns[key] = [row[key] for row in rows]
+    max_steps = getattr(settings, "max_steps", 0)
+    # The version of the weights is the number of steps that they were trained for.
+    states = [SimpleNamespace(global_step=r.versions[-1][1], max_steps=max_steps) for r in rollouts]
+    return columns | {
+        "prompts": [row["prompt"] for row in rows], "completions": [r.completion for r in rollouts],
+        "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts], "trainer_state": states}
+
+
+def columns_of_one(columns, i):
+    # Returns the columns of completion i alone.
     return {key: values[i:i + 1] for key, values in columns.items()}
 
 
-def judge(reward, columns, timeout, end, workers):
-    """Return (parts, steps, logged) for each completion, as in `score`, or its error: Failed or TimeUp.
+def verl_arguments(columns, i):
+    # Returns the arguments that verl's form has for completion i.
+    row = {key: values[i] for key, values in columns.items()}
+    arguments = {"data_source": row.get("data_source") or row.get("source"),
+                 "solution_str": content(row["completions"]), "extra_info": row.get("extra_info") or {}}
+    truths = [row.get("ground_truth"), row.get("answer")]
+    if isinstance(row.get("reward_model"), dict):               # verl's rows have the truth in it
+        truths.insert(0, row["reward_model"].get("ground_truth"))
+    for truth in truths:
+        if truth is not None:
+            return arguments | {"ground_truth": truth}
+    return arguments
 
-    If one call for several completions fails, there is one error for all of them. The completions of an async
-    reward have calls of their own, of which `workers` run at the same time (0: 64), and each has `timeout`
-    seconds (0: no limit). TimeUp stands for what has not begun at the time `end`.
-    """
-    function, completions = reward.function, columns["completions"]
-    if time.monotonic() >= end:
-        return [TimeUp()] * len(completions)
-    if reward.at_once and len(completions) > 1:
-        alone = lambda i: judge(reward, only(columns, i), timeout, end, workers)
-        with ThreadPoolExecutor(workers or 64) as pool:
-            return [one for found in pool.map(alone, range(len(completions))) for one in found]
-    if not callable(function):
-        function = load_from(function, "reward", "function")
-    logged = [{} for _ in completions]                          # {name: value}
-    logs = logging_into(logged)
-    # A reward that changes what it gets must not change the rows of the run.
-    given = {key: values if key == "environments" else copy.deepcopy(values)
-             for key, values in columns.items()}
+
+def arguments_of(reward, function, columns, logs):
+    # Returns the arguments for a call of the reward's function. logs: {name: function} of logging_into.
+    copied = {}
+    for key, values in columns.items():
+        # A reward that changes what it gets must not change the rows of the run.
+        copied[key] = values if key == "environments" else copy.deepcopy(values)
+    name = f"reward {reward.name}"
+    if reward.form == "TRL":
+        copied["trainer_state"] = copied["trainer_state"][-1]
+        return accepted(function, copied | logs, name)
+    rows = [verl_arguments(copied, i) for i in range(len(columns["completions"]))]
     if reward.form == "verl":
-        given, by_name = verl_arguments({key: values[0] for key, values in given.items()}), logs
-    elif reward.form == "verl batch":
-        rows = [verl_arguments({key: values[i] for key, values in given.items()}) for i in range(len(logged))]
-        given, by_name = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}, logs
-    else:
-        given, by_name = given | logs | {"trainer_state": given["trainer_state"][-1]}, {}
-    given = accepted(function, given, f"reward {reward.name}", by_name)
-    limit = timeout and min(timeout, end - time.monotonic())
-    returned, error, _ = outcome(lambda: function(**given), limit)
+        return accepted(function, rows[0], name, logs)
+    batch = {f"{key}s": [row.get(key) for row in rows] for key in rows[0]}
+    return accepted(function, batch, name, logs)
+
+
+def call_reward(reward, columns, timeout, end, workers):
+    """Call a reward once and return a Result for each completion in the columns.
+
+    An async reward is called for each completion instead, as in call_at_once. timeout: the seconds after
+    which an async function is cancelled; 0 sets no limit. Raises Failed if the function raises, TimeUp if it
+    takes too long or if the time `end` of time.monotonic has come, and ValueError if a column is missing or
+    if the function returns what it must not.
+    """
+    if reward.at_once and len(columns["completions"]) > 1:
+        return call_at_once(reward, columns, timeout, end, workers)
+    if time.monotonic() >= end:
+        raise TimeUp
+    function = reward.function or load_from(reward.spec, "reward", "function")
+    completions = columns["completions"]
+    logged = [{} for _ in completions]
+    arguments = arguments_of(reward, function, columns, logging_into(logged))
+    returned, error, _ = outcome(partial(function, **arguments), timeout)
     if error:
-        return [error]
-    returned = [returned] if reward.form == "verl" else returned
-    returned = returned.tolist() if hasattr(returned, "tolist") else returned       # an array or a tensor
+        raise error
+    if reward.form == "verl":
+        returned = [returned]
+    if hasattr(returned, "tolist"):                             # an array or a tensor
+        returned = returned.tolist()
     if not isinstance(returned, (list, tuple)) or len(returned) != len(completions):
         raise ValueError(f"reward {reward.name} returned {shown(returned)}, not a list of {len(completions)} "
                          "values, one for each completion")
-    return [(*parts_of(reward.name, value, content(completion)), log)
-            for value, completion, log in zip(returned, completions, logged)]
+    results = []
+    for value, completion, log in zip(returned, completions, logged):
+        parts, steps = parts_of(reward.name, value, content(completion))
+        results.append(Result(parts, steps, log))
+    return results
 
 
-def score(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0, errors="stop"):
-    """Return (parts, steps, logged, problem) for each completion.
+def call_at_once(reward, columns, timeout, end, workers):
+    """Call an async reward for each completion, `workers` calls at the same time (0: 64).
 
-    parts is {name: value}, with NaN for a part that is None. A reward without named parts has one part, with
-    the reward's name, or none if it returned None. steps: pairs (character, score). logged: {name: value},
-    what the reward logged. problem: why the reward failed, or "".
-
-    columns: {name: one value per completion}, of which the reward gets copies. process: the UserProcess in
-    which a call has `timeout` seconds; 0 sets no limit. If a call for several completions fails, these and
-    all later ones are scored by calls of their own. A completion gets NaN for each part if its own call takes
-    too long, or has not begun at the time `end` of time.monotonic, and with errors="unscored" also if the
-    reward raises; with errors="zero" it gets 0.0 instead. workers: as in judge.
-
-    Raises ValueError if a column is missing, if the reward raises and errors is "stop" (the message shows the
-    completion), or if it returns anything but one finite number, None, dict of these or list of pairs for
-    each completion.
+    Returns for each completion its Result, or the error of its call, Failed or TimeUp.
     """
-    completions = columns["completions"]
-
-    def call(some):
-        arguments = judge, reward, some, timeout, end, workers
-        if not process:
-            return judge(*arguments[1:])
+    def call(i):
         try:
-            # The calls of an async reward have limits of their own.
-            return process.call(None if reward.at_once else timeout or None, *arguments)
-        except (TimeUp, Failed) as error:
-            return [error]
+            [result] = call_reward(reward, columns_of_one(columns, i), timeout, end, workers)
+            return result
+        except (Failed, TimeUp) as error:
+            return error
 
-    results = [] if reward.alone or reward.form == "verl" and not reward.at_once else call(columns)
-    if len(results) < len(completions):
-        reward.alone = not reward.at_once
-        for error in results:
-            print(f"reward {reward.name} {error} for {len(completions)} completions: "
-                  f"{'from now on ' * reward.alone}each is scored by a call of its own", file=sys.stderr)
-        results = [one for i in range(len(completions)) for one in call(only(columns, i))]
-    if process and any(isinstance(one, TimeUp) for one in results):
-        process.end()                                           # because calls of an async reward may go on
-    for one, completion in zip(results, completions):
-        if isinstance(one, Failed) and errors == "stop":
-            raise ValueError(f"reward {reward.name} {one}; the completion is "
-                             f"{content(completion)[:500]!r}") from one
-    # A completion without a score gets all parts that others have.
-    names = [name for one in results if isinstance(one, tuple) for name in one[0]] or [reward.name]
-    without = dict.fromkeys(names, 0.0 if errors == "zero" else math.nan)
-    return [(*one, "") if isinstance(one, tuple) else (without, [], {}, f"the reward {one}")
-            for one in results]
-
-
-def counted(parts):
-    # Returns those of a reward's parts that make up the score.
-    return {"score": parts["score"]} if "score" in parts else parts
+    with ThreadPoolExecutor(workers or 64) as pool:
+        return [*pool.map(call, range(len(columns["completions"])))]
 
 
 def parts_of(name, returned, text):
-    # Returns (parts, steps) of the value that the reward of this name returned for a completion.
-    value, steps = returned, []
+    # Returns (parts, steps) of the value that the reward of this name returned for the completion `text`.
+    steps = []
     try:
-        if isinstance(value, (list, tuple)):
-            steps = [(range(len(text)).index(character), as_float(one)) for character, one in value]
-            value = sum(one for _, one in steps)
-        if not isinstance(value, dict):
-            value = {} if value is None else {name: value}
-        # Besides the score, verl's functions may return entries that are not numbers.
-        elif "score" in value:
-            value = {key: one for key, one in value.items() if key == "score" or hasattr(one, "__float__")}
-        return {str(key): math.nan if one is None else as_float(one) for key, one in value.items()}, steps
+        if isinstance(returned, (list, tuple)):
+            for character, value in returned:
+                if character not in range(len(text)):
+                    raise ValueError(f"the completion has no character {character}")
+                steps.append((int(character), as_float(value)))
+            parts = {name: sum(value for _, value in steps)}
+        elif isinstance(returned, dict):
+            parts = returned
+        elif returned is None:
+            parts = {}
+        else:
+            parts = {name: returned}
+        numbers = {}
+        for key, value in parts.items():
+            # verl's functions may return, next to the score, entries that are not numbers.
+            if key == "score" or "score" not in parts or hasattr(value, "__float__"):
+                numbers[str(key)] = math.nan if value is None else as_float(value)
+        return numbers, steps
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name} returned {shown(returned)}: not a finite number in float32, nor None, nor a dict "
@@ -240,77 +259,253 @@ def parts_of(name, returned, text):
             f"completion is {text[:500]!r}") from error
 
 
+def counted(parts):
+    # Returns those of a reward's parts that make up the score.
+    return {"score": parts["score"]} if "score" in parts else parts
+
+
 # ------------------------------------------------------------------------------------------------------------
-# the scores of rollouts. A rollout has a row, a completion in the form that a reward gets, a score, which is
-# NaN if it was not scored, and parts, which are the values that make up the score, by name.
+# a reward's results for several completions, and what happens if it fails
+
+
+def score_completions(reward, columns, process=None, timeout=0.0, end=math.inf, workers=0,
+                      reward_errors="stop"):
+    """Return the Result of each completion.
+
+    process: the UserProcess in which a call has `timeout` seconds; 0 sets no limit. If a call for several
+    completions fails, these and all later ones are scored by calls of their own. No call begins after the
+    time `end` of time.monotonic. workers: as in call_at_once. Raises ValueError where call_reward and
+    apply_reward_errors do.
+    """
+    def call(columns):
+        arguments = reward, columns, timeout, end, workers
+        if not process:
+            return call_reward(*arguments)
+        # The calls of an async reward have limits of their own.
+        return process.call(0 if reward.at_once else timeout, call_reward, *arguments)
+
+    count = len(columns["completions"])
+    together = count > 1 and (reward.at_once or not (reward.form == "verl" or reward.batch_failed))
+    # The results are, for each completion, its Result or the error of its call, Failed or TimeUp.
+    if together:
+        try:
+            results = call(columns)
+        except (Failed, TimeUp) as error:
+            together = False
+            reward.batch_failed = True
+            print(f"reward {reward.name} {error} for {count} completions: each is now scored by a call of "
+                  "its own", file=sys.stderr)
+    if not together:
+        results = []
+        for i in range(count):
+            try:
+                results += call(columns_of_one(columns, i))
+            except (Failed, TimeUp) as error:
+                results.append(error)
+    if process and any(isinstance(result, TimeUp) for result in results):
+        process.end()                           # because calls of an async reward may go on
+    return apply_reward_errors(reward, columns["completions"], results, reward_errors)
+
+
+def apply_reward_errors(reward, completions, results, reward_errors):
+    """Return the results with a Result in place of each error, as the setting reward_errors decides.
+
+    stop        a reward that raised stops the run by a ValueError, which shows the completion; a call that
+                ran out of time only leaves its completion unscored
+    unscored    a completion whose call failed gets the parts that others have, each NaN, and no score
+    zero        it gets these parts with the value 0
+    """
+    names = {}
+    for result, completion in zip(results, completions):
+        if isinstance(result, Result):
+            names |= result.parts
+        elif isinstance(result, Failed) and reward_errors == "stop":
+            raise ValueError(f"reward {reward.name} {result}; the completion is "
+                             f"{content(completion)[:500]!r}") from result
+    value = 0.0 if reward_errors == "zero" else math.nan
+    parts = dict.fromkeys(names or [reward.name], value)
+    scored = []
+    for result in results:
+        if not isinstance(result, Result):
+            result = Result(parts, problem=f"the reward {result}")
+        scored.append(result)
+    return scored
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the scores of rollouts
+
+
+def token_at(character, rollout, tokenizer):
+    # Returns the index of the sampled token that holds this character of the completion.
+    ids = rollout.sampled_ids
+    text = content(rollout.completion)
+
+    def reaches(t):
+        return tokenizer.decode(ids[:t + 1]).startswith(text[:character + 1])
+
+    return bisect.bisect_left(range(len(ids)), True, key=reaches)
 
 
 class Scorer:
-    """Scores rollouts by the rewards and the reward model that a run's settings name.
+    """Scores rollouts by what a run's settings name: rewards, an environment and a reward model.
 
-    scorer(rollouts) sets score, parts, rewards, extra and problem where there are none. The score sums up
-    what the environment gave, what the rewards returned, and the reward model's score. Each part is first
-    multiplied by its weight in reward_weights. If the environment gives rewards, the task's own reward is not
-    used. A reward that returned None counts as 0. A completion has no score if the reward model cannot score
-    it, or if a reward failed for it and reward_errors is not "zero", unless the weight is 0. What belongs to
-    no turn or step is given to the last token in `rewards`. weights: {name: weight} of reward_weights.
-    budget: the seconds after which the rewards of a batch begin no more calls.
+    scorer(rollouts) sets the score of each rollout, which is the weighted sum of its parts:
+
+        score = sum of weights[name] * parts[name]
+
+    Three sources give parts:
+        a reward         a part with its name, or the parts of the dict that it returned, of which only
+                         "score" counts if there is one; a part that is None adds nothing
+        an environment   a part with the name of its class: the sum of what it gave to an episode's turns
+        a reward model   the part reward_model
+
+    The weights are those of reward_weights, or 1. If the settings name neither a reward nor an environment
+    that gives rewards, the reward is the task's own. A rollout has no score (NaN) if no source gave anything,
+    if its episode failed, if the reward model could not score it, or if a reward failed; a reward does no
+    harm if the weights of its parts are 0, or if reward_errors is "zero" (see apply_reward_errors).
+
+    A rollout also gets `rewards`, {index of a sampled token: the part of the score that this token earned}.
+    The scores of steps and turns belong to tokens of their own, and the remainder goes to the last token.
+    The attributes problem, extra and answered, which are set as well, are explained in rollout.Rollout.
 
     settings: what configure returned. device, dtype: where and in which precision the reward model computes.
-    player: the episodes.Player that plays what is scored; at the end of each episode it calls the rewards
-    that take `environments`. tokenizer: the one that decodes completions. Raises ValueError if a reward or
-    the reward model cannot be loaded.
+    player: the episodes.Player that plays what is scored. Raises ValueError if a reward or the reward model
+    cannot be loaded.
     """
 
-    def __init__(self, settings, device, dtype, player, tokenizer=None):
-        s, self.settings, self.player, self.tokenizer = settings, settings, player, tokenizer
-        self.environment, self.weights, self.model = player.rewards_as, part_weights(s.reward_weights), None
-        self.budget = 9 * s.call_timeout or math.inf            # with the last call, ten times call_timeout
-        # {file or module: the UserProcess that calls its functions}
-        self.processes = {}
-        # The task's own reward; that of reasoning_gym's tasks is a function like a user's.
-        own = [] if self.environment or s.agent else [GYM if s.task.startswith("reasoning_gym:") else ""]
-        # Pairs (Reward, the UserProcess that calls it or None).
-        rewards = [self._load(spec) for spec in specs(s.reward) or own] if s.reward != "none" else []
-        if s.agent:                                             # its score, as if a reward had returned it
-            rewards.append((Reward(player.name, lambda environments: [
-                episode.score for episode in environments], environments=True), None))
-        self.judging = [reward for reward, _ in rewards if reward.environments and player.make]
-        self.rewards = [(reward, process) for reward, process in rewards if reward not in self.judging]
-        if self.judging:
-            player.score_ended = self._judge
+    def __init__(self, settings, device, dtype, player):
+        s = settings
+        self.settings = settings
+        self.player = player
+        self.environment = player.rewards_as    # the environment's class if it gives rewards, otherwise ""
+        self.weights = part_weights(s.reward_weights)           # {name of a part: weight}
+        self.budget = 9 * s.call_timeout or math.inf            # seconds in which the calls of a batch begin
+        self.processes = {}                     # {file or module: the UserProcess that calls its functions}
+        self.rewards = []                       # pairs (Reward, the UserProcess that calls it, or None)
+        self.episode_rewards = []               # Rewards that read the environment at the end of an episode
+        self.model = None                       # a RewardModel
+        reward_specs = specs(s.reward)
+        if reward_specs == ["none"]:
+            reward_specs = []
+        elif not reward_specs and not (self.environment or s.agent):
+            reward_specs = [""]                                 # the task's own reward
+        for spec in reward_specs:
+            reward, process = self._load(spec)
+            if reward.environments and player.make:
+                self.episode_rewards.append(reward)
+            else:
+                self.rewards.append((reward, process))
+        if s.agent:
+            self.episode_rewards.append(Reward(player.name, agent_scores, environments=True))
+        if self.episode_rewards:
+            player.score_ended = self._score_ended
         if s.reward_model:
-            # Only those who use a reward model wait for this import.
+            # Only the runs that use a reward model import this.
             from runtime.reward_model import RewardModel
             self.model = RewardModel(s.reward_model, device, dtype, s.token_budget)
-        # The answers are numbers, and no code of the user's runs that might hang or raise.
-        self.plain = rewards == [(Reward("accuracy", accuracy), None)] and not (
+        # If so, the answers are numbers, and no code of the user's runs that might hang or raise.
+        self.only_accuracy = self.rewards == [(Reward("accuracy", accuracy), None)] and not (
             self.model or self.weights or player.make)
-        if not (rewards or self.model or self.environment):
+        if not (self.rewards or self.episode_rewards or self.model or self.environment):
             raise ValueError("reward=none needs a reward_model, or an environment that gives rewards")
 
     def _load(self, spec):
-        # A function of the user's may do anything, so it gets a process of its own. It is called here if it
-        # has no time limit, where a debugger finds it, and if it reads environments or stands in their file.
-        s, place = self.settings, source_of(spec) or spec
-        if spec and s.call_timeout and place != source_of(s.environment):
+        # Returns a Reward and the UserProcess that calls it, or None if it is called in this process.
+        s = self.settings
+        source = source_of(spec) or spec or s.task
+        # A function of the user's may do anything, and so may reasoning_gym's verifiers. They get a process
+        # of their own. Without a time limit they are called in this process, where a debugger finds them; so
+        # is a reward that reads environments, or stands in the file of their class.
+        may_hang = spec or s.task.startswith("reasoning_gym:")
+        if may_hang and s.call_timeout and source != source_of(s.environment):
             load = load_reward, spec, s.task
-            process = self.processes.setdefault(place, UserProcess(STARTED_IN, *load))
-            reward = process.call(None, *load)
+            process = self.processes.setdefault(source, UserProcess(STARTED_IN, *load))
+            reward = process.call(0, *load)
             if not (reward.environments and self.player.make):
                 return reward, process
             process.end()
         return load_reward(spec, s.task), None
 
-    def _columns(self, rollouts):
-        # Returns what a reward may be given for these rollouts, as in TRL: {name: a value for each}.
-        rows, state = [r.row for r in rollouts], {"max_steps": getattr(self.settings, "max_steps", 0)}
-        shared = [key for key in rows[0] if key != "prompt" and all(key in row for row in rows)]
-        return {key: [row[key] for row in rows] for key in shared} | {
-            "prompts": [row["prompt"] for row in rows], "completions": [r.completion for r in rollouts],
-            "completion_ids": [r.ids[r.spans[0, 0]:].tolist() for r in rollouts],
-            # The version of the weights is the number of steps that they were trained for.
-            "trainer_state": [SimpleNamespace(global_step=r.versions[-1][1], **state) for r in rollouts]}
+    def check_rewards(self, prompts):
+        """Score what Player.trial_episodes plays, so that what is broken shows before training.
+
+        prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
+        the reward model cannot be used.
+        """
+        s = self.settings
+        trial = self.player.trial_episodes(prompts)
+        sources = self._score(trial)
+        if all(r.problem for r in trial):
+            raise ValueError(f"{trial[0].problem} for a made-up completion: reward={s.reward}, "
+                             f"call_timeout={s.call_timeout:g}")
+        names = {self.environment} if self.environment else set()
+        for name, results in sources:
+            counting = set()
+            for result in results:
+                counting.update(counted(result.parts))
+            # A reward that returned None twice may still have a part of its name.
+            names |= counting or {name}
+        # A call that failed for made-up completions may do for others.
+        for reward, _ in self.rewards:
+            reward.batch_failed = False
+        # An agent that fails in the trial is not scored, so its parts are not known yet.
+        strange = self.weights.keys() - names
+        if strange and not self.episode_rewards:
+            raise ValueError(f"reward_weights: no part {', '.join(strange)} counts; those that do are "
+                             f"{', '.join(sorted(names))}")
+
+    def __call__(self, rollouts):
+        if not self.only_accuracy:
+            if rollouts:
+                self._score(rollouts)
+            return
+        for r in rollouts:
+            answer = number_of(r.completion)
+            r.answered = answer is not None
+            r.score = float(answer == Fraction(r.row["answer"]))
+            r.parts = {"accuracy": r.score}
+            r.rewards = {len(r.logprobs) - 1: r.score}
+
+    def _score(self, rollouts):
+        # Scores by any rewards, environment and reward model. Returns (name, a Result per rollout) of each
+        # reward and of the reward model.
+        s = self.settings
+        columns = columns_of(rollouts, s)
+        end = time.monotonic() + self.budget
+        sources = []
+        for reward, process in self.rewards:
+            results = score_completions(reward, self._in_form(reward.form, columns), process,
+                                        s.call_timeout, end, s.call_workers, s.reward_errors)
+            sources.append((reward.name, results))
+        if self.model:
+            model_scores = self.model.score(columns["prompts"], columns["completions"])
+            sources.append(("reward_model", [Result({"reward_model": value}) for value in model_scores]))
+        for i, r in enumerate(rollouts):
+            token_rewards = defaultdict(float)                  # as in r.rewards
+            for name, results in sources:
+                self._add(r, results[i])
+                for character, value in results[i].steps:
+                    token = token_at(character, r, self.player.tokenizer)
+                    token_rewards[token] += self.weights[name] * value
+            if self.environment:
+                total = sum(r.rewards.values())
+                self._add(r, Result({self.environment: total}))
+                if not math.isnan(total):                       # it is if get_reward returned None
+                    for token, value in r.rewards.items():
+                        token_rewards[token] = self.weights[self.environment] * value
+            no_model_score = math.isnan(r.parts.get("reward_model", 0.0)) and self.weights["reward_model"]
+            reward_failed = r.problem and s.reward_errors != "zero"
+            if no_model_score or reward_failed or r.finish_reason == "error":
+                r.score = math.nan
+            if r.row.get("answer") is not None:
+                r.answered = extract_answer(content(r.completion)) is not None
+            remainder = r.score - sum(token_rewards.values())
+            # Rounding leaves less than 1e-9, and NaN is not less.
+            if not token_rewards or not abs(remainder) < 1e-9:
+                token_rewards[len(r.logprobs) - 1] += remainder
+            r.rewards = dict(token_rewards)
+        return sources
 
     def _in_form(self, form, columns):
         # verl's form gets an episode as verl decodes it: all that follows the prompt, as one text.
@@ -319,104 +514,50 @@ class Scorer:
         return columns | {"completions": self.player.tokenizer.batch_decode(
             columns["completion_ids"], skip_special_tokens=True)}
 
-    def _judge(self, rollout, environment):
+    def _score_ended(self, rollout, environment):
         # Scores an episode before its environment is reset for the next one.
-        columns = self._columns([rollout]) | {"environments": [environment]}
-        for reward in self.judging:
-            self._add(rollout, *score(reward, columns, errors=self.settings.reward_errors)[0])
+        columns = columns_of([rollout], self.settings) | {"environments": [environment]}
+        for reward in self.episode_rewards:
+            [result] = score_completions(reward, columns, reward_errors=self.settings.reward_errors)
+            self._add(rollout, result)
 
-    def _add(self, r, named, steps=(), logged={}, problem=""):
-        # Adds to a rollout what a reward, the environment or the reward model gave.
+    def _add(self, r, result):
+        # Adds what a source gave to a rollout's parts and to its score.
+        parts, steps, logged, problem = result
         if steps and self.player.make:
-            raise ValueError(f"reward {min(named)} scores characters of a completion, but an episode has "
-                             "several messages")
-        if twice := r.parts.keys() & named:
-            raise ValueError(f"reward={self.settings.reward}: two parts of the score are called {min(twice)}")
-        values = [r.score, *(self.weights[name] * value for name, value in counted(named).items())]
-        values = [value for value in values if not math.isnan(value)]
-        r.score = sum(values) if values else math.nan
-        r.parts, r.extra = r.parts | named, r.extra | logged
-        if any(self.weights[name] for name in counted(named)):
+            raise ValueError(f"reward {', '.join(parts)} scores characters of a completion, but an episode "
+                             "has several messages")
+        twice = r.parts.keys() & parts
+        if twice:
+            raise ValueError(f"reward={self.settings.reward}: two parts of the score are called "
+                             f"{', '.join(twice)}")
+        r.parts = r.parts | parts
+        r.extra = r.extra | logged
+        weighted = [self.weights[name] * value for name, value in counted(parts).items()]
+        summands = [value for value in [r.score, *weighted] if not math.isnan(value)]
+        r.score = sum(summands) if summands else math.nan
+        if any(self.weights[name] for name in counted(parts)):
             r.problem = r.problem or problem
 
-    def check_with(self, prompts):
-        """Score what Player.trial_episodes plays, so that what is broken shows before training.
 
-        prompts: one or two data.Prompts. Raises ValueError if the environment, the chat template, a reward or
-        the reward model cannot be used.
-        """
-        for _ in range(1 if self.settings.reward_errors == "stop" else 3):  # a judge may fail now and then
-            trial = self.player.trial_episodes(prompts)
-            results = self._score(trial)
-            if not all(r.problem for r in trial):
-                break
-        else:
-            raise ValueError(f"{trial[0].problem} for a made-up completion: reward={self.settings.reward}, "
-                             f"call_timeout={self.settings.call_timeout:g}")
-        # Where there is a part "score", the weights of the reward's other parts would have no effect. One that
-        # returned None twice may still have a part of its name.
-        names = {self.environment} if self.environment else set()
-        for i, result in enumerate(results):
-            names |= {name for parts, *_ in result for name in counted(parts)} or {self.rewards[i][0].name}
-        # A call that failed for made-up completions may do for others.
-        for reward, _ in self.rewards:
-            reward.alone = False
-        # An agent that fails in the trial is not judged, so its parts are not known yet.
-        if (strange := self.weights.keys() - names) and not self.judging:
-            raise ValueError(f"reward_weights: no part {', '.join(strange)} counts; those that do are "
-                             f"{', '.join(sorted(names))}")
-
-    def __call__(self, rollouts):
-        if self.plain:
-            for r in rollouts:
-                answer = number_of(r.completion)
-                r.score, r.answered = float(answer == Fraction(r.row["answer"])), answer is not None
-                r.parts, r.rewards = {"accuracy": r.score}, {len(r.logprobs) - 1: r.score}
-        elif rollouts:
-            self._score(rollouts)
-
-    def _score(self, rollouts):
-        # Scores by any rewards, with or without an environment and a reward model. Returns what each gave.
-        s, columns, end = self.settings, self._columns(rollouts), time.monotonic() + self.budget
-        found = [score(reward, self._in_form(reward.form, columns), process, s.call_timeout, end,
-                       s.call_workers, s.reward_errors) for reward, process in self.rewards]
-        if self.model:
-            by_model = self.model.score(columns["prompts"], columns["completions"])
-            found.append([({"reward_model": value}, ()) for value in by_model])
-        for r, *said in zip(rollouts, *found):
-            own = defaultdict(float)                            # {sampled token: what it earned for a step}
-            for named, steps, *more in said:
-                self._add(r, named, steps, *more)
-                for character, one in steps:
-                    own[self._token(r, character)] += self.weights[min(named)] * one
-            if self.environment:
-                # NaN if get_reward returned None: the environment gave nothing.
-                self._add(r, {self.environment: sum(r.rewards.values())})
-                if not math.isnan(r.parts[self.environment]):
-                    own |= {token: self.weights[self.environment] * one for token, one in r.rewards.items()}
-            lost = math.isnan(r.parts.get("reward_model", 0.0)) and self.weights["reward_model"]
-            if lost or r.finish_reason == "error" or r.problem and s.reward_errors != "zero":
-                r.score = math.nan
-            if r.row.get("answer") is not None:
-                r.answered = extract_answer(content(r.completion)) is not None
-            rest = r.score - sum(own.values())
-            if not own or not abs(rest) < 1e-9:                 # more than rounding leaves
-                own[len(r.logprobs) - 1] += rest
-            r.rewards = dict(own)
-        return found
-
-    def _token(self, rollout, character):
-        # Returns the number of the sampled token that holds this character of the completion.
-        ids, text = rollout.sampled_ids, content(rollout.completion)
-        begun = lambda t: self.tokenizer.decode(ids[:t + 1]).startswith(text[:character + 1])
-        return bisect.bisect_left(range(len(ids)), True, key=begun)
+def agent_scores(environments):
+    """Return the score that each agent returned for its episode; this is a reward of the episodes."""
+    return [episode.score for episode in environments]
 
 
 def part_weights(text):
-    """Return {name: weight} for the text "name:weight,name:weight"; the weight of others is 1. Raises ValueError
-    for any other text."""
-    pairs = [pair.rpartition(":") for pair in text.split(",") if pair]
-    with contextlib.suppress(ValueError):
-        if all(name and math.isfinite(float(weight)) for name, _, weight in pairs):
-            return defaultdict(lambda: 1.0, {name: float(weight) for name, _, weight in pairs})
-    raise ValueError(f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5")
+    """Return {name: weight} for the text "name:weight,name:weight"; the weight of all other names is 1.
+
+    Raises ValueError for any other text.
+    """
+    weights = defaultdict(lambda: 1.0)
+    try:
+        for pair in specs(text):
+            name, weight = pair.rsplit(":", 1)
+            if not name:
+                raise ValueError("a weight without a name")
+            weights[name] = as_float(float(weight))
+    except ValueError as error:
+        raise ValueError(
+            f"reward_weights={text}: write name:weight,name:weight, as in right:1,brief:0.5") from error
+    return weights

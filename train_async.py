@@ -130,9 +130,9 @@ with input_errors():                                            # a ValueError b
 if not bridge.trains:
     with input_errors():
         # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
-        scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
+        scorer = rewards.Scorer(settings, device, compute_dtype, player)
         # The reward must be able to score made-up completions of two prompts, or the run stops here.
-        scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
+        scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
         rollout_engine = rollout.load_engine(settings, start, compute_dtype, longest, folders.eos_ids,
                                              apart=True)
     # With lora_rank the engine still has the initial model, version 0, and takes the newest one first.

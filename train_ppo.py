@@ -96,11 +96,11 @@ with input_errors():                                            # a ValueError b
     # train_set draws prompts, eval_set is a list of held-out prompts, and data_note describes both.
     train_set, eval_set, data_note = data.load_prompts(tokenizer, settings, player.tools)
     # scorer gives each rollout its score, by the reward functions or the reward model of the settings.
-    scorer = rewards.Scorer(settings, device, compute_dtype, player, tokenizer)
+    scorer = rewards.Scorer(settings, device, compute_dtype, player)
     # A resumed run must have the prompts that it began with.
     run.check_data(folders, train_set, eval_set)
     # The reward must be able to score made-up completions of two prompts, or the run stops here.
-    scorer.check_with(train_set.draw(0, 1, seed)[0] + eval_set[:1])
+    scorer.check_rewards(train_set.draw(0, 1, seed)[0] + eval_set[:1])
     # A checkpoint of a LoRA run holds only adapters. Policy and engine then start from the initial model, and
     # load_policy adds the adapters, which run.adapter names.
     start = run.resumed if run.resumed and not lora_rank else folders.policy

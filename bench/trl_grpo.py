@@ -116,8 +116,8 @@ config = GRPOConfig(
     num_generations=num_generations, max_completion_length=max_completion_length, shuffle_dataset=False,
     temperature=temperature, loss_type=loss_type, scale_rewards="group", beta=0.0, epsilon=epsilon,
     max_grad_norm=grad_clip, logging_steps=updates_per_step, disable_tqdm=True, report_to=[], save_strategy="no")
-function = rewards.load_reward(reward, task).function
-function = function if callable(function) else load_from(function, "reward", "function")
+loaded = rewards.load_reward(reward, task)
+function = loaded.function or load_from(loaded.spec, "reward", "function")
 trainer = GRPOTrainer(policy, function, config, Dataset.from_list(rows), processing_class=tokenizer,
                       callbacks=[Log()], optimizers=(optimizer, scheduler))
 evaluations[0] = evaluate()

@@ -63,7 +63,7 @@ def player(agent, **settings):
 
 def played(plays, texts, rows=({},), n=1):
     """The scored rollouts of episodes in which the policy says these texts."""
-    scorer = Scorer(plays.settings, "cpu", torch.float32, plays, TOKENIZER)
+    scorer = Scorer(plays.settings, "cpu", torch.float32, plays)
     rollouts = plays.play(Says(*texts), prompts_for(rows), n, [0] * len(rows),
                           plays.settings.max_completion_length, 1.0)
     scorer(rollouts)
@@ -164,7 +164,7 @@ def test_an_agent_that_branches_trains_its_longest_row(hf, folder, write):
             return float(same["content"] != first[-1]["content"])
     """)
     plays = episode_player("", agent=agent, max_turns=0, eos_ids=ENDS)
-    Scorer(plays.settings, "cpu", torch.float32, plays, TOKENIZER)
+    Scorer(plays.settings, "cpu", torch.float32, plays)
     rollouts = plays.play(hf, prompts_for([{}]), 8, [5], 120, 0.8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert any(r.score == 1 for r in rollouts)                  # the same request again has another answer
@@ -317,7 +317,7 @@ IMPATIENT = """
 def test_an_answer_that_nobody_heard_is_in_no_row(engine, write, monkeypatch, workers):
     """Its request ends when the client leaves, and the retry has another seed and is all that is trained."""
     plays, step, aborted = player(write(IMPATIENT), eos_ids=ENDS, call_workers=workers), engine.step, []
-    Scorer(plays.settings, "cpu", torch.float32, plays, TOKENIZER)
+    Scorer(plays.settings, "cpu", torch.float32, plays)
     monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02 if engine.name == "vllm" else 0.2) or step())
     monkeypatch.setattr(engine, "abort", lambda names, abort=engine.abort: aborted.extend(names) or abort(names))
     before = next(engine.numbers) + 1

@@ -309,13 +309,13 @@ def test_reset_may_give_the_prompt_of_a_row_without_one(write, tmp_path):
         "answer_column": "", "environment": f"{source}:Judged", "train_prompts": 0, "eval_prompts": 0, "seed": 0,
         "prompts_per_step": 2, "model": "tiny"})
     train, held_out, _ = data.load_prompts(TOKENIZER, settings)
-    assert len(train.named) + len(held_out) == 41 and len(held_out) > 0
+    assert len(train.rows) + len(held_out) == 41 and len(held_out) > 0
     # By the text of the whole row: rows of one length are on both sides.
     sides = [{len(row["opening"]) for row in rows if row["opening"]} for rows in (
-        [row for _, row in train.named], [prompt.row for prompt in held_out])]
+        [row for _, row in train.rows], [prompt.row for prompt in held_out])]
     assert sides[0] & sides[1]
-    encoded = train.encoded(range(len(train.named)))
-    named = {repr(row): prompt for (_, row), prompt in zip(train.named, encoded)}
+    encoded = train.encoded(range(len(train.rows)))
+    named = {repr(row): prompt for (_, row), prompt in zip(train.rows, encoded)}
     first = next(p for p in [*named.values(), *held_out] if p.row["opening"])
     plays = player(f"{source}:Judged")
     rollouts = plays.play(Says(["last<|end|>"]), [first], 1, [0], 50, 1.0)
@@ -648,7 +648,7 @@ def test_a_reward_that_takes_environments_needs_one(moves):
     plays = player()
     settings = SimpleNamespace(**vars(plays.settings) | {"token_budget": 100, "reward": f"{moves}:far"})
     with pytest.raises(ValueError, match="reward far needs a column environments; the columns are"):
-        Scorer(settings, "cpu", torch.float32, plays).check_with(prompts_for([{}]))
+        Scorer(settings, "cpu", torch.float32, plays).check_rewards(prompts_for([{}]))
 
 
 # ---------------------------------------------------------------- templates that stand elsewhere

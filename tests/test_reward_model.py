@@ -195,7 +195,7 @@ def test_a_scorer_takes_the_reward_model_that_the_settings_name(judge):
     rollouts = [SimpleNamespace(row=row, completion=answer("12"), score=math.nan, parts={}, extra={}, rewards={},
                                 logprobs=[-1.0], finish_reason="stop", ids=np.array([5]), problem="",
                                 spans=np.array([[0, 1]]), versions=((0, 0),)) for row in rows]
-    scorer.check_with(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
+    scorer.check_rewards(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
     scorer(rollouts)
     expected = load(judge).score([row["prompt"] for row in rows], [answer("12")] * 3)
     for rollout, value in zip(rollouts, expected, strict=True):
@@ -291,7 +291,7 @@ def broken(judge, tmp_path_factory):
     ("no_template", "its chat template, cannot be read: ValueError"), ("no_pad", "names a pad token"), ("nonsuch", "no such folder")])
 def test_a_broken_reward_model(broken, name, message):
     with pytest.raises(ValueError, match=f"reward_model={broken / name}.*{message}"):
-        scorer_of(broken / name).check_with(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
+        scorer_of(broken / name).check_rewards(data.encode_rows(TOKENIZER, list(enumerate(ROWS[:2]))))
 
 
 @pytest.mark.parametrize("script", ["train_ppo.py", "train_grpo.py"])

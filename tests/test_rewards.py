@@ -47,7 +47,7 @@ TEXTS = [f"Answer: {i}" for i in range(4)]
 def in_process(spec, task="algebra"):
     """Returns the Reward of a spec, and a process that calls it."""
     process = UserProcess(".", rewards.load_reward, spec, task)
-    return process.call(None, *process.first), process
+    return process.call(0, *process.first), process
 
 
 def reward_file(tmp_path, source):
@@ -59,23 +59,23 @@ def reward_file(tmp_path, source):
 
 
 def found(reward, rows, completions, *arguments, **more):
-    """What rewards.score returns. reward: a function, or a Reward and the process that calls it or None."""
+    """What score_completions returns. reward: a function, or a Reward and the process that calls it or None."""
     reward, process = reward if isinstance(reward, tuple) else (rewards.Reward(reward.__name__, reward), None)
     rollouts = [rollout(row, completion) for row, completion in zip(rows, completions)]
-    columns = rewards.Scorer._columns(SimpleNamespace(settings=SimpleNamespace(max_steps=9)), rollouts)
-    return rewards.score(reward, columns, process, *arguments, **more)
+    columns = rewards.columns_of(rollouts, SimpleNamespace(max_steps=9))
+    return rewards.score_completions(reward, columns, process, *arguments, **more)
 
 
 def total(parts):
     """The score of a rollout with these parts, without weights."""
     scored = SimpleNamespace(parts={}, extra={}, score=NAN, problem="")
     nothing = SimpleNamespace(weights=rewards.part_weights(""), player=SimpleNamespace(make=None))
-    rewards.Scorer._add(nothing, scored, parts)
+    rewards.Scorer._add(nothing, scored, rewards.Result(parts))
     return scored.score
 
 
 def score(*arguments, **more):
-    """What rewards.score returns, in columns: totals without weights, parts, who timed out, steps."""
+    """What score_completions returns, in columns: totals without weights, parts, who timed out, steps."""
     parts, steps, _, problems = zip(*found(*arguments, **more))
     names = dict.fromkeys(name for own in parts for name in own)
     return ([total(own) for own in parts],
@@ -390,10 +390,10 @@ def test_only_the_completion_that_hangs_is_lost(tmp_path, swallows, capsys):
     totals, _, timed_out, _ = score(reward, ROWS, ["a", "hang", "b", "c"], 0.3)
     assert totals == pytest.approx([1.0, NAN, 1.0, 1.0], nan_ok=True) and timed_out == [False, True, False, False]
     # The limit ran out for all of them together, which is said, and then for the one that hangs.
-    assert capsys.readouterr().err == ("reward reward took too long (call_timeout) for 4 completions: from now on each is scored by "
-                                       "a call of its own\n")
+    assert capsys.readouterr().err == ("reward reward took too long (call_timeout) for 4 completions: each is now scored by a "
+                                       "call of its own\n")
     assert 0.6 <= time.perf_counter() - start < 20
-    assert score(reward, ROWS[:1], ["hang"], 0.1, errors="zero")[:3:2] == ([0.0], [True])
+    assert score(reward, ROWS[:1], ["hang"], 0.1, reward_errors="zero")[:3:2] == ([0.0], [True])
 
 
 def test_no_limit(tmp_path):
@@ -413,9 +413,9 @@ def test_a_reward_that_raises(tmp_path, capsys):
     capsys.readouterr()
     for errors in ("stop", "unscored", "zero"):
         reward = reward_file(tmp_path, "def reward(completions): assert len(completions) == 1; return [1.0]")
-        assert score(reward, ROWS, TEXTS, 5, errors=errors)[:3:2] == ([1.0] * 4, [False] * 4)
+        assert score(reward, ROWS, TEXTS, 5, reward_errors=errors)[:3:2] == ([1.0] * 4, [False] * 4)
         assert "reward reward raised AssertionError: " in (said := capsys.readouterr().err)
-        assert said.endswith(" for 4 completions: from now on each is scored by a call of its own\n")
+        assert said.endswith(" for 4 completions: each is now scored by a call of its own\n")
     reward = reward_file(tmp_path, "def reward(completions): raise KeyError(1)")
     with pytest.raises(ValueError, match="reward raised KeyError: 1; the completion is 'b'"):
         score(reward, [{"prompt": MESSAGES}], [messages("a")[0] + messages("b")[0]], 5)
@@ -502,7 +502,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     for r in rollouts:
         r.sampled_ids, r.logprobs = ids, [-1.0] * len(ids)
     scores = scorer(source)
-    scores.tokenizer = tokenizer
+    scores.player.tokenizer = tokenizer
     scores(rollouts)
     last = len(ids) - 1
     assert rollouts[0].rewards == {places[0]: 0.5, places[1]: -1.0, places[2]: 2.0, 0: 0.75}
@@ -512,7 +512,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     assert rollouts[4].rewards == {1: 1.0, 2: -1.0} and rollouts[4].score == 0
     # With a reward model half of it is the steps', and the model's share is the last token's.
     scores = scorer(source, reward_model="some/model", reward_weights="reward:0.5")
-    scores.tokenizer = tokenizer
+    scores.player.tokenizer = tokenizer
     scores(rollouts)
     digits = sum(c.isdigit() for c in text)
     assert rollouts[0].rewards == {places[0]: 0.25, places[1]: -0.5, places[2]: 1.0, 0: 0.375, last: digits}
@@ -520,7 +520,7 @@ def test_the_token_of_a_character_gets_its_score(scorer, folder, tmp_path):
     # The steps of two rewards add up, also at one token.
     (tmp_path / "more.py").write_text("def more(completions): return [[(0, 1.0), (2, 2.0)] for c in completions]")
     two = scorer(source, reward=f"{tmp_path}/my_reward.py:reward,{tmp_path}/more.py:more", reward_weights="more:2")
-    two.tokenizer = tokenizer
+    two.player.tokenizer = tokenizer
     two(rollouts)
     assert rollouts[4].rewards == {1: 1.0, 2: 3.0, 0: 2.0} and rollouts[4].score == 6
     with pytest.raises(ValueError, match="scores characters of a completion, but an episode has several"):
@@ -537,7 +537,7 @@ def test_only_a_reward_of_the_users_is_called_in_a_process_of_its_own(scorer, mo
     monkeypatch.setattr(subprocess, "Popen", None)
     for other in (scorer(), scorer(task="file")):
         assert not other.processes
-    monkeypatch.setattr(rewards, "score", None)
+    monkeypatch.setattr(rewards, "score_completions", None)
     for task in ("algebra", "arithmetic"):                      # single answers with a number
         scorer(task=task)(rollouts)
         assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 0.0]
@@ -628,7 +628,7 @@ def test_an_environment_that_gives_none_leaves_an_episode_unscored_however_many_
     assert rollouts[1].score == 1.0 and rollouts[1].rewards == {2: 0.0, 5: 1.0}
 
 
-def test_check_with_finds_what_is_broken_beforehand(scorer, tmp_path):
+def test_check_rewards_finds_what_is_broken_beforehand(scorer, tmp_path):
     for source, message in [
             ("def reward(completions): raise KeyError('oops')", "raised KeyError: 'oops'"),
             ("def reward(completions): return [1.0]", r"returned \[1.0\], not a list of 2"),
@@ -636,24 +636,24 @@ def test_check_with_finds_what_is_broken_beforehand(scorer, tmp_path):
             ("def reward(completions):\n while True: pass",
              r"the reward took too long \(call_timeout\) for a made-up completion: reward=.*, call_timeout=0.2")]:
         with pytest.raises(ValueError, match=message):
-            scorer(source, call_timeout=0.2).check_with(prompts_of(ROWS))
+            scorer(source, call_timeout=0.2).check_rewards(prompts_of(ROWS))
     twice = f"{tmp_path}/my_reward.py:reward, rewards:exact_accuracy,{tmp_path}/my_reward.py:reward"
     with pytest.raises(ValueError, match="reward=.*: two parts of the score are called reward"):
-        scorer("def reward(completions): return [1.0] * 2", reward=twice).check_with(prompts_of(ROWS))
-    scorer().check_with(prompts_of(ROWS[:1]))
+        scorer("def reward(completions): return [1.0] * 2", reward=twice).check_rewards(prompts_of(ROWS))
+    scorer().check_rewards(prompts_of(ROWS[:1]))
     with pytest.raises(ValueError, match="no score at all"):
-        scorer(reward_model="broken").check_with(prompts_of(ROWS))
+        scorer(reward_model="broken").check_rewards(prompts_of(ROWS))
 
 
-def test_check_with_makes_completions_in_the_form_of_the_prompts(scorer):
+def test_check_rewards_makes_completions_in_the_form_of_the_prompts(scorer):
     source = "seen = []\ndef reward(prompts, completions): seen.append((prompts, completions)); return [0, 0]"
     scorer = functools.partial(scorer, call_timeout=0.0)        # it is called here
     for rows, prompts, form in [(ROWS, ["What is 0?", "What is 1?"], list),
                                 (ROWS[:1], ["What is 0?"] * 2, list),
                                 ([{"prompt": MESSAGES}], [MESSAGES] * 2, lambda texts: messages(*texts))]:
         tried = scorer(source, reward_model="some/model")
-        tried.check_with(prompts_of(rows))
-        seen = load_from(tried.rewards[0][0].function, "reward", "function").__globals__["seen"]
+        tried.check_rewards(prompts_of(rows))
+        seen = load_from(tried.rewards[0][0].spec, "reward", "function").__globals__["seen"]
         assert seen == [(prompts, form(["Answer: 0", ""]))]
         seen.clear()                                            # a file runs once
         assert tried.model.seen == [(prompts, form(["Answer: 0", ""]))]
@@ -789,7 +789,7 @@ def test_what_a_reward_never_saw_has_no_score_and_a_failed_batch_is_not_tried_ag
     source = (f"import time\ndef reward(completions):\n    open('{tmp_path}/calls', 'a').write(f'{{len(completions)}} ')\n"
               "    time.sleep(0.03 * len(completions))\n    return [1.0] * len(completions)")
     scores, rollouts = scorer(source, call_timeout=0.1), [rollout(row, "a") for row in ROWS * 16]
-    scores.check_with(prompts_of(ROWS))
+    scores.check_rewards(prompts_of(ROWS))
     (tmp_path / "calls").unlink()
     for step in range(2):
         scores(rollouts)
@@ -799,7 +799,7 @@ def test_what_a_reward_never_saw_has_no_score_and_a_failed_batch_is_not_tried_ag
         assert figures["reward"] == 1 and figures["reward_std"] == 0
         assert figures["rewards/timeouts"] == figures["rewards/unscored"] == 64 - len(rewarded)
     calls = (tmp_path / "calls").read_text().split()
-    assert calls[0] == "64" and {*calls[1:]} == {"1"} and capsys.readouterr().err.count("from now on") == 1
+    assert calls[0] == "64" and {*calls[1:]} == {"1"} and capsys.readouterr().err.count("each is now scored") == 1
 
 
 def test_columns_may_have_the_names_of_our_own_parameters(tmp_path):
@@ -948,7 +948,7 @@ def test_a_call_that_was_cut_off_ends_with_its_process(tmp_path):
 def test_a_call_that_fails_is_unscored(tmp_path, source, name):
     reward, texts = judged(tmp_path, source, name), ["good", "broken", "slow", "bad"]
     started = time.monotonic()
-    results = found(reward, ROWS, texts, 1.0, errors="unscored")
+    results = found(reward, ROWS, texts, 1.0, reward_errors="unscored")
     assert time.monotonic() - started < 2.5
     assert [problem for *_, problem in results] == [
         "", "the reward raised ConnectionError: no answer", TIMED_OUT, ""]
@@ -957,8 +957,8 @@ def test_a_call_that_fails_is_unscored(tmp_path, source, name):
     with pytest.raises(ValueError, match="raised ConnectionError: no answer; the completion is 'broken'"):
         found(reward, ROWS, texts, 1.0)
     results = found(reward, ROWS[:2], ["slow", "good"], 1.0)
-    assert results[0] == (pytest.approx({"most": NAN, "right": NAN}, nan_ok=True), [], {}, TIMED_OUT)
-    zeros = found(reward, ROWS, texts, 0.5, errors="zero")
+    assert results[0] == (pytest.approx({"most": NAN, "right": NAN}, nan_ok=True), (), {}, TIMED_OUT)
+    zeros = found(reward, ROWS, texts, 0.5, reward_errors="zero")
     assert [own["right"] for own, *_ in zeros] == [1.0, 0.0, 0.0, 0.0]
     assert zeros[1][3] == "the reward raised ConnectionError: no answer" and zeros[2][3] == TIMED_OUT
     assert results[1][0]["right"] == 1.0
@@ -966,7 +966,7 @@ def test_a_call_that_fails_is_unscored(tmp_path, source, name):
 
 def test_a_batch_that_fails_is_unscored_where_it_fails(tmp_path):
     reward = reward_file(tmp_path, HANGING.format(swallows="ZeroDivisionError"))
-    results = found(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, errors="unscored")
+    results = found(reward, ROWS, ["a", "raise", "hang", "b"], 0.3, reward_errors="unscored")
     assert [own["reward"] for own, *_ in results] == pytest.approx([1.0, NAN, NAN, 1.0], nan_ok=True)
     assert [bool(problem) for *_, problem in results] == [False, True, True, False]
 
@@ -975,7 +975,7 @@ def test_a_call_at_once_that_ends_the_process_is_found_by_calls_of_its_own(tmp_p
     source = ("import asyncio, os\nasync def trl(completions):\n"
               "    return os._exit(3) if completions == ['x'] else [1.0]")
     reward, problem = judged(tmp_path, source, "trl"), "ended its process with status 3"
-    results = found(reward, ROWS, ["a", "x", "b", "c"], 5.0, errors="unscored")
+    results = found(reward, ROWS, ["a", "x", "b", "c"], 5.0, reward_errors="unscored")
     assert [own["trl"] for own, *_ in results] == pytest.approx([1.0, NAN, 1.0, 1.0], nan_ok=True)
     assert [problem for *_, problem in results] == ["", f"the reward {problem}", "", ""]
     with pytest.raises(ValueError, match=f"reward trl {problem}; the completion is 'x'"):
@@ -1002,7 +1002,7 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
     rollouts = [rollout(row, text) for row, text in zip(ROWS, ["good", "broken", "bad", "good"])]
     for more in ({}, {"reward_model": "some/model"}):
         scores = scorer(**settings, **more)
-        scores.check_with(prompts_of(ROWS))
+        scores.check_rewards(prompts_of(ROWS))
         scores(rollouts)
         # Where the call failed, the model's score alone would be compared with sums.
         assert [r.score for r in rollouts] == [3.0, pytest.approx(NAN, nan_ok=True), 0.0, 3.0]
@@ -1018,13 +1018,13 @@ def test_parts_are_weighted_and_failed_calls_unscored_on_rollouts(scorer, tmp_pa
     assert math.isnan(rollouts[1].parts["right"])
     # One of the two made-up completions may fail.
     (tmp_path / "judge.py").write_text(LATER.replace('== "broken"', '== ""'))
-    scorer(**settings).check_with(prompts_of(ROWS))
+    scorer(**settings).check_rewards(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text(LATER)
     with pytest.raises(ValueError, match="reward_weights: no part rigth counts; those that do are most, right$"):
-        scorer(**settings | {"reward_weights": "rigth:2"}).check_with(prompts_of(ROWS))
+        scorer(**settings | {"reward_weights": "rigth:2"}).check_rewards(prompts_of(ROWS))
     (tmp_path / "judge.py").write_text("async def trl(completions): raise OSError('down')")
     with pytest.raises(ValueError, match="the reward raised OSError: down for a made-up completion: reward="):
-        scorer(**settings | {"reward_weights": ""}).check_with(prompts_of(ROWS))
+        scorer(**settings | {"reward_weights": ""}).check_rewards(prompts_of(ROWS))
 
 
 @pytest.mark.parametrize("text", ["right", "right:", "right:x", ":1", "right:nan", "right:inf", "a:1,b"])
@@ -1039,11 +1039,11 @@ def test_a_weight_without_effect_is_refused(scorer, tmp_path):
     parts = "def reward(completions): return [{'score': 1.0, 'format': 0.5}] * len(completions)"
     for name in ("format", "reward"):
         with pytest.raises(ValueError, match=f"reward_weights: no part {name} counts; those that do are score$"):
-            scorer(parts, reward_weights=f"{name}:10").check_with(prompts_of(ROWS))
+            scorer(parts, reward_weights=f"{name}:10").check_rewards(prompts_of(ROWS))
     (tmp_path / "more.py").write_text("def more(completions): return [None] * len(completions)")
     both = scorer(parts, reward=f"{tmp_path}/my_reward.py:reward,{tmp_path}/more.py:more",
                   reward_model="some/model", reward_weights="score:2,more:3,reward_model:4")
-    both.check_with(prompts_of(ROWS))
+    both.check_rewards(prompts_of(ROWS))
 
 
 LOOPS = """

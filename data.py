@@ -1,6 +1,7 @@
 """Data: the rows of a task, their prompts as tokens, and which of them a step uses.
 
 A row is a dict. Its `prompt` is a string or a list of chat messages, and the reward gets every other column.
+A row has a name, file:line or the text of its problem, with which a message about the row begins.
 
     named_rows     the rows of a task: most are generated, gsm8k is fetched, file is your own
     encode_rows    rows with their prompts as token ids
@@ -23,63 +24,65 @@ import torch
 
 from tasks.generate_problems import generated_rows, held_out
 
-NO_PROMPT = [{"role": "user", "content": ""}]
-# Columns of a file that hold the answer; the first of them that a row has is taken.
-ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
-# Columns that hold the prompt; of the last two it is what stands before the assistant's last answer.
-PROMPTS = ("prompt", "messages", "conversations")
-KNOWN = "system developer user assistant tool".split()
-# What else these roles are called, in small letters
-ROLES = {"human": "user", "observation": "tool",
-         **dict.fromkeys("gpt chatgpt bing bard bot model function_call".split(), "assistant")}
-# Columns of what no model is shown here
-MEDIA = "image images video videos audio audios".split()
+# Columns of a file that may hold the answer; the first of them that a row has is taken.
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "reference")
+# Columns that may hold the prompt. In the last two the prompt ends before the assistant's last answer.
+PROMPT_COLUMNS = ("prompt", "messages", "conversations")
+# A run reads text alone, so these columns have to be empty.
+MEDIA_COLUMNS = "image images video videos audio audios".split()
+MESSAGE_ROLES = "system developer user assistant tool".split()
+# Other names of these roles, in small letters
+ROLE_OF = {"human": "user", "observation": "tool",
+           **dict.fromkeys("gpt chatgpt bing bard bot model function_call".split(), "assistant")}
 
 # ------------------------------------------------------------------------------------------------------------
 # rows
 
 
 def named_rows(s, split):
-    """Return the rows of a split, "train" or "eval", as pairs (name, row).
+    """Return the rows of a split, "train" or "eval", as a sequence of pairs (name, row).
 
-    s: settings. The name is file:line, or the text of a generated problem; a message about a row begins with
-    its name. The tasks of tasks/generate_problems.py generate train_prompts or eval_prompts distinct
-    problems of the difficulty that stands behind the task's name, algebra:2; with 0 these are 4,096 for
-    "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give as many of their
-    rows, as in `spread`, or with 0 all of them. Without an eval_file, task file sets one in eight prompts of
-    train_file aside: their rows are "eval", the others "train". Raises ValueError if there are no such rows,
-    or too few distinct problems.
+    s: settings. The tasks of tasks/generate_problems.py generate train_prompts or eval_prompts distinct
+    problems of the difficulty that stands behind the task's name, as in algebra:2; with 0 these are 4,096 for
+    "train" and 128 for "eval", or all that the task has if it has fewer. gsm8k and file give this number of
+    their rows (see spread), or with 0 all of them. Without an eval_file, task file sets one in eight prompts
+    of train_file aside: the rows with these prompts are "eval", the others "train". Raises ValueError if
+    there are no such rows, or too few distinct problems.
     """
     count, seed = (s.train_prompts, s.seed) if split == "train" else (s.eval_prompts, 0)
     if s.task == "gsm8k":
         return spread(gsm8k_rows(split), count)
     if s.task == "file":
         return spread(split_rows(s, split), count)
-    if s.task.startswith("reasoning_gym:"):
-        # Only those who use the package wait for its import.
+    task, _, variant = s.task.partition(":")
+    if task == "reasoning_gym":
+        # Only the runs that use the package import this.
         from tasks.reasoning_gym import gym_rows
-        return gym_rows(s.task.partition(":")[2], split, count, seed)
-    task, _, level = s.task.partition(":")
-    if not (level or "1").isdecimal() or int(level or 1) not in range(1, 101):
+        return gym_rows(variant, split, count, seed)
+    difficulty = variant or "1"
+    if difficulty not in map(str, range(1, 101)):
         raise ValueError(f"task={s.task}: a difficulty is a whole number from 1 to 100, as in algebra:2")
-    return generated_rows(task, split, count, seed, int(level or 1))
+    return generated_rows(task, split, count, seed, int(difficulty))
 
 
 def gsm8k_rows(split):
-    # Cobbe et al. 2021, https://arxiv.org/abs/2110.14168. The original files are kept in a cache folder. The
-    # prompt is verl's.
-    name, sha256 = {"train": ("train.jsonl", "17f347dc5147"), "eval": ("test.jsonl", "3730d312f6e3")}[split]
-    url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{name}"
-    path = os.path.expanduser(f"~/.cache/gsm8k/{name}")
+    # Returns the Rows of GSM8K (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) with verl's prompt. The
+    # original files are kept in a cache folder.
+    file, sha256 = {"train": ("train.jsonl", "17f347dc5147"), "eval": ("test.jsonl", "3730d312f6e3")}[split]
+    url = f"https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{file}"
+    path = os.path.expanduser(f"~/.cache/gsm8k/{file}")
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with naming(f"gsm8k: {url} cannot be fetched to {path}"):
             torch.hub.download_url_to_file(url, path, sha256, progress=False)
-    ask = ' Let\'s think step by step and output the final answer after "####".'
-    return Rows([pickle.dumps((where, {"prompt": [{"role": "user", "content": row["question"] + ask}],
-                                       "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
-                                       "source": "gsm8k", "solution": row["answer"]}))
-                 for where, row in file_rows(path, "question", "answer")])
+    packed = []
+    for name, row in file_rows(path, "question", "answer"):
+        question = row["question"] + ' Let\'s think step by step and output the final answer after "####".'
+        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        packed.append(pickle.dumps((name, {
+            "prompt": [{"role": "user", "content": question}], "answer": answer, "source": "gsm8k",
+            "solution": row["answer"]})))
+    return Rows(packed)
 
 
 class Rows:
@@ -87,11 +90,14 @@ class Rows:
     million rows of 1 KB take four times the memory, on every rank.
 
     packed: the pairs as bytes. columns: {column: None}; every row that is read has all of them, so that a
-    reward gets the same columns at every step. sides: {split: the places of its rows in a file for both}.
+    reward gets the same columns at every step. split_places: {split: the places of its rows} of a file that
+    is for both splits.
     """
 
-    def __init__(self, packed, columns={}, sides={}):
-        self.packed, self.columns, self.sides = packed, columns, sides
+    def __init__(self, packed, columns={}, split_places={}):
+        self.packed = packed
+        self.columns = columns
+        self.split_places = split_places
 
     def take(self, places):
         """Return the Rows at these places."""
@@ -101,10 +107,9 @@ class Rows:
         return len(self.packed)
 
     def __getitem__(self, place):
-        packed = self.packed[place]
         if isinstance(place, slice):
-            return Rows(packed, self.columns)
-        name, row = pickle.loads(packed)
+            return Rows(self.packed[place], self.columns)
+        name, row = pickle.loads(self.packed[place])
         return name, self.columns | row
 
 
@@ -116,90 +121,106 @@ def spread(rows, count):
     if not 0 < count < len(rows):
         return rows
     sources = [str(row.get("source")) for _, row in rows]
-    # Source after source, but within a source in a random order.
+    # Source after source, but within a source in a random order
     order = sorted(epoch_order(len(rows), 0, 0), key=sources.__getitem__)
     return rows.take(sorted(order[place * len(rows) // count] for place in range(count)))
 
 
 def split_rows(s, split):
-    # The rows of your files that are on this side.
-    path = s.eval_file if split == "eval" and s.eval_file else s.train_file
+    # Returns the Rows of the user's files that are of this split.
+    path = s.train_file
+    if split == "eval" and s.eval_file:
+        path = s.eval_file
     # With an environment rows need no prompt, because its reset may give one.
     rows = file_rows(path, s.prompt_column, s.answer_column, s.chat, bool(s.environment))
-    side = rows if s.eval_file else rows.take(rows.sides[split])
-    if not side:
+    if s.eval_file:
+        return rows
+    if not rows.split_places[split]:
         raise ValueError(f"{path}: without an eval_file a hash of the prompt decides which rows are held "
                          f"out, and none of {len(rows)} is for {split}; --eval_file=... names held-out rows")
-    return side
+    return rows.take(rows.split_places[split])
 
 
 @functools.lru_cache(maxsize=1)
-def file_rows(path, prompt_column="", answer_column="", chat=True, optional=False):
-    # All Rows of a file, by the names file:line. It is read once for both splits. optional: whether a row needs
-    # no prompt.
-    answers = (answer_column,) if answer_column else ANSWERS
-    packed, columns, sides, lacking = [], {}, {"train": [], "eval": []}, []
-    for where, row in read_rows(path):
-        with naming(where):
-            row = json.loads(row) if isinstance(row, bytes) else row
-            match row:
-                case [*asked, {"ground_truth": {"value": truth}}]:      # as in Open-Reasoner-Zero's files
-                    row = {"conversations": asked, "answer": truth}
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-            for column in MEDIA:
-                if row.get(column):
-                    raise ValueError(f"{column} holds something, but a run reads text alone: leave out the "
-                                     "row, or the column if the text does without it")
-            prompt, answer = prompt_of(row, prompt_column, chat, optional), answer_of(row, answers)
-        source = row.get("source") or row.get("data_source")
-        row |= without_null({"prompt": prompt, "answer": answer, "source": source})
+def file_rows(path, prompt_column="", answer_column="", chat=True, prompt_optional=False):
+    # Returns all Rows of a file. It is read once for both splits.
+    answer_columns = (answer_column,) if answer_column else ANSWER_COLUMNS
+    packed = []
+    columns = {}
+    split_places = {"train": [], "eval": []}
+    unanswered = []                                             # the places of rows without an answer
+    for name, row in read_rows(path):
+        with naming(name):
+            row, answer = standard_row(row, prompt_column, answer_columns, chat, prompt_optional)
         if answer is None:
-            lacking.append(len(packed))
+            unanswered.append(len(packed))
+        # A row without a prompt is told from others by all of it.
         text = whole_text(row["prompt"]) or json.dumps(row, ensure_ascii=False, default=str)
-        sides["eval" if held_out(text) else "train"].append(len(packed))
-        packed.append(pickle.dumps((where, row)))
+        split_places["eval" if held_out(text) else "train"].append(len(packed))
+        packed.append(pickle.dumps((name, row)))
         columns |= dict.fromkeys(row)
     if not packed:
         raise ValueError(f"{path}: no rows")
-    rows = Rows(packed, columns, sides)
-    if lacking and (answer_column or len(lacking) < len(rows)):
-        where, row = rows[lacking[0]]
-        raise ValueError(f"{where}: no answer in {' or '.join(answers)}; the columns are "
+    rows = Rows(packed, columns, split_places)
+    if unanswered and (answer_column or len(unanswered) < len(rows)):
+        name, row = rows[unanswered[0]]
+        raise ValueError(f"{name}: no answer in {' or '.join(answer_columns)}; the columns are "
                          f"{', '.join(row)}: --answer_column=...")
     return rows
 
 
 @contextlib.contextmanager
-def naming(where):
-    # Begins the message of whatever goes wrong with `where`, such as a file and a line.
+def naming(name):
+    # Begins the message of whatever goes wrong with a name, such as that of a row.
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{where}: {error if isinstance(error, ValueError) else repr(error)}") from error
+        raise ValueError(f"{name}: {error if isinstance(error, ValueError) else repr(error)}") from error
+
+
+def standard_row(row, prompt_column, answer_columns, chat, prompt_optional):
+    # Returns a row of a file, or of a line of JSON, as a dict with the columns prompt, answer and source, and
+    # its answer or None. A row that has no answer, or no source, keeps what it has in the column.
+    if isinstance(row, bytes):
+        row = json.loads(row)
+    match row:
+        case [*messages, {"ground_truth": {"value": truth}}]:   # as in Open-Reasoner-Zero's files
+            row = {"conversations": messages, "answer": truth}
+    if not isinstance(row, dict):
+        raise ValueError("not an object")
+    for column in MEDIA_COLUMNS:
+        if row.get(column):
+            raise ValueError(f"{column} holds something, but a run reads text alone: leave out the row, or "
+                             "the column if the text does without it")
+    prompt = prompt_of(row, prompt_column, chat, prompt_optional)
+    answer = answer_of(row, answer_columns)
+    source = row.get("source") or row.get("data_source")
+    return row | without_null({"prompt": prompt, "answer": answer, "source": source}), answer
 
 
 def prompt_of(row, prompt_column, chat, optional):
     # Returns a row's prompt in the form that encode_rows takes: a string or messages.
-    column = prompt_column or next((key for key in PROMPTS if row.get(key) is not None), "prompt")
+    filled = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
+    column = prompt_column or (filled or PROMPT_COLUMNS)[0]
     prompt = row.get(column)
-    if prompt is None and optional:
-        return NO_PROMPT
     if prompt is None:
+        if optional:
+            return [{"role": "user", "content": ""}]
         raise ValueError(f"no column {column}; the columns are {', '.join(row) or 'none'}: "
                          "--prompt_column=...")
     if isinstance(prompt, str) and prompt_column and chat:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
-        prompt = [*map(as_message, prompt)]
+        prompt = [as_message(message) for message in prompt]
         if column != "prompt" and prompt and prompt[-1]["role"] == "assistant":
             prompt.pop()                                        # the policy is to find it
         if row.get("system") and prompt and prompt[0]["role"] != "system":
             prompt.insert(0, as_message({"role": "system", "content": row["system"]}))
     elif not isinstance(prompt, str):
         raise ValueError(f"prompt must be a string or a list of messages, not {prompt!r:.100}")
-    # Half a surrogate pair cannot be encoded.
-    if not whole_text(prompt).strip().encode():
+    text = whole_text(prompt)
+    text.encode()                                               # raises for half a surrogate pair
+    if not text.strip():
         raise ValueError("empty prompt")
     return prompt
 
@@ -208,71 +229,83 @@ def as_message(message):
     """Return a message of a file as chat templates expect it: with role and content, and without null, which
     Arrow writes into every field that another message has. The arguments of a call may be a JSON string, and
     are {} where there are none."""
-    # Rows of a parquet file may hold dates.
-    said = json.loads(json.dumps(message, default=str), object_hook=without_null) if isinstance(
-        message, dict) else {}
-    if "from" in said:                                          # ShareGPT's form
-        said = {"role": said.pop("from"), "content": said.pop("value", "")} | said
-    role = str(said.get("role")).lower()
+    fields = {}
+    if isinstance(message, dict):
+        # Rows of a parquet file may hold dates.
+        fields = json.loads(json.dumps(message, default=str), object_hook=without_null)
+    if "from" in fields:                                        # ShareGPT's form
+        fields = {"role": fields.pop("from"), "content": fields.pop("value", "")} | fields
+    role = str(fields.get("role")).lower()
     if role == "function_call":
-        written = json.loads(said.pop("content"))
-        calls = written if isinstance(written, list) else [written]
-        said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    for call in said.get("tool_calls", []):
-        said.setdefault("content", "")
+        calls = json.loads(fields.pop("content"))
+        if not isinstance(calls, list):
+            calls = [calls]
+        fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    for call in fields.get("tool_calls", []):
+        fields.setdefault("content", "")
         function = call.get("function", call)
-        arguments = function.get("arguments", "")
+        arguments = function.get("arguments")
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments.strip() or "{}")
-        function["arguments"] = {} if arguments is None else arguments
-        if not isinstance(function["arguments"], dict):
+                arguments = json.loads(arguments.strip() or "null")
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
             raise ValueError(f"the arguments of a call must be a JSON object, not {arguments!r:.100}")
-    said["role"] = ROLES.get(role, role)
-    if said["role"] not in KNOWN or not isinstance(said.get("content"), str):
-        raise ValueError(f"a message needs a role, one of {', '.join(KNOWN)}, and a content, a string: "
-                         f"{message!s:.100}")
-    return said
+        function["arguments"] = arguments
+    fields["role"] = ROLE_OF.get(role, role)
+    if fields["role"] not in MESSAGE_ROLES or not isinstance(fields.get("content"), str):
+        raise ValueError(f"a message needs a role, one of {', '.join(MESSAGE_ROLES)}, and a content, a "
+                         f"string: {message!s:.100}")
+    return fields
 
 
 def without_null(fields):
+    # Returns the fields that are not None.
     return {key: value for key, value in fields.items() if value is not None}
 
 
 def answer_of(row, columns):
-    # The answer of a row as the first of the columns with one has it: a text, a number, a list of these, or
-    # None.
-    judged = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
-    truths = row | {"reward_model.ground_truth": judged.get("ground_truth")}
-    for key in columns:
-        truth = truths.get(key)
-        several = truth if isinstance(truth, list) else [truth]
-        # A text that says something, or a number other than NaN and infinity
-        if several and all(one.strip() if isinstance(one, str) else isinstance(one, numbers.Number)
-                           and abs(one) < math.inf for one in several):
+    # Returns the answer of a row, which is in the first of the columns that it has: a text, a number, a list
+    # of these, or None if it has none of them.
+    in_reward_model = None
+    if isinstance(row.get("reward_model"), dict):
+        in_reward_model = row["reward_model"].get("ground_truth")
+    truths = row | {"reward_model.ground_truth": in_reward_model}
+    for column in columns:
+        truth = truths.get(column)
+        values = truth if isinstance(truth, list) else [truth]
+        if values and all(map(is_answer, values)):
             return truth
         # What verl's form holds may be anything that a reward understands; then it is no answer.
-        if truth is not None and key != "reward_model.ground_truth":
-            raise ValueError(f"{key} must be text or a finite number, not {truth!r:.100}; "
+        if truth is not None and column != "reward_model.ground_truth":
+            raise ValueError(f"{column} must be text or a finite number, not {truth!r:.100}; "
                              "a list may hold several; a column of another name goes to the reward as it is")
 
 
+def is_answer(value):
+    # Returns whether this is a text that says something, or a number other than NaN and infinity.
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, numbers.Number) and abs(value) < math.inf
+
+
 def read_rows(path):
-    # Yields the rows of a file as pairs (where, row); a row of JSONL is its line.
-    whole = Path(os.path.expanduser(path))
-    if whole.suffix not in (".jsonl", ".json", ".parquet") or not whole.is_file():
+    # Yields the rows of a file as pairs (name, row); a row of JSONL is its line.
+    full_path = Path(os.path.expanduser(path))
+    if full_path.suffix not in (".jsonl", ".json", ".parquet") or not full_path.is_file():
         raise ValueError(f"{path or 'train_file or eval_file'}: no such file of .jsonl, .json or .parquet")
-    with naming(path), open(whole, "rb") as file:
-        if whole.suffix == ".parquet":
+    with naming(path), open(full_path, "rb") as file:
+        if full_path.suffix == ".parquet":
             rows = parquet_rows(file)
-        else:
-            # There may be a byte order mark, which json reads over.
-            if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield f"{path}:{number}", line
-                return
+        # There may be a byte order mark, which json reads over.
+        elif file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             rows = json.load(file)
+        else:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+            return
         for number, row in enumerate(rows, 1):
             yield f"{path}: row {number}", row
 
@@ -281,9 +314,11 @@ def parquet_rows(file):
     # Yields the rows of a parquet file.
     import pyarrow.parquet                                      # only those who have such a file wait for it
     for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000):
-        # In float32 0.1 is to be 0.1, and not 0.10000000149.
-        columns = [column.cast(pyarrow.string()).cast(pyarrow.float64()) if column.type == pyarrow.float32()
-                   else column for column in batch.columns]
+        columns = []
+        for column in batch.columns:
+            if column.type == pyarrow.float32():                # 0.1 is to be 0.1, and not 0.10000000149
+                column = column.cast(pyarrow.string()).cast(pyarrow.float64())
+            columns.append(column)
         yield from pyarrow.table(columns, batch.schema.names).to_pylist()
 
 
@@ -292,69 +327,87 @@ def parquet_rows(file):
 
 
 class Prompt(NamedTuple):
+    """A row with its prompt as tokens."""
     row: dict
     ids: list               # token ids, including those that the chat template adds
-    number: int = 0         # of a prompt of Prompts: the number of its row
-    epoch: int = 0          # of a drawn prompt: how many times all rows had been drawn before
+    number: int = 0         # the number of the row in Prompts
+    epoch: int = 0          # how many times all rows had been drawn before this prompt was
 
 
-def encode_rows(tokenizer, named, chat=True, system_prompt="", tools=None):
-    """Return a Prompt for each of the pairs (name, row) that named_rows returns.
+def encode_rows(tokenizer, rows, chat=True, system_prompt="", tools=None):
+    """Return a Prompt for each of the rows, which are pairs (name, row) as named_rows returns them.
 
     Messages go through the tokenizer's chat template, or with chat=False are joined to plain text; a string
     is taken as it is. Where the last message is the assistant's, the completion will continue it. tools: JSON
     schemas for the template. Raises ValueError for messages without a template or with one that fails, and
     for a string with a system prompt.
     """
-    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in named]
+    texts = [as_text(tokenizer, name, row["prompt"], chat, system_prompt, tools) for name, row in rows]
+    if not texts:
+        return []
     # All at once, which is faster. A template writes the special tokens itself.
-    encoded = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
-    start, prompts = start_of(tokenizer), []
-    for (name, row), ids in zip(named, encoded):
+    encoded = tokenizer(texts, add_special_tokens=False).input_ids
+    start = start_of(tokenizer)
+    prompts = []
+    for (name, row), ids in zip(rows, encoded):
         if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
             raise ValueError(f"{name}: its prompt has no tokens, or a token that the model does not have")
         plain = not chat or isinstance(row["prompt"], str)
-        prompts.append(Prompt(row, start + ids if plain and ids[:len(start)] != start else ids))
+        if plain and ids[:len(start)] != start:
+            ids = start + ids
+        prompts.append(Prompt(row, ids))
     return prompts
 
 
 @functools.lru_cache(maxsize=1)
 def start_of(tokenizer):
-    # The tokens that a plain text begins with. What the tokenizer puts at its end is left out.
-    a, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    return whole[:next(i for i in range(len(whole)) if whole[i:i + len(a)] == a)]
+    # Returns the tokens with which a plain text begins. The tokenizer may also put tokens at its end.
+    letter = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    for place in range(len(whole)):
+        if whole[place:place + len(letter)] == letter:
+            return whole[:place]
 
 
 def as_text(tokenizer, name, prompt, chat, system_prompt, tools):
-    # The text of a prompt, before it is encoded.
+    # Returns the text of a prompt, before it is encoded.
     if isinstance(prompt, str):
         if system_prompt:
             raise ValueError(f"{name}: system_prompt needs prompts that are lists of messages, not strings")
         return prompt
-    messages = ([{"role": "system", "content": system_prompt}] if system_prompt else []) + prompt
-    continued = messages[-1]["role"] == "assistant"
+    if system_prompt:
+        prompt = [{"role": "system", "content": system_prompt}, *prompt]
+    continued = prompt[-1]["role"] == "assistant"
     if not chat:
-        return whole_text(messages) + ("" if continued else "\n")
+        return whole_text(prompt) + ("" if continued else "\n")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not continued,
+        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=not continued,
                                              continue_final_message=continued, tools=tools)
     except Exception as error:      # of all kinds, about the order of roles, for example
         raise ValueError(f"{name}: the chat template, which --chat=false does without, fails for "
-                         f"{messages!r:.300}: {error!r}") from error
+                         f"{prompt!r:.300}: {error!r}") from error
+
+
+def whole_text(prompt):
+    # Returns all of a prompt: the string, or the contents of all messages.
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
 class Prompts:
     """The rows of a split. A prompt is encoded when it is drawn: 200,000 would take a minute and 2 GB.
 
-    named: pairs (name, row). s: a run's settings. tools: as in encode_rows.
+    rows: a sequence of pairs (name, row). s: a run's settings. tools: as in encode_rows.
     """
 
-    def __init__(self, tokenizer, named, s, tools=None):
-        self.tokenizer, self.named, self.s, self.tools = tokenizer, named, s, tools
+    def __init__(self, tokenizer, rows, s, tools=None):
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.s = s
+        self.tools = tools
 
     def encoded(self, numbers):
         """Return a Prompt for each of the rows with these numbers."""
-        prompts = encode_rows(self.tokenizer, [self.named[i] for i in numbers], self.s.chat,
+        prompts = encode_rows(self.tokenizer, [self.rows[number] for number in numbers], self.s.chat,
                               self.s.system_prompt, self.tools)
         return [prompt._replace(number=number) for prompt, number in zip(prompts, numbers)]
 
@@ -364,14 +417,41 @@ class Prompts:
         position: the place in the endless sequence of epochs, 0 at the start of a run. Each epoch has its own
         order (epoch_order), so resuming needs no more.
         """
-        size, drawn = len(self.named), []
+        size = len(self.rows)
+        drawn = []
         while len(drawn) < count:
             places = range(position, position + count - len(drawn))
-            rows = [epoch_order(size, place // size, seed)[place % size] for place in places]
-            drawn += [prompt._replace(epoch=place // size) for prompt, place in zip(self.encoded(rows), places)
-                      if len(prompt.ids) <= self.s.max_prompt_length]
+            numbers = [epoch_order(size, place // size, seed)[place % size] for place in places]
+            for place, prompt in zip(places, self.encoded(numbers)):
+                if len(prompt.ids) <= self.s.max_prompt_length:
+                    drawn.append(prompt._replace(epoch=place // size))
             position = places.stop
         return drawn, position
+
+    def check(self):
+        """Raise ValueError now, and not after hours, for a row that an environment or the template refuses.
+
+        Of the rows whose messages have the same roles, and calls in the same places, the first is tried.
+        """
+        s = self.s
+        tried = set()
+        for name, row in self.rows:
+            prompt = row["prompt"]
+            messages = [] if isinstance(prompt, str) else prompt
+            kind = tuple((message["role"], "tool_calls" in message) for message in messages)
+            if kind in tried:
+                continue
+            tried.add(kind)
+            # What replies to the model would have no place in other prompts.
+            if (s.environment or s.tools) and (not messages or messages[-1]["role"] == "assistant"):
+                raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, "
+                                 "the last one not the assistant's")
+            text = as_text(self.tokenizer, name, prompt, s.chat, s.system_prompt, self.tools)
+            for message in [{"role": "system", "content": s.system_prompt}, *messages]:
+                # A template may shorten an earlier answer and rewrite what a tool has returned.
+                free = message["role"] in ("assistant", "tool")
+                if not free and message["content"].strip() not in text:
+                    raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
 
 
 def load_prompts(tokenizer, settings, tools=None):
@@ -383,62 +463,51 @@ def load_prompts(tokenizer, settings, tools=None):
     train_set, fitting, train_note = load_split(tokenizer, settings, "train", tools)
     _, eval_set, eval_note = load_split(tokenizer, settings, "eval", tools)
     return train_set, eval_set, (f"The run trains on {train_note} and is evaluated on {eval_note}.\n"
-                                 f"{as_read(tokenizer, fitting[0])}")
+                                 f"{shown_prompt(tokenizer, fitting[0])}")
 
 
-def as_read(tokenizer, prompt):
-    # A prompt as the model reads it, with its special tokens, cut in the middle, and its answer.
+def shown_prompt(tokenizer, prompt):
+    # Returns a prompt as the model reads it, with its special tokens, cut in the middle, and its answer.
     text = tokenizer.decode(prompt.ids)
     if len(text) > 1000:
         text = f"{text[:500]}\n... {len(text) - 1000} characters ...\n{text[-500:]}"
     lines = ["The model reads the first prompt as", *text.split("\n")]
     if isinstance(prompt.row["prompt"], str) and tokenizer.chat_template:
         lines.append("(A string is read as it is. The model's chat template is for lists of messages.)")
-    return "\n    ".join([*lines, f"and its answer is {prompt.row.get('answer')!r:.200}"])
+    lines.append(f"and its answer is {prompt.row.get('answer')!r:.200}")
+    return "\n    ".join(lines)
 
 
 def load_split(tokenizer, settings, split, tools=None, **changed):
     """Return the Prompts of a split, "train" or "eval", a list of those that are encoded, and a note on both.
 
-    Encoded are the first 512 training prompts of the first epoch, and all held-out prompts, which are the
-    same for every seed. Those of more than max_prompt_length tokens are left out. tools: as in encode_rows.
+    The first 512 training prompts of the first epoch are encoded, and all held-out prompts, which are the
+    same for every seed. Prompts of more than max_prompt_length tokens are left out. tools: as in encode_rows.
     changed: settings that have another value here, such as the eval_file of a second evaluation. Raises
-    ValueError where named_rows or encode_rows does, or if none fits.
+    ValueError where named_rows, Prompts.check or encode_rows does, or if no prompt fits.
     """
     s = SimpleNamespace(**vars(settings) | changed)
     prompts = Prompts(tokenizer, named_rows(s, split), s, tools)
-    total, source = len(prompts.named), (s.eval_file if split == "eval" else "") or s.train_file or s.task
-    kinds = {}
-    for name, row in prompts.named:
-        messages = [] if isinstance(row["prompt"], str) else row["prompt"]
-        kind = tuple((message["role"], "tool_calls" in message) for message in messages)
-        # An observation or a call of a tool would have no place in them.
-        if (s.environment or s.tools) and (not kind or kind[-1][0] == "assistant"):
-            raise ValueError(f"{name}: an environment and tools need prompts that are lists of messages, the "
-                             "last one not the assistant's")
-        kinds.setdefault(kind, (name, row["prompt"]))
-    # What the template refuses or leaves out is told now, and not after hours. It may shorten an earlier answer
-    # and rewrite what a tool has returned.
-    for kind, (name, prompt) in kinds.items():
-        text = as_text(tokenizer, name, prompt, s.chat, s.system_prompt, tools)
-        for message in ({"role": "system", "content": s.system_prompt}, *(prompt if kind else ())):
-            if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
-                raise ValueError(f"{name}: the chat template leaves out {message!r:.200}")
-    encoded = prompts.encoded(epoch_order(total, 0, s.seed)[:512] if split == "train" else range(total))
+    prompts.check()
+    total = len(prompts.rows)
+    numbers = range(total)
+    source = s.train_file or s.task
+    kind = ""
+    if split == "train":
+        numbers = epoch_order(total, 0, s.seed)[:512]
+    else:
+        source = s.eval_file or source
+        kind = "held-out "
+    encoded = prompts.encoded(numbers)
     fitting = [prompt for prompt in encoded if len(prompt.ids) <= s.max_prompt_length]
     if not fitting:
         shortest = min(len(prompt.ids) for prompt in encoded)
         raise ValueError(f"max_prompt_length={s.max_prompt_length}: none of {len(encoded)} {split} prompts "
                          f"fits; the shortest has {shortest} tokens")
-    kind, long = {"train": "", "eval": "held-out "}[split], len(encoded) - len(fitting)
+    long = len(encoded) - len(fitting)
     return prompts, fitting, (
         f"{total:,} {kind}prompts of {source} ({long:,} of {len(encoded):,} have more than "
         f"max_prompt_length={s.max_prompt_length} tokens and are left out)")
-
-
-def whole_text(prompt):
-    # All of the prompt: the string, or the contents of all messages.
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
 @functools.lru_cache(maxsize=4)

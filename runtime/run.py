@@ -112,7 +112,7 @@ class Run:
         s, before = self.settings, self.state["settings"]
         check_suits(s, folders.suits)
         self.tokenizer = folders.tokenizer
-        for key, file, rows in (("train_prompts", s.train_file, (row for _, row in train_set.named)),
+        for key, file, rows in (("train_prompts", s.train_file, (row for _, row in train_set.rows)),
                                 ("eval_prompts", s.eval_file or s.train_file, eval_set)):   # with tokens
             found = checkpoint.checksum_of_rows(rows)
             # If the number of held-out prompts was changed, they differ because of that.

@@ -240,15 +240,15 @@ class UserProcess:
     def call(self, seconds, function, *arguments):
         """Return function(*arguments), computed there. Raises what it raises, or Failed if its process ends.
 
-        If that takes longer than `seconds` (None: no limit), the process is ended with all that it has
+        If that takes longer than `seconds` (0: no limit), the process is ended with all that it has
         started, and TimeUp is raised. The next call starts a new process.
         """
         if not self.process:
             self._start()
-            self.call(None, *self.first)
+            self.call(0, *self.first)
         try:
             self.pipe.send((function, arguments))
-            if not self.pipe.poll(seconds):
+            if not self.pipe.poll(seconds or None):
                 self.end()
                 raise TimeUp
             value, error = self.pipe.recv()

@@ -97,7 +97,7 @@ def test_gsm8k(tmp_path, monkeypatch):
     reward = rewards.load_reward("", "gsm8k")
     columns = {key: [row[key] for row in (first, second)] for key in first}
     columns |= {"prompts": columns.pop("prompt"), "completions": [completion] * 2, "trainer_state": [None] * 2}
-    found = rewards.score(reward, columns)
+    found = rewards.score_completions(reward, columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     path = write(tmp_path / ".cache/gsm8k/train.jsonl", GSM8K[0], {"error": "not found"})
     with pytest.raises(ValueError, match=f"^{re.escape(path)}:2: no column question; the columns are error"):
@@ -271,7 +271,7 @@ def test_columns_that_settings_name(tmp_path):
     # The check of answers reads the number after ####.
     columns = {"prompts": [first[0]] * 2, "completions": ["The answer is 72", "70"],
                "answer": [first[1]] * 2, "trainer_state": [None] * 2}
-    found = rewards.score(rewards.load_reward("", "file"), columns)
+    found = rewards.score_completions(rewards.load_reward("", "file"), columns)
     assert [parts for parts, *_ in found] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     assert read(path, prompt_column="question", chat=False)[1][0] == GSM8K[1]["question"]
     path = write(tmp_path / "more.jsonl", {"prompt": "1+1?", "answer": "two", "value": 2.5})
@@ -362,7 +362,7 @@ def test_a_number_reaches_a_reward_as_a_number_and_the_verifier_as_a_text(tmp_pa
                "trainer_state": [None] * 3}
     numeric = rewards.Reward("numeric", lambda completions, answer, **_: [float(truth == 2) for truth in answer])
     for reward, expected in ((rewards.load_reward("", "file"), [1, 1, 1]), (numeric, [1, 0, 0])):
-        assert [parts[reward.name] for parts, *_ in rewards.score(reward, columns)] == expected
+        assert [parts[reward.name] for parts, *_ in rewards.score_completions(reward, columns)] == expected
     assert rewards.accuracy(["?"], ["Answer: 0.1"], [0.1]) == [1.0]
 
 
@@ -759,16 +759,16 @@ def load_prompts():
 def epoch_of(train_set, seed):
     """Returns the prompts of the first epoch, one by one."""
     position, prompts = 0, []
-    while position < len(train_set.named):
+    while position < len(train_set.rows):
         (prompt,), position = train_set.draw(position, 1, seed)
-        prompts += [prompt] * (position <= len(train_set.named))
+        prompts += [prompt] * (position <= len(train_set.rows))
     return prompts
 
 
 def test_load_prompts_leaves_out_what_is_too_long(load_prompts, tokenizer):
     train_set, eval_set, note, _ = load_prompts(seed=3)
     drawn = epoch_of(train_set, 3)
-    drawn.sort(key=lambda prompt: [row for _, row in train_set.named].index(prompt.row))
+    drawn.sort(key=lambda prompt: [row for _, row in train_set.rows].index(prompt.row))
     for prompts, split, count, seed in (drawn, "train", 300, 3), (eval_set, "eval", 40, 0):
         rows = load_rows("algebra", split, count, seed)
         ids = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
@@ -811,9 +811,9 @@ def test_only_what_is_used_is_encoded(load_prompts, tmp_path):
     path = write(tmp_path / "rows.jsonl", *rows)
     train_set, eval_set, note, counting = load_prompts(task="file", train_file=path, train_prompts=0)
     assert counting.count == 512 + 40 and len(eval_set) < 40
-    first = [data.epoch_order(len(train_set.named), 0, 0)[i] for i in range(512)]
-    long = sum(len(train_set.named[i][1]["prompt"]) > 24 for i in first)
-    assert (f"trains on {len(train_set.named):,} prompts of {path} ({long:,} of 512 have more than "
+    first = [data.epoch_order(len(train_set.rows), 0, 0)[i] for i in range(512)]
+    long = sum(len(train_set.rows[i][1]["prompt"]) > 24 for i in first)
+    assert (f"trains on {len(train_set.rows):,} prompts of {path} ({long:,} of 512 have more than "
             "max_prompt_length=24 tokens and are left out) and") in note
     counting.count = 0
     prompts, position = train_set.draw(0, 100, 0)
@@ -871,7 +871,7 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     train, held_out = sides(path)
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, train_prompts=100, eval_prompts=0)
-    taken = [row["prompt"] for _, row in train_set.named]
+    taken = [row["prompt"] for _, row in train_set.rows]
     short = [text for text in taken if len(text) <= 24]
     assert len(taken) == 100 and taken == [text for text in train if text in taken]
     assert sorted(prompt.row["prompt"] for prompt in epoch_of(train_set, 0)) == sorted(short)
@@ -881,7 +881,7 @@ def test_load_prompts_from_files(load_prompts, tmp_path):
     assert f"on {count} held-out prompts of {path} ({count - len(eval_set)} of {count} have more" in note
     train_set, eval_set, note, _ = load_prompts(
         task="file", train_file=path, eval_file=other, train_prompts=0)
-    assert len(train_set.named) == 200 and 15 <= len(eval_set) <= 25
+    assert len(train_set.rows) == 200 and 15 <= len(eval_set) <= 25
     assert f"on 200 prompts of {path} (100 of 200 have" in note
     assert f"on 40 held-out prompts of {other} ({40 - len(eval_set)} of 40 have" in note
 
